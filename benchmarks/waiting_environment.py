@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.episode_cases import OBSERVATION_WORDS, PROMPT_WORDS, TURNS, words
-from pipelinerl.episodes.environment import Done, Turn
+from pipelinerl.episodes import Done, Turn
 
 
 class WaitingEnvironment:

@@ -1,22 +1,23 @@
-"""The `pipelinerl` command: parse arguments, call a command module, turn errors into exit codes.
+"""The `pipelinerl` command: the arguments of its commands, their completion in a shell, and exit codes for errors.
 
-Exit codes: 0 done, 1 failed, 2 a user's mistake (arguments, recipe, folder), 130 interrupted, 141 the reader closed the output.
+The module of a command is imported when the command runs, since it may be heavy. Exit codes: 0 done, 1 failed, 2 a user's
+mistake (arguments, recipe, folder), 130 interrupted, 141 the reader closed the output.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from pipelinerl import __version__
-from pipelinerl.commands import cache, plan, run, scale, validate
-from pipelinerl.commands.run_folder import AUDIT, DEAD_LETTERS, REPORT
 from pipelinerl.errors import PipelineRLError, UserError
 from pipelinerl.service.logs import printable
-
-COMMANDS = (run.COMMAND, scale.COMMAND, validate.COMMAND, plan.COMMAND, REPORT, AUDIT, DEAD_LETTERS, cache.COMMAND)
 
 FAILED, WRONG_USE, INTERRUPTED, UNREAD = 1, 2, 130, 141
 
@@ -27,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pipelinerl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, text, add_arguments, execute in COMMANDS:
+    for name, (text, add_arguments, execute) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         add_arguments(command)
         command.set_defaults(execute=execute)
@@ -41,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         argcomplete.autocomplete(parser)
     args = parser.parse_args(argv)
+    module, _, function = args.execute.partition(":")
     try:
-        code = args.execute(args)
+        code = getattr(importlib.import_module(f"pipelinerl.commands.{module}"), function)(args)
         if sys.stdout is not None:  # `>&-` closed it before the start
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
@@ -54,6 +56,162 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pipelinerl: {printable(str(error))}", file=sys.stderr)  # it may quote a user's code, data and model output
         return WRONG_USE if isinstance(error, UserError) else FAILED
     return code
+
+
+def _recipe(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    recipe = parser.add_argument("recipe", metavar="RECIPE", nargs=nargs, help="recipe file, or the name of one under recipes/")
+    override = parser.add_argument(
+        "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
+        help="override one field of the recipe; the value is YAML (repeatable)",
+    )  # fmt: skip
+    recipe.completer, override.completer = _recipes, _fields  # type: ignore[attr-defined]
+
+
+def _recipes(prefix: str, **_: Any) -> list[str]:
+    from pipelinerl.recipe.loading import recipe_names
+
+    return [*recipe_names(), *glob.glob(f"{prefix}*")]
+
+
+def _fields(prefix: str, **_rest: Any) -> list[str]:
+    from pipelinerl.recipe.fields import Recipe, choices, dotted_paths, field_at
+
+    path, equals, _ = prefix.partition("=")
+    if equals and (field := field_at(Recipe, tuple(path.split(".")))):
+        return [f"{path}={choice}" for choice in choices(field.annotation)]
+    return [f"{path}=" for path in dotted_paths(Recipe)]
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser, nargs="?")
+    parser.add_argument("--actors", metavar="N", type=int, help="actor processes; short for --set actor.count=N")
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of the run (default: runs/<name>)")
+    parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")
+    parser.add_argument(
+        "--reward-rows", metavar="N", type=int, default=2,
+        help="before the start, call each reward on this many of its problems (default: 2; 0: none, if calls cost money)",
+    )  # fmt: skip
+    page = parser.add_mutually_exclusive_group()
+    page.add_argument("--page-port", metavar="PORT", type=int, default=0, help="port of the live page (default: any free one)")
+    page.add_argument("--no-page", action="store_true", help="serve no live page")
+    parser.add_argument(
+        "--resume", metavar="DIR", type=Path,
+        help="continue the run in DIR with its own recipe; RECIPE and --set may change some fields",
+    )  # fmt: skip
+    parser.add_argument(
+        "--placement", metavar="JSON|FILE", default="",
+        help="GPUs of each trainer rank and each actor, by UUID or position; a run's placement.json is an example",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metrics-port", metavar="PORT", type=int, default=0,
+        help="port on this machine for the runner's /metrics and for /targets, where Prometheus finds the run's services "
+        "(default: any free one)",
+    )  # fmt: skip
+
+
+def _scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["actors"], help="service to scale")
+    parser.add_argument("count", metavar="N", type=int, help="the wanted number")
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the run")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="maximum wait until all serve (300 s)")
+
+
+def _validate(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    parser.add_argument(
+        "--fields-only", action="store_true",
+        help="do not check the files, folders and functions that the recipe names, which may be elsewhere",
+    )  # fmt: skip
+    parser.add_argument(
+        "--reward-rows", metavar="N", type=int, default=20,
+        help="call each reward on this many of its problems, with the reference answer as completion (default: 20; 0: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu-memory", metavar="SIZE",
+        help="memory of each GPU, such as 80GiB; prints how much the recipe needs, with advice. For several trainer nodes, "
+        "give the number of ranks of all nodes by --set trainer.nproc=N",
+    )  # fmt: skip
+    parser.add_argument(
+        "--parameters", metavar="SIZE",
+        help="size of the model with all its experts, such as 7.6B, for --gpu-memory; by default from the model's files, "
+        "or else the number in its name plus a tenth",
+    )  # fmt: skip
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    parser.add_argument("--parameters", metavar="SIZE", required=True, help="model size with all its experts, such as 7.6B")
+    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="accelerators of actors and trainer")
+    parser.add_argument(
+        "--accelerator", metavar="NAME|FILE", default="H100",
+        help="A100, H100, H200, ..., or a JSON file of measured speeds (docs/planning.md); default H100",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", metavar="BARS|RUN_DIR", required=True,
+        help="completion lengths: bars of a histogram, TOKENS or FROM-TO with a weight, such as 1-512:6,513-2048:3,8192:1; "
+        "or the folder of a run that has them",
+    )  # fmt: skip
+    parser.add_argument("--sequences-in-progress", metavar="H", type=int, help="sequences on each actor; default: the best")
+    parser.add_argument(
+        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token; by default, the usual size for such a model"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run, finished or not")
+
+
+def _audit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a current, finished or crashed run")
+    _server(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--versions", action="store_true", help="list every version, not only unusual ones")
+
+
+def _dead_letters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not")
+    _server(parser)
+    parser.add_argument("--run", metavar="NAME", default="", help="name of that run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the whole prompt")
+
+
+def _server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nats", metavar="URL", default="",
+        help="NATS server of a run elsewhere, such as nats://host:4222 (default in a pod of the run: the pod's own setting)",
+    )  # fmt: skip
+    parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
+    parser.add_argument(
+        "--tls-dir", metavar="DIR", type=Path, help="folder with ca.crt, and tls.crt and tls.key if the server requires them"
+    )
+
+
+def _cache(parser: argparse.ArgumentParser) -> None:
+    clear = parser.add_argument(
+        "--clear", metavar="NAME", nargs="*", help="remove these entries, or all; a running run needs its own for restarts"
+    )
+    clear.completer = _kept  # type: ignore[attr-defined]
+
+
+def _kept(**_: Any) -> list[str]:
+    from pipelinerl.commands.run import kept_folders
+
+    return list(kept_folders())
+
+
+COMMANDS = {
+    "run": ("train a recipe on this machine", _run, "run:run"),
+    "scale": ("change the number of actors of a running local run (in a cluster: kubectl scale)", _scale, "run:scale"),
+    "validate": ("check a recipe and print a summary of it", _validate, "validate:validate"),
+    "plan": ("share accelerators between actors and trainer (modelled, nothing runs)", _plan, "plan:plan"),
+    "report": ("rebuild report.html of a run", _report, "run_folder:report"),
+    "audit": ("recompute a run's ledger from its journal, checkpoints and streams", _audit, "run_folder:audit"),
+    "dead-letters": ("list a run's abandoned prompt groups", _dead_letters, "run_folder:dead_letters"),
+    "cache": ("list or remove files kept for the next run, such as initial models", _cache, "run:cache"),
+}
+"""Help of each command, its arguments, and the module and function below `pipelinerl.commands` that execute it. The function
+returns the exit code, and raises `UserError` for a mistake in the arguments."""
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ def is_built(model: ModelConfig) -> bool:
 
 
 def built_name(recipe: Recipe, run: str) -> str:
-    """Return the name of the model's folder in a cache. A checkpoint is copied once for each run, whatever its name stands for
-    later; SmolLM2 is the same for all recipes. Pure."""
+    """Return the model's folder in a cache. A checkpoint has one for each run, since its name may stand for another later."""
     if recipe.model.source == "smollm2":
         return f"smollm2-{_FORMAT}"
     text = json.dumps({"format": _FORMAT, "model": recipe.model.name, "run": run}, sort_keys=True)
@@ -45,8 +44,7 @@ def built_name(recipe: Recipe, run: str) -> str:
 
 
 def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
-    """Return the cache folder of the model that this run builds or copies; it may not exist yet. Raises `FieldError` without a
-    cache."""
+    """Return the cache folder of the model that this run builds or copies. Raises `FieldError` without a cache."""
     if cache is None:
         what = f"model.source = {recipe.model.source!r} is built or copied by the run"
         raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: name a folder for it, or PIPELINERL_MODEL_DIR")
@@ -81,10 +79,8 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
         return settings.model_dir or str(model_folder(recipe.model) or recipe.model.name)
     folder = built_folder(recipe, settings.run, settings.model_cache)
     if not is_complete(folder):
-        fix = (
-            f"holds no complete {folder.name}; `python -m services.trainer.initial_model` makes it for the "
-            "trainer, `python -m services.actor.initial_model` fetches it for an actor"
-        )
+        makes = "`python -m services.trainer.initial_model` makes it for the trainer"
+        fix = f"holds no complete {folder.name}; {makes}, `python -m services.actor.initial_model` fetches it for an actor"
         raise FieldError("PIPELINERL_MODEL_CACHE", str(settings.model_cache), fix)
     return str(folder)
 

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.episodes.environment import Done, Turn
+from pipelinerl.episodes import Done, Turn
 from pipelinerl.tasks.environments import Calculator, GuessNumber
 from pipelinerl.tasks.families import in_brackets
 

@@ -11,49 +11,24 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipelinerl.commands import Command, add_recipe_arguments
-from pipelinerl.errors import FieldError
-
-if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import Recipe
-    from pipelinerl.rl.memory import Model
-    from pipelinerl.rl.planner import Machine, Plan
-    from pipelinerl.rl.throughput import Lengths, Split
+from pipelinerl.errors import FieldError, counted
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import RecipeError, load_recipe
+from pipelinerl.rl.groups import length_bucket
+from pipelinerl.rl.memory import ACCELERATORS, Model
+from pipelinerl.rl.planner import Machine, Plan, estimated, make_plan, misfits
+from pipelinerl.rl.throughput import DecodeCurve, Lengths, Split
+from pipelinerl.run_dir import RunDir, read_json
+from pipelinerl.run_summary import add_ended, lag_summary, read_jsonl
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser)
-    parser.add_argument("--parameters", metavar="SIZE", required=True, help="model size with all its experts, such as 7.6B")
-    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="accelerators of actors and trainer")
-    parser.add_argument(
-        "--accelerator", metavar="NAME|FILE", default="H100",
-        help="A100, H100, H200, ..., or a JSON file of measured speeds (docs/planning.md); default H100",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lengths", metavar="BARS|RUN_DIR", required=True,
-        help="completion lengths: bars of a histogram, TOKENS or FROM-TO with a weight, such as 1-512:6,513-2048:3,8192:1; "
-        "or the folder of a run that has them",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sequences-in-progress", metavar="H", type=int, help="sequences on each actor; default: the best number"
-    )
-    parser.add_argument(
-        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token; by default, the usual size for such a model"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
-
-
-def execute(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
     """Return exit code 0. Raises `UserError` if no plan can be made."""
-    from pipelinerl.recipe.loading import RecipeError, load_recipe
-    from pipelinerl.rl.memory import Model
-    from pipelinerl.rl.planner import counted, make_plan, misfits
-
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
         raise FieldError("mode", recipe.mode, "shares no accelerators between actors and trainer; --set mode=pipeline")
@@ -90,8 +65,6 @@ def size_of(text: str) -> float:
 
 def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
     """Return completion lengths from bars of a histogram or a run directory, and their source. Raises `FieldError`."""
-    from pipelinerl.rl.throughput import Lengths
-
     max_tokens = recipe.max_tokens
     given = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
     if not all(given):
@@ -102,23 +75,14 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
         if not 1 <= first <= last or weight == 0:
             raise FieldError("--lengths", bar[0], "a bar needs 1 token or more, FROM at most TO, and a weight above 0")
         if last > max_tokens:
-            fix = f"is longer than sampling.max_tokens = {max_tokens}; change one of them"
-            raise FieldError("--lengths", bar[0], fix)
+            raise FieldError("--lengths", bar[0], f"is longer than sampling.max_tokens = {max_tokens}; change one of them")
         bars.append((first, last, weight))
     return Lengths.of_bars(bars), "as given"
 
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     """Return the lengths of a run's completions in the second half of its steps, stale ones included, and their number.
-
-    metrics.jsonl counts lengths by power-of-two bucket. Within a bucket, lengths are those in samples.jsonl, if it has any of
-    that bucket. Raises `FieldError`.
-    """
-    from pipelinerl.rl.groups import length_bucket
-    from pipelinerl.rl.throughput import Lengths
-    from pipelinerl.run_dir import RunDir
-    from pipelinerl.run_summary import add_ended, read_jsonl
-
+    metrics.jsonl counts them by power-of-two bucket, in which they are spread as in samples.jsonl. Raises `FieldError`."""
     if not run_dir.is_dir():
         fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
@@ -134,8 +98,7 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
             if sample.get("spans") and not sample.get("heldout"):
                 seen.setdefault(length_bucket(sample["spans"][-1][2]), []).append(sample["spans"][-1][2])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        fix = f"its metrics.jsonl and samples.jsonl are not those of a run ({error}); give bars"
-        raise FieldError("--lengths", str(run_dir), fix) from None
+        raise FieldError("--lengths", str(run_dir), f"its records are not those of a run ({error}); give bars") from None
     if not any(counts.values()):
         raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no step with ended_by_length; give bars")
     bars: list[tuple[int, int, float]] = []
@@ -163,17 +126,11 @@ _MEASURED = {
 
 def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """A known accelerator, or a JSON file with the keys of `_MEASURED`. Raises `FieldError`."""
-    from pipelinerl.rl.memory import ACCELERATORS
-    from pipelinerl.rl.planner import Machine, estimated
-    from pipelinerl.rl.throughput import DecodeCurve
-    from pipelinerl.run_dir import read_json
-
     if accelerator := {key.upper(): one for key, one in ACCELERATORS.items()}.get(name.upper()):
         return estimated(accelerator, model, recipe, lengths)
     path = Path(name)
     if not path.is_file():
-        fix = f"is neither a file of measured speeds nor one of {', '.join(ACCELERATORS)}"
-        raise FieldError("--accelerator", name, fix)
+        raise FieldError("--accelerator", name, f"is neither a file of measured speeds nor one of {', '.join(ACCELERATORS)}")
     measured = read_json(path)
     if missing := [key for key in _MEASURED if key not in measured]:
         raise FieldError("--accelerator", name, f"has no {missing[0]}: {_MEASURED[missing[0]]}")
@@ -191,9 +148,6 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
 
 def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
     """Return a plan's summary as (name, value) rows. Pure."""
-    from pipelinerl.rl.planner import counted
-    from pipelinerl.run_summary import lag_summary
-
     split, played, lengths, machine = plan.split, plan.played, plan.lengths, plan.machine
     lag, batch_s = lag_summary(played.lag_histogram), played.duration / played.steps
     conventional, per_actor = plan.conventional / plan.rate, counted(machine.per_actor, "accelerator")
@@ -216,8 +170,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
 
 
 def settings(split: Split) -> str:
-    """Return the `pipelinerl run` options for it. On a cluster, the replicas of the chart's actors and its trainer's GPUs
-    decide."""
+    """Return the `pipelinerl run` options for it. On a cluster, the chart's replicas and GPUs decide."""
     changes = {
         "actor.count": split.num_generators,
         "actor.sequences_in_progress": split.sequences_in_progress,
@@ -227,7 +180,6 @@ def settings(split: Split) -> str:
 
 
 def _stale(plan: Plan) -> str:
-    """Return the share of sequences that are dropped, with the shares of the lengths that lose most."""
     played = plan.played
     shares = [
         f"{stale / played.finished_by_length[bucket]:.1%} of those up to {bucket:,} tokens"
@@ -240,8 +192,6 @@ def _stale(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data: seconds, tokens, GiB, optimizer steps."""
-    from pipelinerl.run_summary import lag_summary
-
     split, played = plan.split, plan.played
     return {
         "modelled": True,
@@ -268,6 +218,3 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "simulated_share": plan.share,
         "reasons": list(plan.reasons),
     }
-
-
-COMMAND = Command("plan", "share accelerators between actors and trainer (modelled, nothing runs)", add_arguments, execute)

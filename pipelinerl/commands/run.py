@@ -1,59 +1,71 @@
-"""`pipelinerl run RECIPE`: train on this machine, with live progress, into a run directory; `--resume DIR` continues a run."""
+"""`pipelinerl run`, `scale` and `cache`: train here or continue a run, change the number of its actors, and list files that
+are kept for the next run.
+
+Nothing is changed before it is certain that a run can start or continue. The trainer of a continued run finds its checkpoint
+itself, as after any restart.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any
 
-from pipelinerl.commands import Command, add_recipe_arguments
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, ServiceError, counted
+from pipelinerl.initial_model import COMPILED, cache_folder
+from pipelinerl.local.ending import finish
+from pipelinerl.local.following import ask_actor
+from pipelinerl.local.placing import placed_here, write_placement
+from pipelinerl.local.processes import living, running_pids, why_taken
+from pipelinerl.local.progress import open_display, phase_of
+from pipelinerl.local.runner import LocalRun
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import (
+    Change,
+    check_resumable,
+    load_recipe,
+    read_recipe,
+    recipe_from_data,
+    recipe_of_run,
+    understood,
+)
+from pipelinerl.recipe.model_folder import known_parameters
+from pipelinerl.recipe.preflight import check_environment, doubts
+from pipelinerl.rl.memory import checkpoint_bytes
+from pipelinerl.rl.placement import Placement
+from pipelinerl.run_dir import (
+    MOST_ACTORS,
+    RunDir,
+    check_folder,
+    check_space,
+    create_run_dir,
+    locked,
+    missing_from,
+    newest_checkpoint,
+    newest_state,
+    open_to_others,
+    read_json,
+    run_name,
+    write_json,
+)
+from pipelinerl.run_summary import is_finished
+from pipelinerl.service.logs import LogContext, configure_logging
+from pipelinerl.service.tls import read_certificates
 
-if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import Recipe
-    from pipelinerl.rl.placement import Placement
-    from pipelinerl.run_dir import RunDir
+RESUME = "--resume"
+_LOOK_S = 0.5
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser, nargs="?")
-    parser.add_argument("--actors", metavar="N", type=int, help="actor processes; short for --set actor.count=N")
-    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of the run (default: runs/<name>)")
-    parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")
-    parser.add_argument(
-        "--reward-rows", metavar="N", type=int, default=2,
-        help="before the start, call each reward on this many of its problems (default: 2; 0: none, if calls cost money)",
-    )  # fmt: skip
-    page = parser.add_mutually_exclusive_group()
-    page.add_argument("--page-port", metavar="PORT", type=int, default=0, help="port of the live page (default: any free one)")
-    page.add_argument("--no-page", action="store_true", help="serve no live page")
-    parser.add_argument(
-        "--resume", metavar="DIR", type=Path,
-        help="continue the run in DIR with its own recipe; RECIPE and --set may change some fields",
-    )  # fmt: skip
-    parser.add_argument(
-        "--placement", metavar="JSON|FILE", default="",
-        help="GPUs of each trainer rank and each actor, by UUID or position; a run's placement.json is an example",
-    )  # fmt: skip
-    parser.add_argument(
-        "--metrics-port", metavar="PORT", type=int, default=0,
-        help="port on this machine for the runner's /metrics and for /targets, where Prometheus finds the run's services "
-        "(default: any free one)",
-    )  # fmt: skip
-
-
-def execute(args: argparse.Namespace) -> int:
-    """Return the exit code: 0 trained, 1 failed, 2 failed by a user's mistake, 130 interrupted. Raises `UserError` for a
-    mistake that is found before anything is started."""
-    import asyncio
-
-    from pipelinerl.local.ending import finish
-    from pipelinerl.local.progress import open_display
-    from pipelinerl.local.runner import LocalRun
-    from pipelinerl.service.logs import LogContext, configure_logging
-
+def run(args: argparse.Namespace) -> int:
+    """Return the exit code. Raises `UserError` for a mistake that is found before anything is started."""
     page_port, metrics_port = chosen_ports(args)
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     with ExitStack() as stack:
@@ -79,29 +91,18 @@ def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
 
 def free_port(option: str, port: int) -> int:
     """Return the same port. Raises `FieldError` if it is no port number, or another process listens there."""
-    from pipelinerl.local.processes import why_taken
-
     if not 0 <= port <= 65535:
         raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")
-    why = why_taken(port)
-    if why:
+    if why := why_taken(port):
         raise FieldError(option, port, f"cannot listen there ({why}); give another, or 0")
     return port
 
 
-_Prepared: TypeAlias = "tuple[Recipe, RunDir, Placement | None, list[str]]"
+Prepared = tuple[Recipe, RunDir, Placement | None, list[str]]
+"""The recipe with numbers instead of `auto`, the run's folder, its GPUs, and notes for the user."""
 
 
-def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> _Prepared:
-    from datetime import datetime
-
-    from pipelinerl.local.placing import placed_here, write_placement
-    from pipelinerl.recipe.loading import load_recipe, understood
-    from pipelinerl.recipe.model_folder import known_parameters
-    from pipelinerl.recipe.preflight import check_environment, doubts
-    from pipelinerl.rl.memory import checkpoint_bytes
-    from pipelinerl.run_dir import create_run_dir, locked, open_to_others
-
+def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> Prepared:
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or continue a run with --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
@@ -116,11 +117,7 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     return numbered, run_dir, placement, [title, *understood(overrides), *warnings, *gpus]
 
 
-def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> _Prepared:
-    from pipelinerl.local.placing import placed_here, write_placement
-    from pipelinerl.local.resume import find_run, resume
-    from pipelinerl.run_dir import locked
-
+def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> Prepared:
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
@@ -132,4 +129,145 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
     return numbered, run_dir, placement, [*notes, *gpus]
 
 
-COMMAND = Command("run", "train a recipe on this machine", add_arguments, execute)
+def resume(
+    run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
+) -> tuple[Recipe, list[str]]:
+    """Prepare the folder for a new start with its own recipe or another `recipe`; return that, and notes for the user. Raises
+    `UserError`, with nothing changed."""
+    old = _with_auto(read_recipe(run_dir.recipe), read_json(run_dir.placement).get("automatic", []))
+    if not recipe:
+        recipe_of_run(run_dir.recipe)  # whose problems come before those of the overrides
+    new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
+    changes = check_resumable(old, new)
+    if pids := living(run_dir, RESUME):
+        named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
+        raise FieldError(RESUME, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")
+    _check_complete(run_dir, new)
+    version = newest_checkpoint(run_dir.path)
+    _check_steps(run_dir, new.trainer.steps, version)
+    warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows))]
+    check_space(run_dir, RESUME, checkpoint_bytes(new, known_parameters(new.model)))
+    for name in ("logs", "addresses"):
+        (run_dir.path / name).mkdir(exist_ok=True)
+    for stale in (run_dir.path / "addresses").glob("*.json"):
+        stale.unlink(missing_ok=True)
+    asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
+    if asked or any(change.field == "actor.count" for change in changes):
+        run_dir.scale.unlink(missing_ok=True)  # the number that `scale` set before
+    return new, [*_notes(run_dir.name, new, changes, version), *warnings]
+
+
+def _with_auto(data: dict[str, Any], fields: list[str]) -> dict[str, Any]:
+    """Return the recipe's data as it was before numbers replaced `auto` in these fields."""
+    for field in fields:
+        *sections, name = field.split(".")
+        inside = data
+        for section in sections:
+            inside = inside[section]
+        inside[name] = "auto"
+    return data
+
+
+def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:
+    if version is None:
+        yield f"{run}: there is no checkpoint; the run starts again from version 0"
+    else:
+        yield f"{run}: continues from the checkpoint of version {version}"
+    yield from (f"recipe changed: {change}" for change in changes)
+    schedule = recipe.trainer.schedule
+    if schedule in ("linear", "cosine", "wsd") and any(one.field == "trainer.steps" for one in changes):
+        yield f"trainer.schedule = {schedule}: the decay now ends with the new last step"
+
+
+def find_run(folder: Path) -> RunDir:
+    """Raise `FieldError` if there is no run in `folder` that can continue."""
+    run_dir, shown = RunDir(folder, ""), str(folder)
+    check_folder(folder, RESUME)
+    missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
+    if missing:
+        raise FieldError(RESUME, shown, f"is not the folder of a run: it has no {' and no '.join(missing)}")
+    return RunDir(folder, run_name(folder, RESUME))
+
+
+def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
+    """Raise `FieldError` for a folder that lacks something, `ChangedRecipe` for a recipe that does not fit the checkpoint."""
+    try:
+        if missing := missing_from(run_dir.path):
+            raise FieldError(RESUME, str(run_dir.path), missing)
+        if (state := newest_state(run_dir.path)) is not None:
+            check_resumable(state["recipe"], recipe)
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise FieldError(RESUME, str(run_dir.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
+
+
+def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
+    summary = read_json(run_dir.summary)
+    finished = is_finished(summary)
+    taken = max(version or 0, int(summary.get("steps") or 0) if finished else 0)
+    if steps < taken or (steps == taken and finished):
+        what = "all of them are taken" if steps == taken else f"{taken} are taken"
+        raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")
+
+
+def scale(args: argparse.Namespace) -> int:
+    """Wait until N actors serve. Raises `FieldError` for a wrong count or folder, `ServiceError` after the timeout."""
+    run_dir = RunDir(args.run_dir, args.run_dir.name)
+    if not 0 <= args.count <= MOST_ACTORS:
+        raise FieldError("N", args.count, f"a run on one machine has 0 to {MOST_ACTORS} actors")
+    running_pids(run_dir)
+    write_json(run_dir.scale, {"actors": args.count})
+    asyncio.run(_until_there(run_dir, args.count, args.timeout))
+    return 0
+
+
+async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
+    """Wait until `count` actors serve, printing their phases. Raises `FieldError` if the run ends meanwhile."""
+    certificates = read_certificates(run_dir.credentials.tls_dir, "client")
+    shown = ""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                actors = sorted(name for name in running_pids(run_dir) if name.startswith("actor-"))
+                states = await asyncio.gather(*(ask_actor(run_dir.address(name), certificates) for name in actors))
+                phases = dict(zip(actors, map(phase_of, states), strict=True))
+                line = ", ".join(f"{name} {phase}" for name, phase in phases.items()) or "no actors"
+                if line != shown:
+                    shown = line
+                    print(line, file=sys.stderr, flush=True)
+                if len(phases) == count and all(phase == "serving" for phase in phases.values()):
+                    return
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        raise ServiceError(
+            f"{counted(count, 'actor')} requested, but not all serve after {timeout_s:g} s: {shown}. "
+            "The run goes on; look at its logs"
+        ) from None
+
+
+def kept_folders() -> dict[str, Path]:
+    """Return the folders of initial models and compiled code in the cache, by name."""
+    folder = cache_folder(os.environ)
+    found = [*sorted(folder.glob("models/[!.]*")), *folder.glob(COMPILED)]
+    return {path.name: path for path in found if path.is_dir() and any(path.iterdir())}
+
+
+def cache(args: argparse.Namespace) -> int:
+    """Raise `FieldError` for a missing entry before anything is removed, or for one that cannot be removed."""
+    folder, kept = cache_folder(os.environ), kept_folders()
+    chosen = args.clear or list(kept)
+    for name in chosen:
+        if name not in kept:
+            raise FieldError("--clear", name, f"is not in {folder}; pipelinerl cache lists its entries")
+    sizes = {name: sum(path.stat().st_size for path in kept[name].rglob("*") if path.is_file()) for name in chosen}
+    for name, size in sizes.items():
+        built = datetime.fromtimestamp(kept[name].stat().st_mtime).isoformat(" ", "minutes")
+        if args.clear is not None:
+            try:
+                shutil.rmtree(kept[name])
+                if name == COMPILED:
+                    kept[name].mkdir()  # engines of a running run look for it there
+            except OSError as error:
+                raise FieldError("--clear", name, f"cannot be removed: {error.strerror}") from error
+        print(f"{'removed  ' if args.clear is not None else ''}{size / 2**20:9,.1f} MiB  {built}  {name}")
+    print(f"{sum(sizes.values()) / 2**20:,.1f} MiB in {len(sizes)} of {folder}")
+    return 0

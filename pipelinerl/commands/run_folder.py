@@ -1,91 +1,65 @@
 """Read a run, finished or not: `pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`.
 
-`report` writes report.html again from the run directory. `audit` derives the run's ledger again and says whether everything
-adds up. `dead-letters` lists the prompt groups that were given up, with the reason. None of them changes a stream, starts a run
-or puts a group back.
-
-A command names the folder of a local run, or a NATS server and a run's name. In a pod of a run neither is needed, since the
-service's environment names the NATS server. A running local run has its own nats-server. The stored streams of a run that has
-ended are copied and served by a temporary nats-server, so that the run directory stays unchanged.
+None of them changes anything in a run. A command names the folder of a local run, or a NATS server and a run's name. In a pod
+of a run neither is needed, since the service's environment names the NATS server. A running local run has its own nats-server.
+The streams of one that has ended are copied and served by a temporary nats-server.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import base64
+import json
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipelinerl.commands import Command
-from pipelinerl.errors import FieldError
+from pipelinerl.audit.audit import as_json, audit_run, lines
+from pipelinerl.bus.jetstream import Bus, connect
+from pipelinerl.bus.permissions import ADMIN
+from pipelinerl.bus.protocol import check_run_name, group_id_of
+from pipelinerl.errors import FieldError, MessageError
+from pipelinerl.local.credentials import Credentials
+from pipelinerl.local.ending import write_report
+from pipelinerl.local.nats import NatsServer
+from pipelinerl.local.processes import living_names
+from pipelinerl.messages.sequences import DeadLetter, decode_dead_letter, decode_group
 from pipelinerl.run_dir import LINEAGE, NAMED_IN, RunDir, run_name
-
-if TYPE_CHECKING:
-    from pipelinerl.bus.jetstream import Bus
-    from pipelinerl.messages.sequences import DeadLetter
+from pipelinerl.service.logs import printable
+from pipelinerl.service.settings import StreamsSettings
 
 _COLUMNS = ("TIME", "GROUP", "DELIVERIES", "ACTOR", "REASON", "PROMPT")
 _REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
 
 
-def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run, finished or not")
-
-
-def _report(args: argparse.Namespace) -> int:
+def report(args: argparse.Namespace) -> int:
     """Print the report's path. Raises `FieldError` if the folder is not a run's."""
-    from pipelinerl.local.ending import write_report
-
     print(write_report(args.run_dir))
     return 0
 
 
-def _add_audit_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a current, finished or crashed run")
-    _add_server_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--versions", action="store_true", help="list every version, not only unusual ones")
-
-
-def _audit(args: argparse.Namespace) -> int:
-    """Return the exit code: 0 everything adds up, 1 something does not. Raises `FieldError` if the folder is not a run's.
-    Without streams from arguments, folder or environment, only the files are audited."""
-    import asyncio
-    import json
-
-    from pipelinerl.audit.audit import as_json, audit_run, lines
-    from pipelinerl.local.processes import living_names
-
+def audit(args: argparse.Namespace) -> int:
+    """Return the exit code: 0 everything adds up, 1 something does not. Without streams, only the files are audited."""
     run = run_name(args.run_dir)
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):
-        what = "has neither run.json nor lineage.json: give the folder of a run"
-        raise FieldError("RUN_DIR", str(args.run_dir), what)
+        raise FieldError("RUN_DIR", str(args.run_dir), "has neither run.json nor lineage.json: give the folder of a run")
     streams = _streams_of(args, run)
     elsewhere = streams is not None and (args.nats or not _holds_streams(args.run_dir))
     at_work = (lambda: True) if elsewhere else (lambda: "trainer" in living_names(RunDir(args.run_dir, "")))
-    audit = asyncio.run(audit_run(run, args.run_dir, streams, at_work))
-    if args.json:
-        print(json.dumps(as_json(audit, args.versions), indent=2))
-    else:
-        print("\n".join(lines(audit, args.versions)))
-    return 0 if audit.ok else 1
+    done = asyncio.run(audit_run(run, args.run_dir, streams, at_work))
+    print(json.dumps(as_json(done, args.versions), indent=2) if args.json else "\n".join(lines(done, args.versions)))
+    return 0 if done.ok else 1
 
 
-def _add_dead_letters_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not")
-    _add_server_arguments(parser)
-    parser.add_argument("--run", metavar="NAME", default="", help="name of that run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the whole prompt")
-
-
-def _dead_letters(args: argparse.Namespace) -> int:
+def dead_letters(args: argparse.Namespace) -> int:
     """Print the dead letters. Raises `FieldError` for a place without streams, `BusError` when NATS does not answer."""
-    import asyncio
-    import json
-
     letters, unreadable = asyncio.run(_read(args))
     if unreadable:
         print(f"{unreadable} messages are not dead letters of this run and are left out", file=sys.stderr)
@@ -100,10 +74,7 @@ def _dead_letters(args: argparse.Namespace) -> int:
 
 
 async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Return each dead letter as JSON, the oldest first, and the number of messages that cannot be read."""
-    from pipelinerl.errors import MessageError
-    from pipelinerl.messages.sequences import decode_dead_letter
-
+    """Return the dead letters, the oldest first, and the number of messages that cannot be read."""
     folder, where = args.run_dir, "give the folder of a run, or --nats URL --run NAME"
     run = args.run or (run_name(folder) if folder else "")
     if folder and not args.nats and (folder / NAMED_IN[0]).is_file() and not (folder / LINEAGE).is_file():
@@ -123,13 +94,6 @@ async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
 
 
 def _described(letter: DeadLetter) -> dict[str, Any]:
-    """Return a dead letter as JSON, with the contents of its prompt group if they can be read. Pure."""
-    import base64
-
-    from pipelinerl.bus.protocol import group_id_of
-    from pipelinerl.errors import MessageError
-    from pipelinerl.messages.sequences import decode_group
-
     shown: dict[str, Any] = {
         "time": _date(letter.at_s),
         "group_id": group_id_of(letter.msg_id),
@@ -156,9 +120,6 @@ def _described(letter: DeadLetter) -> dict[str, Any]:
 
 
 def _date(at_s: float) -> str:
-    """Return the time in UTC, or "?" if it lies beyond the calendar."""
-    from datetime import UTC, datetime
-
     try:
         return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError, OSError):
@@ -172,15 +133,11 @@ def _row(letter: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _cut(text: str, length: int) -> str:
-    """Return one line of at most `length` characters."""
-    from pipelinerl.service.logs import printable
-
     line = printable(" ".join(text.split()))
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    """Return a table with columns as wide as their longest entry. Pure."""
     lines = [_COLUMNS, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
@@ -189,32 +146,14 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 # Where the streams are
 
-OpenStreams = Callable[[], AbstractAsyncContextManager["Bus"]]
+OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
 """A connected bus; raises `BusError` when NATS does not answer."""
 _STORE = "jetstream"
 """Name of the folder in which nats-server keeps its streams."""
 
 
-def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nats",
-        metavar="URL",
-        default="",
-        help="NATS server of a run elsewhere, such as nats://host:4222 (default in a pod of the run: the pod's own setting)",
-    )
-    parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
-    parser.add_argument(
-        "--tls-dir", metavar="DIR", type=Path, help="folder with ca.crt, and tls.crt and tls.key if the server requires them"
-    )
-
-
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
-    """Return how to open the streams of `run`: on the server that the arguments name, else in the folder, else on the
-    environment's server; None if none of them names one. Raises `FieldError` for an invalid run name."""
-    from pipelinerl.bus.jetstream import connect
-    from pipelinerl.bus.protocol import check_run_name
-    from pipelinerl.service.settings import StreamsSettings
-
+    """Return how to open the streams of `run`, on the server of the arguments, the folder or the environment; else None."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and _holds_streams(args.run_dir):
@@ -234,17 +173,6 @@ def _holds_streams(run_dir: Path) -> bool:
 @asynccontextmanager
 async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
     """Yield a connected bus. Raises `FieldError` if the folder does not tell where the streams are."""
-    import asyncio
-    import json
-    import shutil
-    import tempfile
-
-    from pipelinerl.bus.jetstream import connect
-    from pipelinerl.bus.permissions import ADMIN
-    from pipelinerl.local.credentials import Credentials
-    from pipelinerl.local.nats import NatsServer
-    from pipelinerl.local.processes import living_names
-
     run, run_dir = run_name(folder), RunDir(folder, "")
     credentials = run_dir.credentials
     with ExitStack() as stack:
@@ -253,8 +181,7 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
             try:
                 url = str(json.loads(file.read_bytes())["url"])
             except (OSError, ValueError, LookupError, TypeError) as error:
-                fix = f"does not say where the run's nats-server is: {error!r}"
-                raise FieldError("RUN_DIR", str(file), fix) from error
+                raise FieldError("RUN_DIR", str(file), f"does not say where the run's nats-server is: {error!r}") from error
         else:
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
             await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, copy / _STORE)
@@ -262,8 +189,3 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
             url = stack.enter_context(NatsServer(copy, extra=credentials.make(run))).url
         async with connect(url, run, credentials=credentials.nats(ADMIN), tls_dir=credentials.tls_dir) as bus:
             yield bus
-
-
-REPORT = Command("report", "rebuild report.html of a run", _add_report_arguments, _report)
-AUDIT = Command("audit", "recompute a run's ledger from its journal, checkpoints and streams", _add_audit_arguments, _audit)
-DEAD_LETTERS = Command("dead-letters", "list a run's abandoned prompt groups", _add_dead_letters_arguments, _dead_letters)

@@ -1,8 +1,7 @@
 """`pipelinerl validate RECIPE`: check a recipe, and list everything that is wrong with it.
 
-The recipe is judged with the files, folders and functions that it names, so that a recipe for a cluster validates on a laptop.
-If this machine lacks something to run it, such as a GPU, a note says so and the verdict stays. Given the memory of the GPUs
-that it is meant for, the command adds up the memory needed there.
+If this machine lacks something to run it, such as a GPU, a note says so and the verdict stays, so that a recipe for a cluster
+validates on a laptop. Given the memory of the GPUs that it is meant for, the command adds up the memory needed there.
 """
 
 from __future__ import annotations
@@ -11,15 +10,19 @@ import argparse
 import re
 import reprlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from pipelinerl.commands import Command, add_recipe_arguments
+from pipelinerl.commands.plan import size_of
 from pipelinerl.errors import FieldError, Lacking, counted, one_of
-
-if TYPE_CHECKING:
-    from pipelinerl.recipe.fields import Recipe
-    from pipelinerl.rl.memory import Model
-    from pipelinerl.tasks.source import Source
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
+from pipelinerl.recipe.model_folder import known_parameters, token_counter
+from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
+from pipelinerl.recipe.rehearsal import rehearsed
+from pipelinerl.rl.memory import ENGINE_GIB, GIB, Model, actor_problem, kv_cache_gib, state_bytes, trainer_problem, update_gib
+from pipelinerl.rl.throughput import recipe_lag
+from pipelinerl.service.logs import printable
+from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
+from pipelinerl.tasks.source import Source
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
@@ -31,41 +34,11 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = 120
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser)
-    parser.add_argument(
-        "--fields-only", action="store_true",
-        help="do not check the files, folders and functions that the recipe names, which may be elsewhere",
-    )  # fmt: skip
-    parser.add_argument(
-        "--reward-rows", metavar="N", type=int, default=20,
-        help="call each reward on this many of its problems, with the reference answer as completion (default: 20; 0: none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--gpu-memory", metavar="SIZE",
-        help="memory of each GPU, such as 80GiB; prints how much the recipe needs, with advice. For several trainer nodes, "
-        "give the number of ranks of all nodes by --set trainer.nproc=N",
-    )  # fmt: skip
-    parser.add_argument(
-        "--parameters", metavar="SIZE",
-        help="size of the model with all its experts, such as 7.6B, for --gpu-memory; by default from the model's files, "
-        "or else the number in its name plus a tenth",
-    )  # fmt: skip
-
-
-def execute(args: argparse.Namespace) -> int:
+def validate(args: argparse.Namespace) -> int:
     """Return exit code 0. Otherwise raises `UserError` with everything that is wrong."""
-    from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
-    from pipelinerl.recipe.preflight import Examination, doubts, examine
-    from pipelinerl.recipe.rehearsal import rehearsed
-    from pipelinerl.rl.memory import actor_problem, trainer_problem
-    from pipelinerl.service.logs import printable
-
     recipe = load_recipe(args.recipe, args.overrides)
-    examined, memory = (
-        Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True),
-        list[tuple[str, str]](),
-    )
+    examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True)
+    memory = list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
         raise FieldError("--parameters", args.parameters, "is for --gpu-memory; give that too, or leave both out")
@@ -95,10 +68,6 @@ def execute(args: argparse.Namespace) -> int:
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
     """Return (name, value) rows about the user's files, and warnings about too long prompts and files without problems."""
-    from pipelinerl.recipe.model_folder import token_counter
-    from pipelinerl.recipe.preflight import files_in
-    from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
-
     rows, warnings, limit = [], [], recipe.model.max_context
     sets = list(files_in(sources))
     count = token_counter(recipe.model) if sets else None
@@ -129,8 +98,9 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:
     """Return a summary of a recipe as (name, value) rows. Pure."""
-    lag = recipe.algorithm.max_lag
-    model = recipe.model
+    lag, model, trainer = recipe.algorithm.max_lag, recipe.model, recipe.trainer
+    shards = f", {trainer.shard_ranks} share one copy" if trainer.shard_ranks else ""
+    rows = f", {trainer.context_parallel} share a row" if trainer.context_parallel > 1 else ""
     answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
     further = "".join(f", and of {one.name}" for one in recipe.evaluation.sets)
     num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
@@ -146,17 +116,16 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("largest lag", _largest_lag(recipe)),
         (
             "trainer",
-            f"{counted(recipe.trainer.steps, 'step')} of {recipe.trainer.batch_size}, lr {recipe.trainer.learning_rate:g} "
-            f"{recipe.trainer.schedule}, {recipe.trainer.optimizer}",
+            f"{counted(trainer.steps, 'step')} of {trainer.batch_size}, lr {trainer.learning_rate:g} {trainer.schedule}, "
+            f"{trainer.optimizer}",
         ),
-        ("trained", "all weights" if recipe.trainer.lora is None else f"adapters of rank {recipe.trainer.lora.rank}"),
-        ("ranks", _ranks(recipe)),
+        ("trained", "all weights" if trainer.lora is None else f"adapters of rank {trainer.lora.rank}"),
+        ("ranks", f"{trainer.ranks}{shards}{rows}"),
         ("evaluation", f"{counted(num_heldout, 'problem')}{answers} {often}{further}"),
     ]
 
 
 def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield rows that describe each task and its scorer; with several tasks, also its share of the prompts."""
     total = sum(share.weight for share in recipe.mixture.values())
     for place, share in recipe.tasks_by_place.items():
         task = share.task
@@ -174,8 +143,6 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _largest_lag(recipe: Recipe) -> str:
     """Return the largest lag by the formula, for two assumed mean lengths: the actual mean is not known before a run."""
-    from pipelinerl.rl.throughput import recipe_lag
-
     longest, actors = recipe.max_tokens, recipe.actor.number
     if recipe.mode == "conventional":
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"
@@ -186,26 +153,13 @@ def _largest_lag(recipe: Recipe) -> str:
 
 def _algorithm(recipe: Recipe) -> str:
     algorithm = recipe.algorithm
-    terms = [algorithm.loss, f"{algorithm.advantage} baseline"]
-    if algorithm.normalize_std:
-        terms.append("divided by std")
-    terms.append(f"normalised by {algorithm.normalization}")
-    if algorithm.mask != "none":
-        terms.append(f"mask {algorithm.mask}")
-    if algorithm.kl_coefficient:
-        terms.append(f"KL {algorithm.kl_coefficient:g}")
-    return ", ".join(terms)
-
-
-def _ranks(recipe: Recipe) -> str:
-    trainer = recipe.trainer
-    shards = f", {trainer.shard_ranks} share one copy" if trainer.shard_ranks else ""
-    rows = f", {trainer.context_parallel} share a row" if trainer.context_parallel > 1 else ""
-    return f"{trainer.ranks}{shards}{rows}"
+    terms = [algorithm.loss, f"{algorithm.advantage} baseline", "divided by std" if algorithm.normalize_std else ""]
+    terms += [f"normalised by {algorithm.normalization}", f"mask {algorithm.mask}" if algorithm.mask != "none" else ""]
+    terms += [f"KL {algorithm.kl_coefficient:g}" if algorithm.kl_coefficient else ""]
+    return ", ".join(filter(None, terms))
 
 
 def gib_of(text: str) -> float:
-    """Return memory in GiB. Raises `FieldError`."""
     found = _MEMORY.fullmatch(text)
     if not found or not float(found[1]) > 0:
         raise FieldError("--gpu-memory", text, "give a number with GiB or GB, such as 80GiB")
@@ -214,10 +168,6 @@ def gib_of(text: str) -> float:
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
     """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
-    from pipelinerl.commands.plan import size_of
-    from pipelinerl.recipe.model_folder import known_parameters
-    from pipelinerl.rl.memory import Model
-
     if parameters is not None:
         return Model.of(recipe, size_of(parameters))
     name = recipe.model.name or recipe.model.source
@@ -232,8 +182,6 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
     """Return the contents of GPU memory as (name, value) rows, for one GPU of an actor and one of the trainer. Pure."""
-    from pipelinerl.rl.memory import ENGINE_GIB, GIB, kv_cache_gib, state_bytes, update_gib
-
     engine, trainer = recipe.actor.engine, recipe.trainer
     size, in_share = engine.tensor_parallel_size, memory_gib * engine.memory_share
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
@@ -254,6 +202,3 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
             f"activations and gathered weights (trainer.nproc = {trainer.ranks}: set it to the ranks of all nodes)",
         ),
     ]
-
-
-COMMAND = Command("validate", "check a recipe and print a summary of it", add_arguments, execute)

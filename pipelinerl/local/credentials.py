@@ -1,7 +1,6 @@
 """Credentials that keep other users of the machine out of a local run: NATS logins, a certificate, a key for the live page.
 
-They are made at each start, in a folder that only its owner can read. A password is never a command argument, an environment
-variable, or part of a message. Processes of the same user are not kept out.
+They are made at each start, in a folder that only its owner can read, and never stand in arguments, environments or messages.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ class Credentials:
         from pipelinerl.service.tls import CA, CERTIFICATE, KEY
 
         shutil.rmtree(self._folder, ignore_errors=True)
-        self.tls_dir.mkdir(parents=True)
-        passwords = {user: secrets.token_urlsafe(_KEY_BYTES) for user in (TRAINER, ACTOR, ADMIN)}
         for folder in (self._folder, self.tls_dir):
-            folder.chmod(0o700)
+            folder.mkdir(mode=0o700, parents=True)
+        passwords = {user: secrets.token_urlsafe(_KEY_BYTES) for user in (TRAINER, ACTOR, ADMIN)}
         for user, password in passwords.items():
             write_private(self.nats(user), f"{user}:{password}".encode())
         write_private(self.page_key, secrets.token_urlsafe(_KEY_BYTES).encode())
@@ -67,7 +65,6 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def _self_signed() -> tuple[bytes, bytes]:
-    """Return a certificate and its key, as PEM, for this machine's loopback names."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

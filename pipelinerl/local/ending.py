@@ -1,7 +1,6 @@
 """Write the results of a run that has ended: summary.json, report.html, and the last lines on the terminal.
 
-The report is one self-contained page that needs no network. Model output in it is data, never markup: it stands in a JSON block
-without `<`, and the page inserts it as text.
+The report is one page that needs no network. Model output in it is data, never markup: it stands in a JSON block without `<`.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
     if not recipe_file.is_file():
         raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
     recipe = recipe_of_run(recipe_file)
-    records = read_jsonl(run_dir / "metrics.jsonl")
+    records, samples = read_jsonl(run_dir / "metrics.jsonl"), jsonl_ends(run_dir / "samples.jsonl", samples_read)
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
-    samples = jsonl_ends(run_dir / "samples.jsonl", samples_read)
     text = recipe_file.read_text(encoding="utf-8")
     data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
     return report_html({**data, "starts": trainer_starts(run_dir)})
@@ -77,8 +75,8 @@ EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a run. `wall_s`: seconds since its latest start, which continued from version `begun`; `restarts`: by service,
-    without zeros; `error`: why it failed; `unread`: it was interrupted because its output was closed."""
+    """End of a run. `wall_s`: seconds since its latest start, at version `begun`; `restarts`: by service, without zeros;
+    `unread`: it was interrupted because its output was closed."""
 
     wall_s: float
     restarts: Mapping[str, int] = field(default_factory=dict)
@@ -149,7 +147,6 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
 
 
 def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the most frequent reasons for which sequences were not trained on, by outcome."""
     for outcome, reasons in (summary.get("sequence_reasons") or {}).items():
         for reason, count in sorted(reasons.items(), key=lambda one: -one[1])[:_REASONS_SHOWN]:
             meaning = MEANINGS.get(reason, "the trainer's log says more")

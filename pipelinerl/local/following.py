@@ -39,11 +39,15 @@ async def follow_trainer(
     elapsed_s: Callable[[], float],
     on_up: Callable[[ServiceAddress], None],
 ) -> None:
-    """Consume the trainer's step stream and status and, after a restart, those of the next trainer. Waits for each trainer's
-    address file and calls `on_up` with its content. The runner, not this function, reports a trainer that died."""
-    process: ServiceProcess | None = None
+    """Consume the step stream and the status of each trainer, one after the other. Waits for its address file and calls `on_up`
+    with the content. The runner reports a trainer that died."""
+    followed: ServiceProcess | None = None
     while True:
-        process = await service.next_process(process)
+        process = service.process
+        if process is None or process is followed:
+            await asyncio.sleep(_RETRY_S)
+            continue
+        followed = process
         with contextlib.suppress(ServiceDied):
             address = await process.address(timeout_s=math.inf)
             on_up(address)
@@ -61,8 +65,7 @@ async def follow_trainer(
 
 async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState) -> None:
     while True:
-        status = await _status(trainer)
-        if status is not None:
+        if (status := await _status(trainer)) is not None:
             phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
             state.phase = status.message or phase.replace("_", " ")
             counts = status.sequences
@@ -72,7 +75,6 @@ async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Ru
 
 
 async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.TrainerStatus | None:
-    """Return the trainer's status, or None if it does not answer."""
     try:
         return await trainer.GetStatus(trainer_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S)
     except grpc.aio.AioRpcError:
@@ -80,16 +82,12 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Record every optimizer step once, in order, from the version at which the trainer began; resume after a broken stream.
-    Steps that the trainer took before the first answer do not count for the pace."""
-    begun = -1
-    while begun < 0:
-        status = await _status(trainer)
-        if status is None:
-            await asyncio.sleep(_RETRY_S)
-        else:
-            begun = status.policy_version
-    state.rewind(begun)
+    """Record every optimizer step once, in order. Those before the trainer's first answer do not count for the pace."""
+    while True:
+        if (status := await _status(trainer)) is not None:
+            break
+        await asyncio.sleep(_RETRY_S)
+    state.rewind(begun := status.policy_version)
     heard = state.step
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):  # it is starting, or ending
@@ -102,18 +100,15 @@ async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Run
 
 async def watch_actors(services: Callable[[], Sequence[Service]], certificates: Certificates, state: RunState) -> None:
     """Ask every actor for its state once a second."""
+
+    async def asked(service: Service) -> tuple[str, ActorState | str]:
+        if (process := service.process) is None or process.returncode is not None:
+            return service.name, "down"
+        return service.name, await ask_actor(process.launch.address_file, certificates)
+
     while True:
-        asked = services()
-        states = await asyncio.gather(*(_actor(service, certificates) for service in asked))
-        state.actors = {service.name: actor for service, actor in zip(asked, states, strict=True)}
+        state.actors = dict(await asyncio.gather(*map(asked, services())))
         await asyncio.sleep(_ASK_S)
-
-
-async def _actor(service: Service, certificates: Certificates) -> ActorState | str:
-    process = service.process
-    if process is None or process.returncode is not None:
-        return "down"
-    return await ask_actor(process.launch.address_file, certificates)
 
 
 async def ask_actor(address_file: Path, certificates: Certificates) -> ActorState | str:

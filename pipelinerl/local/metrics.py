@@ -1,7 +1,5 @@
-"""The local runner's Prometheus endpoint: its own metrics, and at `/targets` the addresses of the run's other metrics.
-
-`/targets` has the form of Prometheus' HTTP service discovery, so that new and removed actors need no configuration. Metrics of
-the services are not repeated here.
+"""The local runner's Prometheus endpoint: its own metrics, and at `/targets` the addresses of the services' metrics, for
+Prometheus' HTTP service discovery, so that new and removed actors need no configuration.
 """
 
 from __future__ import annotations
@@ -37,19 +35,16 @@ class RunnerMetrics:
             return {service: float(services[service]) for service in SERVICES}
 
         metrics.reading("processes", "Running processes of the run.", {"process": SERVICES}, unit="processes").read(processes)
-        self.restarts = metrics.counter(
-            "restarts_total", "Restarts of processes that died.", {"process": SERVICES}, unit="processes"
-        )
-        self.actors_wanted = metrics.reading(
-            "actors_wanted", "Number of actors set by the recipe or `pipelinerl scale`.", unit="actors"
-        )
+        restarted = {"process": SERVICES}
+        self.restarts = metrics.counter("restarts_total", "Restarts of processes that died.", restarted, unit="processes")
+        wanted = "Number of actors set by the recipe or `pipelinerl scale`."
+        self.actors_wanted = metrics.reading("actors_wanted", wanted, unit="actors")
         metrics.gauge("start_timestamp_seconds", "When this runner started.").set_to_current_time()
 
 
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
-    """Serve /metrics, /targets and the health paths on loopback; the run directory holds the address meanwhile. `port`: 0 = any
-    free one. Raises `ServiceError` if it cannot listen there."""
+    """Serve /metrics, /targets and the health paths on loopback, at `port` or, if it is 0, at any. Raises `ServiceError`."""
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)
@@ -65,8 +60,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
-    """Return `{"targets": ["host:port"], "labels": {"service": ..., "instance": ...}}` for each of the processes `names` with
-    an address file. NATS never has one; a process gets its own once it has started."""
+    """Return the target of each of the processes `names` with an address file. NATS has none, others once they have started."""
     found: list[dict[str, object]] = []
     for name in sorted(names):
         try:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pipelinerl.errors import ServiceError
@@ -72,7 +71,23 @@ class NatsServer:
         for stale in self.folder.glob("nats-server_*.ports"):  # left by a killed server: pids are reused
             stale.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        return (find_nats_server(), "-c", str(self._configure()))
+        config = {
+            "host": "127.0.0.1",
+            "port": self.port or -1,
+            "max_payload": MAX_PAYLOAD_BYTES,
+            "max_pending": 4 * MAX_PAYLOAD_BYTES,
+            "ports_file_dir": str(self.folder),
+            "log_file": str(self._log),
+            "jetstream": {
+                "store_dir": str(self.folder),  # the server makes jetstream/ in it
+                "max_file_store": MAX_STORAGE_BYTES,
+                "max_memory_store": MAX_STORAGE_BYTES,
+            },
+            **self.extra,
+        }
+        file = self.folder / "nats.conf"  # holds passwords. JSON is valid here, but for the escape \u00e9
+        write_private(file, json.dumps(config, indent=2, ensure_ascii=False).encode())
+        return (find_nats_server(), "-c", str(file))
 
     def url_of(self, pid: int) -> str | None:
         """Return the URL of the started process `pid`; None until it can be reached."""
@@ -120,34 +135,12 @@ class NatsServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
     def _log(self) -> Path:
         return self.log_file or self.folder / "nats.log"
-
-    def _configure(self) -> Path:
-        # JSON is valid nats-server configuration, and quotes paths for us.
-        config = {
-            "host": "127.0.0.1",
-            "port": self.port or -1,
-            "max_payload": MAX_PAYLOAD_BYTES,
-            "max_pending": 4 * MAX_PAYLOAD_BYTES,
-            "ports_file_dir": str(self.folder),
-            "log_file": str(self._log),
-            "jetstream": {
-                "store_dir": str(self.folder),  # the server makes jetstream/ in it
-                "max_file_store": MAX_STORAGE_BYTES,
-                "max_memory_store": MAX_STORAGE_BYTES,
-            },
-            **self.extra,
-        }
-        file = self.folder / "nats.conf"
-        write_private(
-            file, json.dumps(config, indent=2, ensure_ascii=False).encode()
-        )  # private: it has passwords. nats-server does not know the escape \u00e9.
-        return file
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -156,8 +149,7 @@ class NatsServer:
                 process.wait(_POLL_S)
                 tail = self._log.read_bytes()[self._log_start :].decode(errors="replace").strip().splitlines()
                 if any("address already in use" in line for line in tail):
-                    taken = f"port {self.port} of 127.0.0.1 is in use: choose another, or 0 for any free one"
-                    raise ServiceError(taken)
+                    raise ServiceError(f"port {self.port} of 127.0.0.1 is in use: choose another, or 0 for any free one")
                 said = tail[-1] if tail else "no output"
                 raise ServiceError(f"nats-server ended while starting: {said} (log: {self._log})")
             if time.monotonic() >= deadline:

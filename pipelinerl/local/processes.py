@@ -1,9 +1,8 @@
-"""Processes of a local run: start a service, wait until it serves, stop it with everything it started, decide on restarts, and
-list the processes that are alive.
+"""Processes of a local run: start a service, wait until it serves, stop it with everything it started, decide on restarts.
 
 A service has its own session, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order; it
-gets SIGTERM when the runner dies. Its workers stay in the session, even those in their own process group and those that outlive
-a killed parent. Sessions are read from /proc on Linux; elsewhere only the process group is used. `runner` makes the restarts.
+gets SIGTERM when the runner dies. Its workers stay in the session, even those that outlive a killed parent. Sessions are read
+from /proc on Linux; elsewhere only the process group is used. `runner` makes the restarts.
 """
 
 from __future__ import annotations
@@ -62,19 +61,19 @@ class Launch:
 class ServiceDied(ServiceError):
     """A service's process ended when it should not. Attributes: `name`, `returncode` (-9 = SIGKILL)."""
 
-    def __init__(self, name: str, returncode: int, log: Path, tail: str, restarts: int = 0, suspect: str = "") -> None:
-        """`restarts`: restarts in a row before it was given up. `tail`: end of its log; for a user's mistake only the lines
-        that report it are quoted. `suspect`: the launch's."""
-        self.name, self.returncode = name, returncode
+    def __init__(self, launch: Launch, returncode: int, restarts: int = 0) -> None:
+        """`restarts`: restarts in a row before it was given up. The message quotes the end of the log, and for a user's mistake
+        only the lines that report it."""
+        self.name, self.returncode, tail = launch.name, returncode, log_tail(launch.log)
         try:
             how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal.Signals(-returncode).name}"
         except ValueError:  # a real-time signal
             how = f"was killed by signal {-returncode}"
         after = f" after {restarts} restarts in a row" if restarts else ""
-        why = f" ({suspect})" if suspect and returncode < 0 else ""
+        why = f" ({launch.suspect})" if launch.suspect and returncode < 0 else ""
         if returncode == EXIT_USER_ERROR and (found := tail.rfind(f"\n{MISTAKE}")) >= 0:
             tail = tail[found + 1 :]
-        super().__init__(f"{name} {how}{after}{why}; end of {log}:\n{tail or '(empty)'}")
+        super().__init__(f"{launch.name} {how}{after}{why}; end of {launch.log}:\n{tail or '(empty)'}")
 
 
 class ServiceProcess:
@@ -110,9 +109,7 @@ class ServiceProcess:
     def died(self, restarts: int = 0) -> ServiceDied:
         """Return the error to raise for this process after it ended."""
         assert self.returncode is not None
-        return ServiceDied(
-            self.name, self.returncode, self.launch.log, log_tail(self.launch.log), restarts, self.launch.suspect
-        )
+        return ServiceDied(self.launch, self.returncode, restarts)
 
     async def address(self, timeout_s: float) -> ServiceAddress:
         """Wait for the address file. Raises `ServiceDied` at once when the process ends, `ServiceError` after `timeout_s`."""
@@ -133,8 +130,7 @@ class ServiceProcess:
         return await self.until(answers, timeout_s, f"is not ready (http://{address.http}/readyz)")
 
     async def until(self, probe: Callable[[], Awaitable[T | None]], timeout_s: float, failure: str) -> T:
-        """Return the first result of `probe` that is not None, calling it again while the process runs. Raises as `address`
-        does."""
+        """Call `probe` until its result is not None, and return that. Raises as `address` does."""
         exited = asyncio.ensure_future(self.wait())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -152,11 +148,8 @@ class ServiceProcess:
 
     async def terminate(self, grace_s: float) -> int:
         """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and everything it started. Returns the exit code.
-
-        Only the process itself gets the SIGTERM: it stops its workers in its own order. Workers that outlive it get SIGKILL a
-        second later. The wait is bounded even if the kernel needs long to end them (gigabytes to free on a machine that swaps):
-        they are certain to die, and the run's results are complete.
-        """
+        Workers get no SIGTERM, since the process stops them in its own order; those that outlive it get SIGKILL a second later.
+        The wait is bounded even if the kernel needs long to end them, for instance to free gigabytes that were swapped."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         if self.returncode is None:
@@ -177,8 +170,7 @@ class ServiceProcess:
         kill_session(self.pid)
 
     async def kill_and_wait(self) -> int:
-        """Kill the process, and return the exit code once everything it started is gone. Raises `ServiceError` if the kernel
-        cannot end one (it hangs in a device or a dead network disk)."""
+        """Kill the process and everything it started. Raises `ServiceError` if a process hangs in a device or a dead disk."""
         if await self._killed():
             return await self.wait()
         raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
@@ -194,11 +186,8 @@ class ServiceProcess:
 
 @dataclass
 class Restarts:
-    """Decide when to start a service again, by its deaths in a row. Pure, except for its counters.
-
-    The count begins again when the run has got further than at any earlier death. A service that always dies at the same point
-    is thus given up, but one that is killed now and then is not.
-    """
+    """Decide when to start a service again, by its deaths in a row since the run last got further: a service that always dies
+    at the same point is given up, but one that is killed now and then is not."""
 
     limit: int = 5
     """Maximum restarts in a row."""
@@ -211,8 +200,7 @@ class Restarts:
     _furthest: int = field(default=0, init=False)
 
     def next_delay_s(self, lived_s: float, exit_code: int, served: bool, reached: int = 0) -> float | None:
-        """Count one more death. Return the seconds to wait before the next start, or None to give up. `reached`: the run's
-        furthest step."""
+        """Count a death. Return the seconds until the next start, or None to give up. `reached`: the run's furthest step."""
         if lived_s >= self.stable_s or reached > self._furthest:
             self.in_a_row = 0
         self._furthest = max(self._furthest, reached)
@@ -234,19 +222,13 @@ class Service:
     """True if progress of the run also resets the restart count, not only a long life of the process."""
     process: ServiceProcess | None = field(default=None, init=False)
     """The newest process; None before `start`."""
-    _started: asyncio.Event = field(default_factory=asyncio.Event)
+    keeper: asyncio.Task[None] | None = field(default=None, init=False)
+    """Task that restarts an actor."""
+    given_up: bool = field(default=False, init=False)
 
     async def start(self) -> ServiceProcess:
         """Start the process. Raises `ServiceError` if the command cannot be executed."""
         self.process = await ServiceProcess.start(self.prepare())
-        self._started.set()
-        self._started = asyncio.Event()
-        return self.process
-
-    async def next_process(self, after: ServiceProcess | None) -> ServiceProcess:
-        """Wait for a process other than `after`, and return it."""
-        while self.process is None or self.process is after:
-            await self._started.wait()
         return self.process
 
 
@@ -266,8 +248,7 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """Move the end of a log beyond `most_bytes` to `<name>.log.1`, replacing that file, and empty the log. Lines that the
-    process, which keeps the log open, writes between the two operations are lost."""
+    """Keep the last `most_bytes` of a larger log as `<name>.log.1`, and empty it; lines written meanwhile are lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)
@@ -296,12 +277,8 @@ def why_taken(port: int) -> str:
     return ""
 
 
-# Limits
-
-
 def raise_open_files() -> None:
-    """Raise the limit of open files for this process and its children to the maximum. A shell's usual 1,024 are too few if any
-    user of the machine can connect to a service's port, because each connection uses one."""
+    """Raise the limit of open files to the maximum, since any user of the machine can connect to a service's port."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a limit above what the system allows by now
         if 0 <= soft < hard:
@@ -317,7 +294,6 @@ def session_pids(session: int) -> list[int]:
 
 
 def _session_of(process: Path) -> int | None:
-    """Return the session of a process; None if it has ended or is a zombie."""
     try:
         stat = (process / "stat").read_text(errors="replace")
     except OSError:
@@ -372,8 +348,8 @@ def living_names(run_dir: RunDir) -> Collection[str]:
 
 
 def lives(pid: int, folder: Path) -> bool:
-    """Return whether the process is alive and belongs to the run in `folder`, because its arguments or environment contain a
-    file there. The check is needed because pids are reused. Without /proc, any living process counts as the run's."""
+    """Return whether the process is alive and belongs to the run in `folder`: pids are reused, so its arguments or environment
+    must contain a file there. Without /proc, any living process counts as the run's."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)

@@ -12,15 +12,17 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from pipelinerl.errors import counted
 from pipelinerl.v1 import actor_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
-
-if TYPE_CHECKING:
-    from rich.console import Console, Group
-
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -146,8 +148,7 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the time to the run's final step: at the pace of the newest steps, less the time since the newest one. Return None
-    if unknown, for instance if that time is much longer than a step takes."""
+    """Return the time to the run's final step at the pace of the newest steps; None if unknown, or the newest was long ago."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -155,8 +156,7 @@ def seconds_left(state: RunState, elapsed_s: float) -> float | None:
 
 
 def _pace_s(state: RunState) -> float | None:
-    """Return the seconds per step over the newest steps, without the first of them, which is mostly start-up; None =
-    unknown."""
+    """Return the seconds per step over the newest steps; None = unknown."""
     if len(state.heard_s) < 2:
         return None
     (first_step, first_s), (last_step, last_s) = state.heard_s[0], state.heard_s[-1]
@@ -164,8 +164,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Return how long ago the newest step was, with the state of the services. Empty until this is at least a minute and three
-    times the length of a step."""
+    """Return how long ago the newest step was, with the services' states; empty below a minute or three steps' time."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -180,8 +179,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
 
 
 def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> str:
-    """Describe the progress of a checkpoint that has been written for `passed_s`. `written` and `total`: bytes; total 0 =
-    unknown."""
+    """Describe the progress of a checkpoint, which has been written for `passed_s`, in bytes. `total`: 0 = unknown."""
     unit, name = (1e9, "GB") if max(written, total) >= 1e9 else (1e6, "MB")
     text = f"writing the checkpoint of version {version}: {written / unit:,.0f}"
     if total <= written:
@@ -259,7 +257,6 @@ def _rates_text(last: Metrics) -> str:
 
 
 def _stall_text(state: RunState) -> str:
-    """Return the stall of the newest weight update in the remembered steps."""
     for record in reversed(state.history):
         update = record.get("weight_update") or {}
         if (stall_s := update.get("stall_s", record.get("stall_s"))) is not None:
@@ -277,7 +274,6 @@ def _sequences_text(sequences: Mapping[str, int]) -> str:
 
 
 def _restarts_text(state: RunState) -> str:
-    """Return the restarts of services that have no row in the display."""
     others = [f"{name} {times}x" for name, times in state.restarts.items() if name not in state.actors]
     return f" (restarted: {', '.join(others)})" if others else ""
 
@@ -298,8 +294,7 @@ _PHASE_EVERY_S = 2.0
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Plain progress, in a with block: one line per step, at most one every `every_s`. Before the first step after a start, it
-    shows phases."""
+    """Plain progress, in a with block: a line per step, at most one every `every_s`, and phases before a start's first step."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
@@ -339,8 +334,6 @@ class LiveDisplay(Display):
     """Rich live display: a progress bar over the rows of the view."""
 
     def __init__(self, console: Console) -> None:
-        from rich.live import Live
-
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
@@ -353,31 +346,20 @@ class LiveDisplay(Display):
         self._console.print(text, markup=False, highlight=False)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
+        bar = Table.grid(expand=True)  # in a table, because a bar by itself ends without a newline
+        bar.add_row(ProgressBar(total=1.0, completed=fraction_done(state)))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, text in rows(state, elapsed_s):
+            table.add_row(label, Text(text))
         if not self._live.is_started:
             self._live.start()
-        self._live.update(_renderable(state, elapsed_s), refresh=True)
-
-
-def _renderable(state: RunState, elapsed_s: float) -> Group:
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    bar = Table.grid(expand=True)  # in a table, because a bar by itself ends without a newline
-    bar.add_row(ProgressBar(total=1.0, completed=fraction_done(state)))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in rows(state, elapsed_s):
-        table.add_row(label, Text(text))
-    return Group(Text(state.run, style="bold cyan"), bar, table)
+        self._live.update(Group(Text(state.run, style="bold cyan"), bar, table), refresh=True)
 
 
 def open_display(stream: TextIO | None = None) -> Display:
     """Return a display on standard output by default: live if `stream` is a terminal that can redraw, plain lines otherwise."""
-    from rich.console import Console
-
     stream = stream or sys.stdout
     console = Console(file=stream)
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else Display(stream)

@@ -101,18 +101,15 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
-    """Return the seconds before `actor`, `verifier`, `nats`, `model`, or a trainer with nothing to save is killed: the rest of
-    the `within_s` that all share, less the time reserved for those that stop later. Pure."""
+    """Return the seconds before a process with nothing to save is killed: what is left, less the part reserved for others."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
 @dataclass
 class LocalRun:
-    """The processes of one run. `run` starts all of them and always ends all of them.
-
-    An actor that cannot be kept running is given up with a note; the run ends when all actors are given up. With zero actors
-    the trainer waits. `environment` is inherited by the services; `commands` and `restarts` let tests replace the programs.
-    """
+    """The processes of one run. `run` starts all of them and always ends all of them. An actor that cannot be kept running is
+    given up with a note; the run ends when all actors are given up. With zero actors the trainer waits. `environment` is
+    inherited by the services; `commands` and `restarts` let tests replace the programs."""
 
     recipe: Recipe
     run_dir: RunDir
@@ -142,9 +139,6 @@ class LocalRun:
         """The newest process of each name, ended or not."""
         self._actors: dict[int, Service] = {}
         """The wanted actors by number; they may be starting or given up."""
-        self._given_up: set[int] = set()
-        self._kept: dict[int, asyncio.Task[None]] = {}
-        """Tasks that restart the actors, by number."""
         self._told: set[str] = set()
         """Warnings that were printed."""
         self._interrupts, self._unread = 0, False
@@ -166,9 +160,8 @@ class LocalRun:
             self.recipe.actor.engine.threads,
             take_turns=self.recipe.mode == "conventional",
         )
-        self._launches = ServiceLaunches(
-            self.recipe, self.run_dir, threads, self.environment, self.commands, self.page_port, self.placement
-        )
+        launches = self.recipe, self.run_dir, threads, self.environment, self.commands, self.page_port, self.placement
+        self._launches = ServiceLaunches(*launches)
 
     async def run(self) -> Ending:
         """Wait for the run's end and return how it ended; by then every process is gone. Raises only for our own bugs."""
@@ -222,8 +215,7 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Wait for the run's end. Raises `ServiceError` when a service cannot be restarted, or the trainer ended with an
-        error."""
+        """Wait for the run's end. Raises `ServiceError` if a service cannot be restarted or the trainer ended with an error."""
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(follow_trainer(trainer, self._certificates, self._state, self._elapsed_s, self._trainer_up)),
@@ -244,12 +236,9 @@ class LocalRun:
             raise trainer.process.died()
 
     async def _watch_disk(self) -> None:
-        """Check the disk until cancelled. Raises `ServiceError` when it has too little space for one more checkpoint."""
         while True:
-            needed = self.reserve_bytes + next_checkpoint_bytes(
-                self.run_dir, self.recipe.checkpoint.keep, self._first_checkpoint
-            )
-            free = free_bytes(self.run_dir.path)
+            next_bytes = next_checkpoint_bytes(self.run_dir, self.recipe.checkpoint.keep, self._first_checkpoint)
+            free, needed = free_bytes(self.run_dir.path), self.reserve_bytes + next_bytes
             if free < needed:
                 raise ServiceError(
                     f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, and the next checkpoint needs "
@@ -260,8 +249,7 @@ class LocalRun:
     # Starting and stopping.
 
     async def _start_nats(self) -> Service:
-        """Start NATS. A restart keeps its port and its streams; meanwhile the services keep their data, wait and reconnect. The
-        address file exists while NATS runs."""
+        """Start NATS. A restart keeps its port and its streams; meanwhile the services keep their data, wait and reconnect."""
         self._set_phase("starting nats-server")
         store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
         server = NatsServer(store, extra=self._nats_security, log_file=log_file)
@@ -277,7 +265,6 @@ class LocalRun:
         return service
 
     def _announce_nats(self) -> None:
-        """Write the address file once the address is known; the port stays the same."""
         if self._launches.nats_url:
             write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
 
@@ -299,13 +286,11 @@ class LocalRun:
                 await service.process.address(_ENGINE_READY_S)
 
     def _prepare_trainer(self) -> Launch:
-        """Return the launch of a trainer that continues from the newest checkpoint and waits for as many actors as run now."""
         self.run_dir.summary.unlink(missing_ok=True)  # the previous trainer's
         return self._launches.trainer(len(self._actors), self._trainer_address)
 
     @asynccontextmanager
     async def _process(self, launch: Launch) -> AsyncIterator[ServiceProcess]:
-        """Run a process that is not restarted, such as the builder of the initial model."""
         try:
             yield await self._start(Service(launch.name, lambda: launch, self.restarts))
         finally:
@@ -338,7 +323,7 @@ class LocalRun:
             self.run_dir.address(NATS).unlink(missing_ok=True)
 
     async def _kill_hung(self, trainer: ServiceProcess) -> None:
-        """Kill a trainer that neither answers nor writes its checkpoint. Otherwise it would delay the stop for an hour."""
+        """Kill a trainer that neither answers nor writes its checkpoint, and would delay the stop for an hour."""
         address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
         while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
             now = checkpoint_under_way(self.run_dir)
@@ -362,10 +347,10 @@ class LocalRun:
         """Show what the stop waits for: the bytes of a checkpoint, or the step before it."""
         assert self._stop_by_s is not None, "it stops"
         now_s, trainer = time.monotonic(), self._processes.get(TRAINER)
-        phase, passed_s = "stopping", now_s - self._stop_by_s + self.stop_within_s
         if trainer is None or trainer.returncode is not None:
-            pass
+            phase = "stopping"
         elif (under_way := checkpoint_under_way(self.run_dir)) is None:
+            passed_s = now_s - self._stop_by_s + self.stop_within_s
             phase = f"stopping: the trainer ends its step and writes a checkpoint, {duration(passed_s)} passed"
         else:
             version, written = under_way
@@ -381,7 +366,6 @@ class LocalRun:
         return Service(name, prepare, replace(self.restarts), follows_run)
 
     async def _start(self, service: Service) -> ServiceProcess:
-        """Start a service. Raises `ServiceError` if its command cannot be executed."""
         if service_of(service.name) in ("actor", TRAINER):
             await self._restore_cache()
         process = await service.start()
@@ -392,7 +376,6 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
-        """Recreate the parts of the cache that a service needs, if they were removed. Raises `ServiceError` if that fails."""
         async with self._making_model:  # several services may start at once
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)
@@ -402,8 +385,7 @@ class LocalRun:
                 self._launches.model_dir = await make
 
     async def _keep(self, service: Service) -> None:
-        """Wait for the process to end and start the next one, until the run is finished. Raises the last `ServiceDied`, or the
-        `ServiceError` of a failed start, when there is no further restart."""
+        """Restart the process when it ends, until the run is finished. Raises `ServiceError` without a further restart."""
         served = False
         while True:
             assert service.process is not None, "it has been started"
@@ -418,7 +400,7 @@ class LocalRun:
             if delay_s is None:
                 raise process.died(service.restarts.in_a_row)
             self._on_end(process.died(), delay_s)
-            while True:
+            while service.process is process:
                 await asyncio.sleep(delay_s)
                 if self._finished():
                     return
@@ -429,8 +411,6 @@ class LocalRun:
                     if delay_s is None:
                         raise
                     self._note(f"{error}; trying again in {delay_s:g} s")
-                else:
-                    break
 
     def _on_end(self, died: ServiceDied, delay_s: float) -> None:
         self._state.restarts[died.name] += 1
@@ -445,14 +425,12 @@ class LocalRun:
         self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
     def _finished(self) -> bool:
-        """Return whether the trainer's summary says that the run is finished. After that the trainer changes nothing and needs
-        no other service."""
+        """Return whether the run is finished by the trainer's summary, after which the trainer needs no other service."""
         return is_finished(read_json(self.run_dir.summary))
 
     # Actors: their number can change while the run is running.
 
     def _actors_wanted(self) -> int:
-        """Return the number that `pipelinerl scale` set, or the recipe's if there is none or the file is invalid."""
         asked = read_json(self.run_dir.scale).get("actors")
         wanted = asked if isinstance(asked, int) and 0 <= asked <= MOST_ACTORS else self.recipe.actor.number
         most = len(self.placement.actors) if self.placement else MOST_ACTORS
@@ -462,8 +440,7 @@ class LocalRun:
         return min(wanted, most)
 
     async def _keep_actors(self) -> None:
-        """Restart actors that end, and scale them to the number that `pipelinerl scale` sets. Runs until cancelled. Raises the
-        last `ServiceDied` when every actor is given up."""
+        """Keep the wanted number of actors running. Raises the last `ServiceDied` when every actor is given up."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)
@@ -474,30 +451,27 @@ class LocalRun:
                         await self._scale(wanted)
                     except ServiceError as error:
                         self._note(f"not scaled to {counted(wanted, 'actor')}, trying again: {error}")
-                for number in self._actors.keys() - self._kept.keys():
-                    self._kept[number] = tasks.create_task(self._keep_actor(number))
+                for service in self._actors.values():
+                    service.keeper = service.keeper or tasks.create_task(self._keep_actor(service))
                 await asyncio.sleep(self.refresh_s)
 
-    async def _keep_actor(self, number: int) -> None:
+    async def _keep_actor(self, service: Service) -> None:
         try:
-            await self._keep(self._actors[number])
+            await self._keep(service)
         except ServiceDied as died:
-            self._given_up.add(number)
-            if self._given_up >= set(self._actors):
+            service.given_up = True
+            if all(actor.given_up for actor in self._actors.values()):
                 raise
             self._note(f"{died.name} is given up: {died}")
 
     async def _scale(self, count: int) -> None:
         """Start or stop actors until there are `count`. Actors that were given up are removed first, then the highest numbers;
-        new actors get the lowest free numbers.
-
-        Returns when removed actors have ended and new ones are started, though not yet serving. Raises `ServiceError` if one
-        cannot be executed.
-        """
+        new actors get the lowest free numbers, and need not serve yet on return."""
         if count == 0:
             self._note("no actors are wanted: nothing is generated until you run `pipelinerl scale actors 1`, or more")
-        surplus = sorted(self._actors.keys() - self._given_up)[count:]
-        await asyncio.gather(*(self._remove(number) for number in (*self._given_up, *surplus)))
+        ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))
+        least = sum(not actor.given_up for actor in self._actors.values())
+        await asyncio.gather(*(self._remove(number) for number in ordered[min(count, least) :]))
         free = (number for number in numbers() if number not in self._actors)
         for number in [next(free) for _ in range(count - len(self._actors))]:
             service = self._service(f"actor-{number}", lambda number=number: self._launches.actor(number))  # type: ignore[misc]
@@ -505,13 +479,12 @@ class LocalRun:
             self._actors[number] = service
 
     async def _remove(self, number: int) -> None:
-        name = self._actors.pop(number).name
-        self._given_up.discard(number)
-        if kept := self._kept.pop(number, None):
-            kept.cancel()
-            await asyncio.wait({kept})
-        await self._processes[name].terminate(_SCALED_GRACE_S)
-        self._forget(name)
+        service = self._actors.pop(number)
+        if service.keeper is not None:
+            service.keeper.cancel()
+            await asyncio.wait({service.keeper})
+        await self._processes[service.name].terminate(_SCALED_GRACE_S)
+        self._forget(service.name)
 
     # Files and display of a running run.
 
@@ -523,7 +496,6 @@ class LocalRun:
         self._write_pids()
 
     def _trainer_up(self, address: ServiceAddress) -> None:
-        """Record the trainer's address and note that of its page, also after a restart on the same port."""
         key = self.run_dir.credentials.page_key.read_text()
         self._trainer_address, link = address, f"http://{address.http}/{key}/"
         if self.page_port is not None and link != self._state.page:
@@ -545,8 +517,6 @@ class LocalRun:
             await asyncio.sleep(self.refresh_s)
 
     def _tell_once(self) -> None:
-        """Print each warning once: about settings with a cost, as the trainer's log does, and about the reasons for which
-        sequences fail."""
         last, problems = self._state.last, dict[str, FieldError | str | None]()
         log = self.run_dir.log(TRAINER)
         for reason, failure in self._state.failures.items():
@@ -604,8 +574,7 @@ class LocalRun:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
-        """Stop the run cleanly at the first signal (unless it is stopping already), and kill the remaining processes at the
-        second."""
+        """Stop the run cleanly at the first signal, and kill the remaining processes at the second."""
         self._interrupts += 1
         if self._interrupts > 1:
             for process in self._processes.values():
@@ -615,10 +584,12 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first of our own errors, or an error for a full disk, in `raised`. Raises any other, which is a
-        bug."""
+        """Return the first of our own errors, or an error for a full disk, in `raised`. Raises any other, which is a bug."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
-        ours, others = group.split(lambda error: isinstance(error, PipelineRLError) or _tells_of_a_full_disk(error))
+        full = (errno.ENOSPC, errno.EDQUOT)
+        ours, others = group.split(
+            lambda error: isinstance(error, PipelineRLError) or (isinstance(error, OSError) and error.errno in full)
+        )
         if ours is None or others is not None:
             raise raised
         leaf: BaseException = ours
@@ -627,7 +598,3 @@ class LocalRun:
         if isinstance(leaf, PipelineRLError):
             return leaf
         return ServiceError(f"{self.run_dir.path} is on a disk that is full ({leaf}); free some space and resume it")
-
-
-def _tells_of_a_full_disk(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

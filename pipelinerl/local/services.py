@@ -1,9 +1,8 @@
 """Start parameters of each service of a local run: its command, its environment (the settings that a pod gets), its share of
 the cores, and the folder of the initial policy, which is built once and cached for the next run.
 
-In pipeline mode trainer and actors compute at the same time. More threads than cores would slow both down, because a parallel
-region waits for its slowest thread. In conventional mode they take turns on all cores. The plan is for CPUs: with GPUs these
-threads only launch kernels.
+In pipeline mode trainer and actors compute at the same time, and more threads than cores would slow both down, because a
+parallel region waits for its slowest thread. With GPUs these threads only launch kernels.
 """
 
 from __future__ import annotations
@@ -44,21 +43,15 @@ class ThreadPlan:
     engine: int
 
     def actor_env(self) -> dict[str, str]:
-        """Return an actor's variables. `nobind`: otherwise vLLM would pin every actor to the same first cores, which the
-        trainer uses, too."""
+        """Return an actor's variables. Without `nobind`, vLLM would pin every actor to the same first cores."""
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. `take_turns`:
-    the two sides never compute at the same time, so that the trainer gets all cores, and so do the actors together; each actor
-    leaves one core of its share to the process that feeds its engine.
-
-    `trainer_threads` and `engine_threads` above 0 are the recipe's own numbers and are used unchanged; the others are divided
-    from the remaining cores.
-    """
+    """Give half of the cores (rounded down) to the trainer and the rest to the actors. Numbers above 0 are the recipe's own.
+    `take_turns`: each side gets all cores, less one for the process that feeds an engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -73,13 +66,11 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 def available_cores() -> int:
     """Return the cores this process may use, by its CPU affinity and, in a container, the cgroup's CPU quota (rounded up)."""
-    allowed, quota = _allowed_cores(), _quota_cores()
-    return max(1, min(allowed, quota)) if quota else allowed
+    return min(_allowed_cores(), _quota_cores() or _allowed_cores())
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS for that many processes if the container's CPU quota is below its visible cores, for each of which
-    torch would start a thread. A value that is already set stays."""
+    """Set OMP_NUM_THREADS, unless it is set, if the container's CPU quota is below its visible cores, which torch counts."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 
@@ -97,8 +88,8 @@ def _quota_cores() -> int:
 
 
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return `environment` with the services' temporary files in `folder` and Gloo's ports on loopback. In /tmp other users
-    could read some of these files, and replace torch's compiled code, which is now in the user's cache."""
+    """Return `environment` with temporary files in `folder`, because other users could read some in /tmp, with torch's compiled
+    code in the user's cache, which nobody else can replace, and with Gloo's ports on loopback."""
     # Without a cache that this user owns and can write to, or without the user's name or home, torch compiles each time.
     with contextlib.suppress(OSError, KeyError, RuntimeError):
         compiled = cache_folder(environment).absolute() / COMPILED
@@ -111,7 +102,7 @@ def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str
 
 
 def restore_compiled(environment: Mapping[str, str]) -> None:
-    """Recreate the folder that `private_files` links to, if it was removed. Torch cannot make it through the link."""
+    """Recreate the folder that `private_files` links to, if it was removed: torch cannot make it through the link."""
     for link in Path(environment["TMPDIR"]).glob("torchinductor_*"):
         with contextlib.suppress(OSError):
             link.readlink().mkdir(0o700, parents=True, exist_ok=True)
@@ -146,12 +137,11 @@ class ServiceLaunches:
     """Folder of the initial policy; empty = a hub model, which the services fetch."""
 
     def nats(self, command: tuple[str, ...]) -> Launch:
-        """Return NATS's launch. The runner writes its address file, which holds `{"url": ...}`."""
         log, address_file = self.run_dir.log(NATS).resolve(), self.run_dir.address(NATS).resolve()
         return Launch(NATS, command, self.environment, log, address_file)
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
-        """Return the verifier's launch. `again`: its address before a restart, which it keeps because actors use it."""
+        """`again`: the verifier's address before a restart, which it keeps because actors use it."""
         own = self.run_dir.path.resolve()
         private = own.parent if own.parent.name == "runs" else own  # by default, runs/ holds other runs with their secrets
         settings = {"workers": "2", "private_dir": str(private)}
@@ -164,8 +154,7 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the launch of a trainer with that many `actors`. `again`: its address before a restart, which it keeps for
-        open pages unless the port was taken meanwhile."""
+        """`again`: the trainer's address before a restart, which it keeps for open pages unless the port was taken."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)
@@ -185,7 +174,6 @@ class ServiceLaunches:
         return self._launch(f"actor-{index}", self._of_policy(ACTOR), self.threads.actor_env() | gpus)
 
     def initial_model(self, cache: Path) -> Launch:
-        """Return the launch of the process that makes the initial model in that folder. No other service runs meanwhile."""
         settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve())}
         return self._launch("model", {**settings, "model_dir": "", "verifier": ""}, {})
 
@@ -220,11 +208,8 @@ RunProcess = Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]]
 async def initial_model(
     recipe: Recipe, launches: ServiceLaunches, run_process: RunProcess, report: Callable[[str], None]
 ) -> str:
-    """Return the folder of the initial policy; "" for a hub model, which the services fetch. If needed, it is built in a
-    separate process, since that needs torch and this process does not.
-
-    `report` is called with each line of progress. Raises `ServiceDied` if the building fails.
-    """
+    """Return the folder of the initial policy; "" for a hub model, which the services fetch. If needed, it is built in another
+    process, which has torch, while `report` gets each line of progress. Raises `ServiceDied` if the building fails."""
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())
@@ -244,7 +229,6 @@ async def initial_model(
 
 
 async def _report_progress(log: Path, report: Callable[[str], None]) -> None:
-    """Report each new progress line at the end of the log."""
     reported = ""
     while True:
         await asyncio.sleep(_POLL_S)

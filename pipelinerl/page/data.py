@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from pipelinerl.figures import ON_PAGE
 from pipelinerl.rl.groups import LAG_BUCKETS
 from pipelinerl.rl.ledger import MEANINGS
 from pipelinerl.run_summary import add_ended, evaluation_of, stale_shares
 
-Item = TypeVar("Item")
 Record = Mapping[str, Any]
 
 MAX_RECORDS = 1500
@@ -30,16 +29,16 @@ _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
 _DIGITS = 6
 
 
-class ThinnedSeries(Generic[Item]):
+class ThinnedSeries:
     """Keeps evenly spaced items, and all of the last `newest`: at most 2 · `limit` + `newest` in total."""
 
     def __init__(self, limit: int, newest: int) -> None:
         self._limit, self._stride, self._count = limit, 1, 0
-        self._kept: list[Item] = []
+        self._kept: list[Any] = []
         """Items number 0, stride, 2 · stride, …"""
-        self._newest: deque[Item] = deque(maxlen=newest)
+        self._newest: deque[Any] = deque(maxlen=newest)
 
-    def add(self, item: Item) -> None:
+    def add(self, item: Any) -> None:
         if self._count % self._stride == 0:
             self._kept.append(item)
         self._count += 1
@@ -48,7 +47,7 @@ class ThinnedSeries(Generic[Item]):
             self._kept = self._kept[::2]
             self._stride *= 2
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[Any]:
         """Return a new list of the kept items, in order of adding."""
         before = self._count - len(self._newest)
         return self._kept[: -(-before // self._stride)] + list(self._newest)
@@ -63,8 +62,8 @@ class RunHistory:
     """The run so far, as the page's views draw it. `limit`: number of records and evaluations above which they are thinned."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
-        self._records: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, NEWEST)
-        self._heldout: ThinnedSeries[dict[str, Any]] = ThinnedSeries(limit, 1)
+        self._records = ThinnedSeries(limit, NEWEST)
+        self._heldout = ThinnedSeries(limit, 1)
         self._times_s: dict[int, float | None] = {0: 0.0}
         self._lags: Counter[int] = Counter()
         self._lengths: dict[str, list[int]] = {}
@@ -94,8 +93,8 @@ class RunHistory:
             if ess is not None:
                 self._ess[label] += ess
                 self._ess_steps[label] += 1
-        point = self._heldout_point(record)
-        if point is not None:
+        if (point := evaluation_of(record)) is not None:
+            point = shown_evaluation(point, self._times_s.get(point["version"], record.get("time_s")))
             self._heldout.add(point)
         fresh = [self._add_sample(sample) for sample in samples]
         return {"record": shown, "heldout": point, "samples": fresh, **self._totals()}
@@ -124,11 +123,6 @@ class RunHistory:
             "parity": {"mismatch": self._mismatch, "failures": self._parity_failures},
             "ess_by_lag": {one: self._ess[one] / steps if (steps := self._ess_steps[one]) else None for one in lags},
         }
-
-    def _heldout_point(self, record: Record) -> dict[str, Any] | None:
-        """Return a record's evaluation at the policy version that was measured, not at the step in which it ended."""
-        one = evaluation_of(record)
-        return one and shown_evaluation(one, self._times_s.get(one["version"], record.get("time_s")))
 
     def _add_sample(self, sample: Record) -> dict[str, Any]:
         shown = shown_sample(sample)
@@ -162,7 +156,6 @@ def report_data(
 
 
 def _short(value: Any) -> Any:
-    """Round numbers to six digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):
@@ -192,7 +185,6 @@ def _shown_branch(branch: Record) -> dict[str, Any]:
 
 
 def _clipped_tokens(sample: Record, most: int = _MAX_TEXT) -> tuple[list[str] | None, list[float | None] | None]:
-    """Return the tokens and weights of the shown part of a text."""
     tokens, weights = sample.get("tokens"), sample.get("weights")
     if tokens is None:
         return None, weights

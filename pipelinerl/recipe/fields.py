@@ -1,8 +1,7 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
-A recipe does not say where it runs: addresses, ports and folders are settings of the services, so that the same file trains on
-a laptop and on a cluster. Each field declares its meaning, its bounds and whether it may change on resume (`Changeable`).
-Unknown keys are errors. The first functions inspect the models, for errors, overrides and docs.
+A recipe does not say where it runs, so that the same file trains on a laptop and on a cluster. Each field declares its meaning,
+its bounds and whether it may change on resume. The first functions inspect the models, for errors, overrides and docs.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
     PlainSerializer,
-    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -39,8 +38,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
-"""A field that may change on resume, such as how long, how often or on which resources a run trains. All other fields define
-the task, the data, the algorithm and its evaluation; changing one would make it another run."""
+"""A field that may change on resume, such as how long or on which resources a run trains. All others define what is trained."""
 
 
 class _OrAuto:
@@ -83,8 +81,8 @@ def may_change(field: FieldInfo) -> bool:
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field of a dotted path, or None. Every path inside a free-form mapping leads to that mapping. In a list of
-    sections, a position comes first, as in `tasks.0.weight`."""
+    """Return the field of a path, in which a list of sections has a position, as in `tasks.0.weight`, or None. Every path in a
+    free-form mapping leads to that mapping."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
@@ -107,8 +105,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return existing paths that `path` may mean: the same name elsewhere, then names in its section with these initials, then
-    similar names, then similar paths."""
+    """Return paths that `path` may mean: the same name elsewhere, names in its section with these initials, similar ones."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -122,16 +119,14 @@ def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
     """Return the error text for a path that the model does not have, with similar fields, or else all fields of the section."""
-    near = near_matches(model, ".".join(path))
-    if near:
+    if near := near_matches(model, ".".join(path)):
         return f"no such field; did you mean {one_of(near)}?"
     parent = field_at(model, path[:-1])
     section = section_of(parent.annotation) if parent else model
     if parent and (item := listed_section(parent.annotation)) is not None:
-        if path[-2].isdecimal():
-            section = item
-        else:
+        if not path[-2].isdecimal():
             return f"no such field; say which one, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
+        section = item
     if section is None:
         return f"no such field; {'.'.join(path[:-1])} is a single value"
     return f"no such field; allowed here: {', '.join(section.model_fields)}"
@@ -145,9 +140,7 @@ def allowed(field: FieldInfo) -> str:
 
 def takes(field: FieldInfo) -> str:
     """Describe the values of a field, without its meaning."""
-    bounds = [
-        f"{words} {getattr(one, name)}" for name, words in _BOUNDS.items() for one in field.metadata if hasattr(one, name)
-    ]
+    bounds = [f"{words} {getattr(one, key)}" for key, words in _BOUNDS.items() for one in field.metadata if hasattr(one, key)]
     taken = ", ".join(filter(None, (_type_name(field.annotation), " and ".join(bounds))))
     return taken.replace(" or null", "") + ", or auto" if _OR_AUTO in field.metadata else taken
 
@@ -184,13 +177,30 @@ def _type_name(annotation: Any) -> str:
     return _TYPE_NAMES.get(annotation, "a mapping" if origin is dict else "a value")
 
 
-def _value_in(data: Any, section: str, name: str) -> Any:
-    """Return a value of plain data, or None if it is missing."""
-    inside = data.get(section) if isinstance(data, dict) else None
-    return inside.get(name) if isinstance(inside, dict) else None
+def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
+    """Return a check of one field, which raises `ValueError` with `problem` if the value does not fulfil the condition."""
+
+    def checked(value: Any) -> Any:
+        if not condition(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(checked)
 
 
-Probability = Annotated[float, Field(ge=0, le=1)]
+def regex(group: str = "") -> AfterValidator:
+    """Return a check for a regular expression. `group`: what its first group must find unless the text is empty."""
+
+    def checked(value: str) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        if group and value and not groups:
+            raise ValueError(f"must have a group (...) around the {group}")
+        return value
+
+    return AfterValidator(checked)
 
 
 class Section(BaseModel):
@@ -237,9 +247,7 @@ class ModelConfig(Section):
         "auto", description="Attention of the trainer; `auto` = this project's kernels for packed rows, else eager."
     )
     trust_remote_code: bool = Field(False, description="Run the Python code of a hub model.")
-    chat_template: str = Field(
-        "", description="File or text of a Jinja chat template that replaces the model's; checkpoints include it."
-    )
+    chat_template: str = Field("", description="Jinja chat template or its file, instead of the model's; kept in checkpoints.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Values of variables of the chat template, such as `enable_thinking: false`; checkpoints store them as the "
@@ -303,8 +311,7 @@ class TaskConfig(Section):
         "otherwise a label, by default the name of the file in `path`.",
     )
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = Field(
-        default_factory=dict,
-        description="Arguments of the reasoning-gym family or of the environment. For `hub`, a text here means `subset`.",
+        default_factory=dict, description="Arguments of the reasoning-gym family or environment. For `hub`, a text is `subset`."
     )
     path: str = Field(
         "",
@@ -312,39 +319,26 @@ class TaskConfig(Section):
         "files, or a pattern such as data/*.jsonl. For `hub`, the id of the set or a local folder in the hub's form. Optional "
         "for `environment`.",
     )
-    subset: str = Field(
-        "", description="Configuration of a `hub` set with several, such as main; `config: main` means the same."
-    )
+    subset: str = Field("", description="Configuration of a `hub` set with several, such as main; `config: main` is the same.")
     split: str = Field("train", description="Split of a `hub` set. An evaluation set can have another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` set; empty = its default branch.")
     max_rows: int = Field(
-        0,
-        ge=0,
-        description="Maximum number of rows to read, from the first on; 0 = all. With a limit, a `hub` set is streamed instead "
-        "of fetched whole.",
+        0, ge=0, description="Maximum rows to read, from the first on; 0 = all. With a limit, a `hub` set is streamed."
     )
-    tools: tuple[str, ...] = Field(
-        (), strict=False, description="Functions `pkg.module:function` that the model may call, for source `tools`."
-    )
+    tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call, `pkg.module:function`.")
     command: str = Field("", description="Program of source `agent`, with its arguments.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
-    turn_timeout_s: float = Field(
-        300.0, gt=0, le=86_400, description="Wall-clock limit of one turn, including the wait for a slot."
-    )
+    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn, with the wait for a slot.")
     answer_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Wall-clock limit of the environment between two turns, at its start and at its end."
     )
-    prompt_field: str = Field(
-        "prompt", description="Field with the prompt, a text or a list of messages; a.b names a nested field."
-    )
+    prompt_field: str = Field("prompt", description="Field with the prompt, a text or list of messages; a.b is a nested field.")
     prompt_template: str = Field(
-        "",
-        description="Text of the prompt in which {name} is replaced by a field of the row, instead of `prompt_field`; {{name}} "
-        "gives {name}.",
+        "", description="Prompt in which {name} becomes a field of the row, instead of `prompt_field`; {{name}} is {name}."
     )
     answer_field: str = Field("answer", description="Field with the reference answer, nested ones as a.b; empty = none.")
-    answer_pattern: str = Field(
+    answer_pattern: Annotated[str, regex("answer")] = Field(
         "", description="Regular expression; group 1 of its last match in that field is the reference. Empty = the whole field."
     )
     prompt_style: Literal["compact", "plain", "chat"] = Field(
@@ -360,11 +354,6 @@ class TaskConfig(Section):
     def is_episodic(self) -> bool:
         return self.source in EPISODIC
 
-    @field_validator("answer_pattern")
-    @classmethod
-    def _finds_an_answer(cls, value: str) -> str:
-        return compiled(value, "answer" if value else "")
-
     @model_validator(mode="before")
     @classmethod
     def _called_by_its_file(cls, data: Any) -> Any:
@@ -376,7 +365,6 @@ class TaskConfig(Section):
 
 
 def _label(task: dict[str, Any]) -> str:
-    """Return the default name of a task, given as plain data: its file's name, if it has a file."""
     stem = Path(path).stem if isinstance(path := task.get("path"), str) else ""
     default: str = TaskConfig.model_fields["name"].default
     return stem if stem and task.get("source") in ("jsonl", "hub", "tools", "agent") else default
@@ -392,13 +380,14 @@ class OverlongConfig(Section):
 class JudgeConfig(Section):
     """Another model that scores completions, behind an OpenAI-compatible server."""
 
-    url: str = Field(description="URL of the server's API, such as https://host/v1; `/chat/completions` is appended.")
-    model: str = Field(description="Name of the model on the server.")
-    template: str = Field(
-        description="Message to the model. It must contain `{completion}`, and may contain `{prompt}` and `{reference}`, the "
-        "reference answer."
+    url: Annotated[str, must(lambda url: url.startswith(("http://", "https://")), "must begin with http:// or https://")] = (
+        Field(description="URL of the server's API, such as https://host/v1; `/chat/completions` is appended.")
     )
-    pattern: str = Field(
+    model: str = Field(description="Name of the model on the server.")
+    template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")] = Field(
+        description="Message to the model with `{completion}`, and perhaps `{prompt}` and `{reference}`, the answer."
+    )
+    pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")] = Field(
         description="Regular expression; group 1 of its last match in the judge's answer is the number, as in "
         r"`Score: (\d+)`."
     )
@@ -407,36 +396,6 @@ class JudgeConfig(Section):
     requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls of each verifier, retries included; 0 = no limit.")
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of an answer, retries included.")
     api_key_env: str = Field("", description="Environment variable of the verifier with the API key; empty = none.")
-
-    @field_validator("url")
-    @classmethod
-    def _over_http(cls, value: str) -> str:
-        if not value.startswith(("http://", "https://")):
-            raise ValueError("must begin with http:// or https://")
-        return value
-
-    @field_validator("template")
-    @classmethod
-    def _shows_the_completion(cls, value: str) -> str:
-        if "{completion}" not in value:
-            raise ValueError("must contain {completion}")
-        return value
-
-    @field_validator("pattern")
-    @classmethod
-    def _has_a_group(cls, value: str) -> str:
-        return compiled(value, "number")
-
-
-def compiled(pattern: str, part: str) -> str:
-    """Return the pattern. Raises `ValueError` if it is invalid, or has no group for the `part` that it must find."""
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from error
-    if part and groups < 1:
-        raise ValueError(f"must have a group (...) around the {part}")
-    return pattern
 
 
 SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "code", "judge")
@@ -455,14 +414,13 @@ class RewardConfig(Section):
         "`binary` does not change the scores of the last two.",
     )
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
-    answer_pattern: str = Field(
+    answer_pattern: Annotated[str, regex("answer")] = Field(
         "",
         description="Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A `.` matches "
         "line ends only if the pattern does not match otherwise.",
     )
     json_schema: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Schema of the answer for `json_schema`; empty = each problem's reference answer is the schema.",
+        default_factory=dict, description="Schema of the answer for `json_schema`; empty = the reference answer is the schema."
     )
     tests_field: str = Field("tests", description="Field of a problem's row with its tests, for `code`.")
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
@@ -474,7 +432,7 @@ class RewardConfig(Section):
     )
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer, multiplied by partial scores.")
     binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
-    format_pattern: str = Field(
+    format_pattern: Annotated[str, regex()] = Field(
         "", description="Regular expression that the whole completion should match; `.` matches line ends. Empty = no term."
     )
     format_weight: float = Field(0.0, description="Reward added if `format_pattern` matches.")
@@ -511,11 +469,6 @@ class RewardConfig(Section):
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(f"{hint}use one of {', '.join(SCORERS)}, or pkg.module:function")
 
-    @field_validator("answer_pattern", "format_pattern")
-    @classmethod
-    def _compiles(cls, value: str, info: ValidationInfo) -> str:
-        return compiled(value, "answer" if info.field_name == "answer_pattern" and value else "")
-
 
 class ProblemSet(Section):
     """Problems with a limit of the answers' length and a reward."""
@@ -535,28 +488,17 @@ class TaskShare(ProblemSet):
 class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
     temperature: float = Field(1.0, gt=0, le=4, description="Temperature of μ.")
-    max_tokens: int = Field(
-        64, ge=1, le=1_048_576, description="Maximum completion tokens; fewer if the prompt leaves less room in the context."
-    )
-    stop: list[str] = Field(
+    max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens, if the context has room for them.")
+    stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = Field(
         default_factory=list,
-        description="Texts that end a completion. The token that completes one is the last; rewards see the text before it.",
+        description="Texts that end a completion, whose last token completes it; rewards see what is before.",
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
         default_factory=list,
         description="Tokens that end a completion, in addition to the model's end tokens and, with prompt style `chat`, the "
         "one that ends an answer in the chat template.",
     )
-    seeded: bool = Field(
-        False, description="Use a seed per sample: repeatable in conventional mode with one actor, but slower."
-    )
-
-    @field_validator("stop")
-    @classmethod
-    def _stop_texts(cls, value: list[str]) -> list[str]:
-        if not all(value):
-            raise ValueError("an empty text would end every completion; leave it out")
-        return value
+    seeded: bool = Field(False, description="Seed each sample: repeatable in conventional mode with one actor, but slower.")
 
 
 VLLM_SHARE = 0.9
@@ -577,9 +519,7 @@ class EngineConfig(Section):
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
-    threads: Changeable[int] = Field(
-        0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share the cores with the trainer."
-    )
+    threads: Changeable[int] = Field(0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share cores with the trainer.")
     quantization: str = Field("", description="vLLM quantisation method; empty = none.")
 
     @property
@@ -593,21 +533,14 @@ class ActorConfig(Section):
         1,
         ge=0,
         le=10_000,
-        description="Number of actors of a local run; on a cluster the Deployment decides. `auto`: as many as fit the GPUs "
-        "beside the trainer, 1 without a GPU.",
+        description="Actors of a local run; a cluster's Deployment decides. `auto`: as many as fit the GPUs, 1 without one.",
     )
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(
-        None,
-        ge=1,
-        le=100_000,
-        description="Episodes in progress on each actor, of which at most H decode while others wait for their environment; "
-        "null = 2 H.",
+        None, ge=1, le=100_000, description="Episodes in progress on each actor, of which H decode at once; null = 2 H."
     )
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
-    publish_buffer: Changeable[int] = Field(
-        1024, ge=1, description="Maximum finished sequences that wait for verifier or stream."
-    )
+    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or stream.")
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -640,14 +573,9 @@ class AlgorithmConfig(Section):
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="ε below 1 for every loss but `reinforce`; 1 = no lower bound. Default for `gspo` 3e-4, for `cispo` 1.",
+        0.2, gt=0, le=1, description="ε below 1, but for `reinforce`; 1 = no bound. Default for `gspo` 3e-4, for `cispo` 1."
     )
-    clip_high: float = Field(
-        0.2, gt=0, description="ε above 1 (DAPO's clip-higher: 0.28). Default for `gspo` 4e-4, for `cispo` 4."
-    )
+    clip_high: float = Field(0.2, gt=0, description="ε above 1 (DAPO: 0.28). Default for `gspo` 4e-4, for `cispo` 4.")
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = Field(
         "none",
         description="Tokens left out of the policy loss. `icepop`: tokens with π / μ out of bounds; `sequence`: all tokens of "
@@ -660,9 +588,7 @@ class AlgorithmConfig(Section):
     advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
         "leave_one_out", description="Baseline; `value`: a learned value head (paper, eq. 4)."
     )
-    value_coefficient: float = Field(
-        0.1, gt=0, description="Weight of the value head's loss, 0.5 (v - R)², with advantage `value`."
-    )
+    value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)², with advantage `value`.")
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
     normalization: Literal["token", "sequence", "batch"] = Field(
         "batch",
@@ -696,7 +622,10 @@ class LoraConfig(Section):
     rank: int = Field(16, ge=1, le=4096, description="r: width of A and B.")
     alpha: float = Field(32.0, gt=0, description="scaling = alpha / rank.")
     rslora: bool = Field(False, description="scaling = alpha / √rank instead (rsLoRA, arXiv 2312.03732).")
-    target_modules: list[str] | Literal["all-linear"] = Field(
+    target_modules: Annotated[
+        list[str] | Literal["all-linear"],
+        must(lambda names: names and all(names), "name at least one layer, such as q_proj, or use all-linear"),
+    ] = Field(
         "all-linear",
         description="Linear layers with adapters, by the last parts of their names, such as q_proj; `all-linear`: all except "
         "the output head.",
@@ -706,13 +635,6 @@ class LoraConfig(Section):
         description="Content of weight updates. `adapter`: A and B, which actors apply beside their initial weights; `merged`: "
         "whole weights, only in float32, since 16 bits would lose small updates.",
     )
-
-    @field_validator("target_modules")
-    @classmethod
-    def _some_targets(cls, value: list[str] | str) -> list[str] | str:
-        if not value or not all(value):
-            raise ValueError("name at least one layer, such as q_proj, or use all-linear")
-        return value
 
     @property
     def scaling(self) -> float:
@@ -724,10 +646,7 @@ class TrainerConfig(Section):
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
     learning_rate: float = Field(1e-6, gt=0, le=1, description="Learning rate of AdamW after warm-up, its peak.")
     value_learning_rate: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Learning rate of the value head with advantage `value`, by the same schedule; null = 10 × learning_rate.",
+        None, gt=0, le=1, description="Learning rate of the value head, by the same schedule; null = 10 × learning_rate."
     )
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
         "constant",
@@ -757,12 +676,8 @@ class TrainerConfig(Section):
     )
     tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     lora: LoraConfig | None = Field(None, description="Train only low-rank adapters; null = all weights.")
-    gradient_checkpointing: Changeable[bool] = Field(
-        False, description="Recompute activations in the backward pass: less memory."
-    )
-    compile: Changeable[bool] = Field(
-        False, description="Use torch.compile for decoder layers and logits: faster on a GPU, little gain on CPU."
-    )
+    gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward: less memory.")
+    compile: Changeable[bool] = Field(False, description="Use torch.compile: faster on a GPU, little gain on CPU.")
     nproc: OrAuto[int] = Field(
         1,
         ge=1,
@@ -774,17 +689,12 @@ class TrainerConfig(Section):
         1, ge=1, le=1024, description="Ranks that share the tokens of a row, for sequences that do not fit on one GPU."
     )
     shard_ranks: Changeable[int] = Field(
-        0,
-        ge=0,
-        le=65_536,
-        description="Ranks that share one copy of weights and optimizer; 0 = all. Fewer, such as a node's, is hybrid sharding.",
+        0, ge=0, le=65_536, description="Ranks that share a copy of weights and optimizer; 0 = all; a node's = hybrid sharding."
     )
     reshard_after_forward: Changeable[bool] = Field(
         True, description="Gather sharded weights again for the backward pass: less memory, more traffic."
     )
-    threads: Changeable[int] = Field(
-        0, ge=0, le=1024, description="Torch threads of each rank on CPU; 0 = share the cores with the actors."
-    )
+    threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = share with actors.")
     give_up_after_groups: Changeable[int] = Field(
         0,
         ge=0,
@@ -804,16 +714,12 @@ class WeightUpdateConfig(Section):
         description="Transport of weights. `auto`: nccl if the trainer has a GPU, else gloo. nccl needs a GPU for every rank "
         "of trainer and actors; gloo goes through host memory.",
     )
-    chunk_mib: Changeable[float | None] = Field(
-        None, gt=0, le=4096, description="Size of a broadcast, MiB (null = 16 with gloo, 128 with nccl)."
-    )
+    chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast (null: gloo 16, nccl 128).")
     staging_buffers: Changeable[int] = Field(
         2, ge=1, le=64, description="Chunks that an actor holds while it receives; 1 = receive and load alternately."
     )
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype on the wire.")
-    deadline_s: Changeable[float] = Field(
-        60.0, gt=0, description="Time within which a member must stage a version; otherwise it is evicted."
-    )
+    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Time to stage a version, after which a member is evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Number of updates between two parity probes; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
@@ -840,21 +746,15 @@ class WeightUpdateConfig(Section):
 
 
 class EvaluationConfig(Section):
-    every_steps: Changeable[int] = Field(
-        20, ge=0, description="Optimizer steps between held-out evaluations; 0 = only the first and the last."
-    )
+    every_steps: Changeable[int] = Field(20, ge=0, description="Steps between held-out evaluations; 0 = first and last only.")
     temperature: float = Field(0.0, ge=0, le=4, description="Temperature of held-out answers; 0 = greedy.")
-    samples: int = Field(
-        1, ge=1, le=1024, description="Answers to each problem, for their mean and pass@k with k up to this number."
-    )
+    samples: int = Field(1, ge=1, le=1024, description="Answers to each problem, for their mean and pass@k up to this k.")
     sets: list[ProblemSet] = Field(
         default_factory=list,
         description="Further sets of problems that are evaluated and never trained on, at most `task.heldout_problems` of "
         "each, in addition to those held out of the tasks.",
     )
-    timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Time after which an evaluation ends with its answers so far."
-    )
+    timeout_s: Changeable[float] = Field(600.0, gt=0, description="Time until an evaluation ends with its answers so far.")
 
 
 class CheckpointConfig(Section):
@@ -872,16 +772,24 @@ class CheckpointConfig(Section):
     )
 
 
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 class Recipe(Section):
     """A whole run. `RULES` checks the relations between fields."""
 
-    name: str = Field(description="Name of the recipe, and by default of the run.")
+    name: Annotated[str, must(RUN_NAME.fullmatch, "use 1-40 lowercase letters, digits and inner dashes")] = Field(
+        description="Name of the recipe, and by default of the run."
+    )
     description: Changeable[str] = Field("", description="One line for people.")
     mode: Literal["pipeline", "conventional"] = Field("pipeline", description="The paper's two methods.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, sampling and the trainer.")
-    trackers: Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]] = Field(
-        default_factory=list,
-        description="Experiment trackers that also get the run's figures; each needs its package (docs/trackers.md).",
+    trackers: Annotated[
+        Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
+        must(lambda names: len(set(names)) == len(names), "name each tracker once"),
+    ] = Field(
+        default_factory=list, description="Trackers that also get the run's figures; each needs its package (docs/trackers.md)."
     )
     model: ModelConfig
     task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` has several.")
@@ -894,20 +802,6 @@ class Recipe(Section):
     weights: WeightUpdateConfig = WeightUpdateConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-
-    @field_validator("name")
-    @classmethod
-    def _run_name(cls, value: str) -> str:
-        if not RUN_NAME.fullmatch(value):
-            raise ValueError("use 1-40 lowercase letters, digits and inner dashes")
-        return value
-
-    @field_validator("trackers")
-    @classmethod
-    def _each_once(cls, value: list[str]) -> list[str]:
-        if len(set(value)) < len(value):
-            raise ValueError("name each tracker once")
-        return value
 
     @property
     def tasks_by_place(self) -> dict[str, TaskShare]:
@@ -941,9 +835,7 @@ class Recipe(Section):
     @property
     def scored_tasks(self) -> dict[str, ProblemSet]:
         """The problem sets that reward workers score: all except episodes, and episodes whose answer a judge scores."""
-        return {
-            name: one for name, one in self.problem_sets.items() if not one.task.is_episodic or one.reward.judge is not None
-        }
+        return {name: one for name, one in self.problem_sets.items() if one.reward.judge or not one.task.is_episodic}
 
     @property
     def user_code(self) -> list[str]:
@@ -967,22 +859,23 @@ class Recipe(Section):
         """Fill missing fields of tasks and evaluation sets from the recipe."""
         if not isinstance(data, dict):
             return data
-        shared = {"reward": data.get("reward"), "max_tokens": _value_in(data, "sampling", "max_tokens")}
+        sampling, evaluation = (_mapping(data.get(name)) for name in ("sampling", "evaluation"))
+        shared = {"reward": data.get("reward"), "max_tokens": sampling.get("max_tokens")}
         given = {name: value for name, value in shared.items() if value is not None}
 
         def filled(one: Any) -> Any:
-            task = one.get("task") if isinstance(one, dict) else None
-            name = task.get("name") or _label(task) if isinstance(task, dict) else ""
-            taken = dict(given)
-            is_rewarded = isinstance(task, dict) and task.get("source") in ("environment", "verifiers")
-            if is_rewarded and isinstance(taken.get("reward"), dict):
+            if not isinstance(one, dict):
+                return one
+            task, taken = _mapping(one.get("task")), dict(given)
+            name = task.get("name") or _label(task)
+            if task.get("source") in ("environment", "verifiers") and isinstance(taken.get("reward"), dict):
                 taken["reward"] = {key: value for key, value in taken["reward"].items() if key not in _OF_COMPLETIONS}
-            return {**taken, "name": name, **one} if isinstance(one, dict) else one
+            return {**taken, "name": name, **one}
 
         if isinstance(tasks := data.get("tasks"), list):
             data = {**data, "tasks": [filled(one) for one in tasks]}
-        if isinstance(sets := _value_in(data, "evaluation", "sets"), list):
-            data = {**data, "evaluation": {**data["evaluation"], "sets": [filled(one) for one in sets]}}
+        if isinstance(sets := evaluation.get("sets"), list):
+            data = {**data, "evaluation": {**evaluation, "sets": [filled(one) for one in sets]}}
         return data
 
     @model_validator(mode="after")

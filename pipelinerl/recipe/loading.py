@@ -1,8 +1,7 @@
 """Load a recipe from a name or file with `--set` overrides into a validated `Recipe`, describe every wrong field, and write
 YAML. Also compare the recipe that started a run with the one that resumes it.
 
-The loader is stricter than PyYAML: a repeated key is an error, and `1e-6` is a number, which PyYAML reads as a string. This
-module only reads files; `preflight` checks whether the model, the data and packages exist.
+The loader is stricter than PyYAML: a repeated key is an error, and `1e-6` is a number. `preflight` checks the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class RecipeError(UserError):
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """Return a `FieldError` for each error of pydantic and for each broken rule, in the order of the fields."""
+    """Return an error for each wrong field and for each broken rule, in the order of the fields."""
     problems: list[FieldError] = []
     for details in error.errors(include_url=False):
         raised = details.get("ctx", {}).get("error")
@@ -108,10 +107,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """Return the field's path and the value of `a.b=value`, typed as in YAML. In fields for text or lists of text, a value
-    stays text if it is empty, is no YAML or would be a comment in YAML, such as `#(\\d+)$`.
-
-    Raises `FieldError` if `text` has no `=`, an empty name, or a value that is not YAML.
-    """
+    stays text if it is empty, is no YAML or would be a comment in YAML, such as `#(\\d+)$`. Raises `FieldError`."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -148,10 +144,7 @@ def understood(overrides: Sequence[str]) -> list[str]:
 
 def find_recipe(name: str | Path) -> Path:
     """Return the file of `recipes/arithmetic.yaml`, or of the bare name `arithmetic`, which is looked up in the current folder,
-    in the source tree and in an installation.
-
-    Raises `FieldError` with the existing recipes.
-    """
+    in the source tree and in an installation. Raises `FieldError` with the existing recipes."""
     path = Path(name)
     if path.is_file():
         return path
@@ -176,10 +169,7 @@ def _folders() -> tuple[Path, ...]:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the validated recipe of a file or name, with `a.b=value` overrides.
-
-    Raises `FieldError` (no such recipe), `YamlError` (with the line) and `RecipeError` (with all wrong fields).
-    """
+    """Return the validated recipe of a file or name, with `a.b=value` overrides. Raises `UserError` with all wrong fields."""
     path = find_recipe(name)
     return recipe_from_data(read_recipe(path), str(path), overrides)
 
@@ -206,10 +196,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Validate plain data.
-
-    Raises `RecipeError` with each wrong override and each wrong field or, if all fields are right, each broken rule.
-    """
+    """Validate plain data. Raises `RecipeError` with each wrong override and field or, if all are right, each broken rule."""
     problems: list[FieldError] = []
     changed = copy.deepcopy(data)
     for text in overrides:
@@ -227,15 +214,14 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
     try:
         recipe = Recipe.model_validate(changed)
     except ValidationError as error:
-        raise RecipeError(source, [*problems, *problems_of(error, Recipe)]) from error
+        problems += problems_of(error, Recipe)
     if problems:
         raise RecipeError(source, problems)
     return recipe
 
 
 def _read_chat_template(data: dict[str, Any]) -> None:
-    """Replace a file name in `model.chat_template` by the file's text, because services may run on machines without the file.
-    The name of a missing file stays, for the preflight. Raises `FieldError`."""
+    """Replace the name of an existing file in `model.chat_template` by its text, for services on other machines."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):
@@ -257,9 +243,7 @@ def is_template(text: str) -> bool:
 
 def no_template_file(path: str) -> FieldError:
     fix = f"there is no such file{'' if Path(path).is_absolute() else f' in {Path.cwd()}'}; name one with a Jinja chat template"
-    return FieldError(
-        "model.chat_template", path, f"{fix}, or give its text (helm --set-file recipe.set.model.chat_template=FILE)"
-    )
+    return FieldError("model.chat_template", path, f"{fix}, or its text (helm --set-file recipe.set.model.chat_template=FILE)")
 
 
 def _set(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -313,10 +297,7 @@ class ChangedRecipe(UserError):
 
 
 def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """Return the changes from `old` (a resolved recipe as plain data) to `new`, all of them allowed.
-
-    Raises `ChangedRecipe` with all forbidden changes.
-    """
+    """Return the changes from `old`, a resolved recipe as plain data, to `new`. Raises `ChangedRecipe` if any is forbidden."""
     changes = recipe_changes(old, new)
     if refused := [change for change in changes if not change.allowed]:
         raise ChangedRecipe(refused)
@@ -324,11 +305,8 @@ def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
 
 
 def recipe_changes(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """Return all fields that differ, in the recipe's order.
-
-    `old` may be from another version of the program: a field that it lacks counts as today's default, and a field that today's
-    recipe lacks is reported as `UNKNOWN`. A section that is `null` in only one of the two is one change.
-    """
+    """Return all fields that differ, in the recipe's order. `old` may be from another version of the program: a field that it
+    lacks counts as today's default, and one that today's recipe lacks is `UNKNOWN`."""
     algorithm = old.get("algorithm")
     if isinstance(algorithm, Mapping):  # a loss changes defaults to published values
         old = {**old, "algorithm": {**PUBLISHED.get(str(algorithm.get("loss")), {}), **algorithm}}

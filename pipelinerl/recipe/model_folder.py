@@ -1,7 +1,6 @@
 """Check a folder with a Hugging Face model, count the parameters of a recipe's model, and count tokens with its tokenizer.
 
-Only headers of weight files are read, which takes seconds for hundreds of GB. Weights that do not fit the architecture are only
-noticed when they are loaded.
+Only headers of weight files are read, so that weights that do not fit the architecture are only noticed when they are loaded.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def _some(names: list[str]) -> str:
 
 
 def header_of(path: Path) -> Mapping[str, Any]:
-    """Return the header of a safetensors file: shape, dtype and position of each tensor by its name. Raises `ValueError` if
-    the file is invalid or has the wrong length."""
+    """Return shape, dtype and position of each tensor of a safetensors file. Raises `ValueError` if it is invalid or cut."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -113,6 +111,13 @@ def header_of(path: Path) -> Mapping[str, Any]:
     return tensors
 
 
+def known_parameters(model: ModelConfig) -> int:
+    """Return the parameters of the recipe's model without loading it; 0 if unknown. Raises `FieldError`."""
+    if (folder := model_folder(model)) is None:
+        return _SMOLLM2_PARAMETERS if model.source == "smollm2" else 0
+    return parameters_in(folder)
+
+
 def parameters_in(folder: Path) -> int:
     """Return the number of elements of all tensors in the folder's safetensors files. Raises `FieldError`."""
     parameters = 0
@@ -122,15 +127,6 @@ def parameters_in(folder: Path) -> int:
         except ValueError as error:
             raise FieldError("model.name", str(folder), f"{path.name} {error}") from None
     return parameters
-
-
-def known_parameters(model: ModelConfig) -> int:
-    """Return the parameters of the recipe's model without loading it; 0 if unknown. Raises `FieldError`."""
-    if (folder := model_folder(model)) is not None:
-        return parameters_in(folder)
-    if model.source == "smollm2":
-        return _SMOLLM2_PARAMETERS
-    return 0
 
 
 def hub_parameters(model: ModelConfig) -> int:
@@ -149,8 +145,7 @@ def hub_parameters(model: ModelConfig) -> int:
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Return a function that counts the tokens of the longest of some texts, with the tokenizer in the model's folder or in the
-    hub's cache. Return None without a tokenizer or the package tokenizers."""
+    """Return a function that counts the tokens of the longest of some texts; None without a tokenizer on this machine."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:

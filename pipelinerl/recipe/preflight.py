@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
@@ -26,13 +25,10 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import known_parameters, longest_context, model_folder, problems_in
 from pipelinerl.recipe.rehearsal import Call, Preview, misread, preview, rehearse, template_doubts, unearned
-from pipelinerl.recipe.rules import unreached_learning_rate
 from pipelinerl.rl.placement import place as place_processes
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
-
-if TYPE_CHECKING:
-    from pipelinerl.tasks.source import FileSource, Source
+from pipelinerl.tasks.source import FileSource, Source, Split, make_source
 
 _IMPORT_S = 180.0
 """Time limit of an import. On a busy machine, the first import of a large package takes a minute."""
@@ -57,10 +53,10 @@ if not callable(found.get(name)):
     sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
 try:
     if sys.argv[2] == "task.tools":
-        from pipelinerl.episodes.environment import tool_of
+        from pipelinerl.episodes import tool_of
         tool_of(found[name])
     elif sys.argv[2] == "task.name":
-        from pipelinerl.episodes.environment import check_environment_class
+        from pipelinerl.episodes import check_environment_class
         check_environment_class(found[name], json.loads(sys.argv[3]))
 except ValueError as error:
     sys.exit(str(error))
@@ -88,9 +84,9 @@ sys.exit({_IMPORTED})
 
 
 def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
-    """Import `pkg.module:name` like the verifier, with the current folder on the path, in a separate process, since a user's
-    module may do anything. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config`: `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, else `UserError`."""
+    """Import `pkg.module:name` like the verifier, but in a separate process, since a user's module may do anything, and check
+    a tool's parameters and an environment's methods. `config`: `task.config` as JSON. Raises `MissingPackage` if a module is
+    not installed here, else `UserError`."""
     command = [sys.executable, "-c", code, path, field, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -129,11 +125,10 @@ def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> Examination:
-    """Check a recipe by making the held-out problems and importing the reward function, which takes a second or more. Then
-    render a prompt of each set, if one uses a chat template or `prompts` is true, and call the rewards on `reward_rows`
-    problems of each set."""
+    """Check a recipe by making the held-out problems, importing the reward function and, if a set uses a chat template or
+    `prompts` is true, rendering a prompt of each set; then call the rewards on `reward_rows` problems of each set."""
     examined = Examination()
-    for rule in (_model, _cache, _gpu, _ranks, _compiler, _packages, _trackers, _actors):
+    for rule in (_model, _cache, _machine, _packages):
         examined.problems += rule(recipe)
     for place, share in recipe.sets_by_place.items():
         for problem in (*_task(recipe, place, share, examined.sources), *_code(share)):
@@ -151,8 +146,12 @@ def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> E
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     """Yield warnings about settings that are probably wrong but may be intended."""
-    found = unreached_learning_rate(recipe), too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))
-    yield from filter(None, found)
+    trainer = recipe.trainer
+    if trainer.warmup_steps > trainer.steps:  # as in a short trial of a recipe
+        fix = f"is above trainer.steps = {trainer.steps}: the learning rate never reaches {trainer.learning_rate:g}; lower it"
+        yield FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
+    if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))) is not None:
+        yield found
     for place, share in recipe.sets_by_place.items():
         calls = [call for call in examined.calls if call.place == place]
         yield from unearned(place, share, [call for call in calls if not call.near_miss])
@@ -172,8 +171,6 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
 
 def files_in(sources: dict[str, Source]) -> Iterator[tuple[str, FileSource]]:
     """Yield the sources that read files or data sets."""
-    from pipelinerl.tasks.source import FileSource
-
     yield from ((place, source) for place, source in sources.items() if isinstance(source, FileSource))
 
 
@@ -192,7 +189,6 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _cache(recipe: Recipe) -> Iterator[FieldError]:
-    """Check the cache of initial models, if the recipe must build one."""
     cache = cache_folder(os.environ)
     if recipe.model.source != "smollm2" or is_complete(built_folder(recipe, "", cache / "models")):
         return
@@ -205,82 +201,63 @@ def _cache(recipe: Recipe) -> Iterator[FieldError]:
         yield Lacking("PIPELINERL_CACHE", str(cache), f"{what}; free some, or name a folder on another disk")
 
 
-def _gpu(recipe: Recipe) -> Iterator[FieldError]:
-    """Check that there is a GPU for a recipe that needs one, and that its ranks and actors fit the GPUs of this machine."""
-    found = find_devices()
+def _machine(recipe: Recipe) -> Iterator[FieldError]:
+    """Check that ranks and actors of a local run fit the GPUs of this machine, and that a recipe without one has a compiler."""
+    trainer, found, compiler = recipe.trainer, find_devices(), os.environ.get("CXX", "g++")
     if found.devices:
         try:
             place_processes(recipe, found.devices, known_parameters(recipe.model))
         except FieldError as problem:
             yield Lacking(problem.field, problem.value, problem.fix)
-        return
-    if recipe.model.dtype != "float32":
+    elif recipe.model.dtype != "float32":
         fix = f"needs a GPU, and {found.problem}; without one, run repeated-addition, or smollm2 after make smollm2"
         yield Lacking("model.dtype", recipe.model.dtype, fix)
     elif recipe.weights.backend == "nccl":
         yield Lacking("weights.backend", recipe.weights.backend, f"needs a GPU, and {found.problem}; use auto or gloo")
-
-
-def _ranks(recipe: Recipe) -> Iterator[FieldError]:
-    """Check the ranks of a local run; a cluster may have more than the recipe says."""
-    trainer = recipe.trainer
     for name in ("context_parallel", "shard_ranks"):
         value = getattr(trainer, name)
         if value and trainer.ranks % value:
-            fix = f"does not divide trainer.nproc = {trainer.ranks}, the ranks of a run here; change one of them"
-            yield Lacking(f"trainer.{name}", value, fix)
+            yield Lacking(f"trainer.{name}", value, f"does not divide trainer.nproc = {trainer.ranks}; change one of them")
+    if trainer.compile and not found.devices and shutil.which(compiler) is None:  # for a GPU, torch brings its compiler
+        fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
+        yield Lacking("trainer.compile", True, fix)
+    if recipe.actor.number < 1:
+        yield Lacking("actor.count", recipe.actor.count, "a run on one machine needs at least 1")
 
 
 def _packages(recipe: Recipe) -> Iterator[FieldError]:
     if recipe.trainer.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        fix = "needs torchao, which is not installed; run make adamw8bit, or use adamw"
-        yield Lacking("trainer.optimizer", recipe.trainer.optimizer, fix)
+        yield Lacking("trainer.optimizer", recipe.trainer.optimizer, "needs torchao; run make adamw8bit, or use adamw")
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
-        fix = "needs peft, which is not installed: pip install peft, or use null"
-        yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, fix)
-
-
-def _trackers(recipe: Recipe) -> Iterator[FieldError]:
-    """Check the trackers' packages, which have the trackers' names. A plain folder that a tracker left does not count."""
+        yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, "needs peft: pip install peft, or use null")
+    # Trackers are packages of these names. A plain folder that a tracker left does not count.
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
-    missing = [name for name, spec in found.items() if spec is None or spec.origin is None]
-    if missing:
+    if missing := [name for name, spec in found.items() if spec is None or spec.origin is None]:
         fix = f"{' and '.join(missing)} not installed: pip install 'pipelinerl[{','.join(missing)}]', or leave it out"
         yield Lacking("trackers", recipe.trackers, fix)
 
 
-def _compiler(recipe: Recipe) -> Iterator[FieldError]:
-    """Check the C++ compiler for the CPU, by the name that torch uses. For a GPU, torch brings its compiler."""
-    name = os.environ.get("CXX", "g++")
-    if recipe.trainer.compile and not find_devices().devices and shutil.which(name) is None:
-        fix = f"this machine has no C++ compiler ({name}); install g++, name another one with CXX, or set false"
-        yield Lacking("trainer.compile", True, fix)
-
-
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
     """Check a set's source by making a held-out problem, and add a good source to `sources`."""
-    from pipelinerl.tasks.source import Split, make_source
-
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
         source.problem(Split.HELDOUT, 0)
         sources[place] = source
-    except FieldError as error:
-        yield error
-    except MissingPackage as error:
-        yield Lacking("task.path", task.path, str(error))
     except UserError as error:
-        yield FieldError("task.path", task.path, str(error))
+        yield _of_field("task.path", task.path, error)
+
+
+def _of_field(field: str, value: str, error: UserError) -> FieldError:
+    if isinstance(error, FieldError):
+        return error
+    return (Lacking if isinstance(error, MissingPackage) else FieldError)(field, value, str(error))
 
 
 def _code(share: ProblemSet) -> Iterator[FieldError]:
-    """Check the code that the verifier imports or starts."""
     task, scorer, judge = share.task, share.reward.scorer, share.reward.judge
     if judge is not None and judge.api_key_env and not os.environ.get(judge.api_key_env):
-        yield Lacking(
-            "reward.judge.api_key_env", judge.api_key_env, "is not set in this environment; set it where the run starts"
-        )
+        yield Lacking("reward.judge.api_key_env", judge.api_key_env, "is not set here; set it where the run starts")
     imported = [("reward.scorer", scorer)] if ":" in scorer else []
     imported += [("task.tools", path) for path in task.tools]
     imported += [("task.name", task.name)] if task.source in ("environment", "verifiers") else []
@@ -291,10 +268,8 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
         code = _TASKSET if (field, task.source) == ("task.name", "verifiers") else _IMPORT
         try:
             try_import(field, path, json.dumps(task.config, default=str), code)
-        except MissingPackage as error:
-            yield Lacking(field, path, str(error))
         except UserError as error:
-            yield FieldError(field, path, str(error))
+            yield _of_field(field, path, error)
     if task.source == "agent" and find_program(shlex.split(task.command)[0]) is None:
         yield Lacking("task.command", task.command, "there is no such program here; give its path, or install it")
     elif task.source == "agent" and (file := _missing_script(task.command)):
@@ -302,7 +277,6 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
 
 
 def _missing_script(command: str) -> str:
-    """Return a program's first argument if it looks like a script that does not exist, else ""."""
     first = next(iter(shlex.split(command)[1:]), "")
     return first if Path(first).suffix in (".py", ".js", ".ts", ".sh") and not Path(first).is_file() else ""
 
@@ -311,8 +285,3 @@ def find_program(name: str) -> str | None:
     """Return a program's path, as the verifier finds it: first in this interpreter's folder, so that `python` is this one."""
     folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
     return shutil.which(name, path=os.pathsep.join(folders))
-
-
-def _actors(recipe: Recipe) -> Iterator[FieldError]:
-    if recipe.actor.number < 1:
-        yield Lacking("actor.count", recipe.actor.count, "a run on one machine needs at least 1")

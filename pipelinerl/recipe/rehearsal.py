@@ -1,13 +1,10 @@
-"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems.
+"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems. Also show its
+prompts as the policy will see them, and what is wrong with its chat template.
 
 No model is loaded. Completions are the reference answer of each problem (mathematics in a box, with near misses), and an empty
-text. A worker process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Three
-kinds of rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers know their
-problems.
-
-This module also shows the recipe's prompts as the policy will see them, and what is wrong with its chat template. A separate
-process (`services.actor.preview`) loads the tokenizer and the user's tools and fetches nothing: without the tokenizer on this
-machine, nothing is shown. Environments and agents write their prompts during an episode.
+text. A process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Three kinds of
+rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers know their problems.
+Another process renders prompts (`services.actor.preview`) if the tokenizer is on this machine.
 """
 
 from __future__ import annotations
@@ -25,15 +22,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipelinerl.errors import FieldError, Lacking, ServiceError
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete
+from pipelinerl.prompts import Spellings
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.model_folder import cached, model_folder
-
-if TYPE_CHECKING:
-    from pipelinerl.tasks.source import Problem, Source
+from pipelinerl.tasks.final_answer import final_answer, near_misses
+from pipelinerl.tasks.source import FileSource, Problem, Source, Split
 
 _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
@@ -67,15 +64,11 @@ class Call:
         return f"{answer} {f'of {place}' if (place := self.problem.place) else f'to {self.problem.question!r:.60}'}"
 
 
-def is_rehearsed(share: ProblemSet) -> bool:
-    """Return whether a set's reward is rehearsed."""
-    knows_all = share.reward.scorer == "task" and share.task.source == "reasoning_gym"
-    return not (share.task.is_episodic or share.reward.scorer == "judge" or knows_all)
-
-
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
     """Call the rewards on `num_rows` problems of each set with a source; return the calls and the problems. Only on Linux."""
-    shares = {place: share for place, share in recipe.sets_by_place.items() if place in sources and is_rehearsed(share)}
+    sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
+    left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
+    shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}
     asked = [call for place, share in shares.items() for call in _calls(recipe, place, share, sources[place], num_rows)]
     if not asked or sys.platform != "linux":
         return [], []
@@ -108,9 +101,6 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
     """Yield the calls for a set. The first problem also gets an empty completion, which many rewards do not expect."""
-    from pipelinerl.tasks.final_answer import final_answer, near_misses
-    from pipelinerl.tasks.source import FileSource, Split
-
     is_trained_on = share.name in recipe.mixture
     num_heldout = source.num_heldout
     there = len(source.problems) - num_heldout if isinstance(source, FileSource) else num_rows
@@ -129,8 +119,7 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return completions that give `answer` in the required form, each with the answer that `answer_pattern` must find. Forms
-    with a box (for mathematics), and with a text that the pattern around its group matches, come first."""
+    """Return completions that give `answer` as `answer_pattern` and a box need it, each with the answer that must be found."""
     pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
     pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first alternative
     before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
@@ -153,7 +142,6 @@ def _item(share: ProblemSet, call: Call) -> dict[str, Any]:
 
 
 def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError:
-    """Convert a worker's message about a failed start to an error of the field that it names."""
     for place, share in shares.items():
         for name in ("scorer", "sandbox", "json_schema"):
             value = getattr(share.reward, name)
@@ -166,8 +154,8 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """Yield an error for a set whose reward fails. A single unusable reference is a mistake of its row, so it only counts if
-    all references are unusable. Empty completions do not count here, since a scorer may not look at the reference then."""
+    """Yield an error for a set whose reward fails. Unusable references are mistakes of their rows, and count only if all are
+    unusable, even without empty completions, for which a scorer may not look at the reference."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -187,7 +175,8 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
     kinds = {"reference answers": (True, False), "their near misses": (True, True), "empty ones": (False, False)}
     for what, kind in kinds.items():
         if rewards := [call.reward for call in good if (bool(call.completion), bool(call.near_miss)) == kind]:
-            told.append(f"{what} ({len(rewards)}) earn {_between(rewards)}")
+            earned = f"{min(rewards):.3g} to {max(rewards):.3g}, {statistics.fmean(rewards):.3g} in the mean"
+            told.append(f"{what} ({len(rewards)}) earn {earned if len(set(rewards)) > 1 else f'{rewards[0]:.3g}'}")
     if share.reward.answer_pattern and (first := next((call for call in good if call.completion), None)):
         found = repr(first.answer) if first.answer else "nothing"
         told.append(f"reward.answer_pattern finds {found:.60} in {first.completion!r:.80}")
@@ -198,8 +187,7 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text, so that nothing could be
-    learned. Scorers that do not accept the bare reference as an answer may give it nothing."""
+    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)
@@ -218,24 +206,20 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
             continue
-        told, right = f"task {share.name}: {call}", full.setdefault(call.problem.place or id(call.problem), call.reward)
-        if call.status == "bad_reference" and not call.near_miss:
-            yield FieldError(f"{place}reward.scorer", scorer, f"{told} cannot be scored ({call.message})")
-        elif call.near_miss and call.reward >= max(right, share.reward.correct):
-            yield FieldError(
-                f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; correct that line"
-            )
-        elif not call.near_miss and call.reward < share.reward.correct:
-            fix = "write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
-            yield FieldError(f"{place}reward.scorer", scorer, f"{told} earns {call.reward:g} as {call.completion!r:.80}; {fix}")
-        elif not call.near_miss and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
-            fix = "is prose that no policy would repeat; leave that line out, or name the field of the answer"
-            yield FieldError(f"{place}reward.scorer", scorer, f"{told}, {call.answer!r:.80}, {fix}")
-
-
-def _between(values: list[float]) -> str:
-    lowest, highest, mean = min(values), max(values), statistics.fmean(values)
-    return f"{lowest:.3g}" if lowest == highest else f"{lowest:.3g} to {highest:.3g}, {mean:.3g} in the mean"
+        right = full.setdefault(call.problem.place or id(call.problem), call.reward)
+        earned = f"earns {call.reward:g} as {call.completion!r:.80}"
+        if call.near_miss:
+            told = f"{earned}; correct that line" if call.reward >= max(right, share.reward.correct) else ""
+        elif call.status == "bad_reference":
+            told = f"cannot be scored ({call.message})"
+        elif call.reward < share.reward.correct:
+            told = f"{earned}; write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
+        elif len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
+            told = f"is prose that no policy would repeat ({call.answer!r:.80}); leave it out, or name the answer's field"
+        else:
+            told = ""
+        if told:
+            yield FieldError(f"{place}reward.scorer", scorer, f"task {share.name}: {call} {told}")
 
 
 _TIMEOUT_S = 180.0
@@ -253,7 +237,6 @@ class Preview:
 
 
 def _has_prompt(share: ProblemSet) -> bool:
-    """Return whether the prompts of a set are known before the run."""
     return bool(share.task.tools) or not share.task.is_episodic
 
 
@@ -262,10 +245,8 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
-    """Render the first problem of each set with source and prompts that are known before the run; this takes seconds. Without
-    `all_prompts`, do so only if a set uses a chat template or the recipe changes it."""
-    from pipelinerl.tasks.source import Split
-
+    """Render the first problem of each set whose prompts are known before the run, which takes seconds: if `all_prompts`, or if
+    a set uses a chat template or the recipe changes it."""
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
     if not (all_prompts or set_by_user or any(map(_uses_template, shares.values()))):
         return Preview()
@@ -308,9 +289,6 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
     """Yield warnings about the chat template, and about rows that spell control tokens."""
-    from pipelinerl.prompts import Spellings
-    from pipelinerl.tasks.source import FileSource
-
     model, spellings = recipe.model, Spellings(set(found.control))
     if found.unread:
         fix = f"the chat template never reads {', '.join(found.unread)}; correct the name, or leave it out"

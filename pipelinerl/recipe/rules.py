@@ -36,19 +36,10 @@ class BrokenRules(ValueError):
 
 def check_rules(recipe: Recipe) -> None:
     """Raise `BrokenRules` with all rules that `recipe` breaks, in the order of its sections."""
-    rules = (_model, _tasks, _lengths, _rewards, _groups, _conventional_lag, _schedule, _ranks, _adapters, _evaluation, _upload)
+    rules = (_model, _tasks, _lengths, _rewards, _groups, _schedule, _others)
     broken = [one for rule in rules for one in rule(recipe)]
     if broken:
         raise BrokenRules(tuple(FieldError(field, value_at(recipe, field), fix) for field, fix in broken))
-
-
-def unreached_learning_rate(recipe: Recipe) -> FieldError | None:
-    """Return a warning, not an error, if the warm-up is longer than the run, as in a short trial of a recipe."""
-    trainer = recipe.trainer
-    if trainer.warmup_steps <= trainer.steps:
-        return None
-    fix = f"is above trainer.steps = {trainer.steps}: the learning rate never reaches {trainer.learning_rate:g}; lower it"
-    return FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
 
 
 def value_at(recipe: Recipe, field: str) -> Any:
@@ -74,11 +65,6 @@ def wrong_url(url: str) -> str:
     if not (parts.path.startswith("/") and parts.path.strip("/") if parts.scheme == "file" else parts.netloc):
         return "names no folder" if parts.scheme == "file" else "names no bucket"
     return ""
-
-
-def _upload(recipe: Recipe) -> Broken:
-    if recipe.checkpoint.upload and (problem := wrong_url(recipe.checkpoint.upload)):
-        yield "checkpoint.upload", problem
 
 
 def _model(recipe: Recipe) -> Broken:
@@ -107,7 +93,7 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield problems by fields of `TaskConfig`. A small model of this package only reads one task, which is checked first."""
+    """Yield problems by fields of `TaskConfig`, first whether a small model of this package can read the task."""
     if recipe.model.source == "package" and recipe.model.name in PACKAGED:
         source, name = PACKAGED[recipe.model.name]
         other = "set model.source to another one: hub, path, checkpoint or smollm2"
@@ -139,16 +125,10 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
         yield "tools", f"task.source = {task.source!r} needs {'functions' if task.source == 'tools' else 'none'} here"
     if bool(task.command) != (task.source == "agent"):
         yield "command", f"task.source = {task.source!r} needs {'a program' if task.source == 'agent' else 'none'} here"
-    if not _is_command(task.command):
-        yield "command", "has an unclosed quotation mark"
-
-
-def _is_command(text: str) -> bool:
     try:
-        shlex.split(text)
+        shlex.split(task.command)
     except ValueError:
-        return False
-    return True
+        yield "command", "has an unclosed quotation mark"
 
 
 def _lengths(recipe: Recipe) -> Broken:
@@ -158,11 +138,9 @@ def _lengths(recipe: Recipe) -> Broken:
         if share.reward.overlong.buffer_tokens > longest:
             yield f"{place}reward.overlong.buffer_tokens", f"is wider than {limit} = {longest}; use at most that"
         if longest >= context:
-            fix = f"leaves no room for a prompt in model.max_context = {context}; lower it, or raise the context"
-            yield limit, fix
+            yield limit, f"leaves no room for a prompt in model.max_context = {context}; lower it, or raise the context"
     if recipe.trainer.tokens_per_microbatch < context:
-        fix = f"cannot hold one sequence of model.max_context = {context} tokens; use at least that"
-        yield "trainer.tokens_per_microbatch", fix
+        yield "trainer.tokens_per_microbatch", f"cannot hold one sequence of model.max_context = {context} tokens; raise it"
 
 
 def _rewards(recipe: Recipe) -> Broken:
@@ -187,8 +165,7 @@ def _rewards(recipe: Recipe) -> Broken:
         if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":
             yield f"{place}reward.truncated", "the reward does not know here which turns were cut; use score or mask"
         if share.task.source == "verifiers" and reward.sandbox:
-            fix = "a sandbox would block the servers that the package verifiers starts for an episode; use null"
-            yield f"{place}reward.sandbox", fix
+            yield f"{place}reward.sandbox", "a sandbox would block the servers that verifiers starts for an episode; use null"
 
 
 _OF_COMPLETIONS = ("answer_pattern", "format_pattern", "json_schema", "overlong.buffer_tokens", "timeout_s")
@@ -227,18 +204,14 @@ def _groups(recipe: Recipe) -> Broken:
         fix = f"gives the only sample of a group (sampling.group_size = {size}) advantage 0, so that nothing is learned; "
         yield "algorithm.advantage", f"{fix}use larger groups, or the advantage value"
     if algorithm.advantage == "value" and algorithm.normalize_std:
-        fix = "does not work with algorithm.advantage = 'value', which has no group statistics; use false"
-        yield "algorithm.normalize_std", fix
+        yield "algorithm.normalize_std", "the advantage 'value' has no group statistics; use false"
     if algorithm.advantage != "value" and recipe.trainer.value_learning_rate is not None:
-        fix = f"algorithm.advantage = {algorithm.advantage!r} has no value head; use null, or the advantage value"
-        yield "trainer.value_learning_rate", fix
+        yield "trainer.value_learning_rate", f"the advantage {algorithm.advantage!r} has no value head; use null, or value"
     for place, share in recipe.tasks_by_place.items():
         if algorithm.advantage == "value" and share.reward.truncated == "mask":
-            fix = "does not work with algorithm.advantage = 'value', whose baseline needs every reward; use score or zero"
-            yield f"{place}reward.truncated", fix
+            yield f"{place}reward.truncated", "the advantage 'value', whose baseline needs every reward, needs score or zero"
     if algorithm.filter_equal_rewards and size < 2:
-        fix = "drops every group of sampling.group_size = 1; use false, or larger groups"
-        yield "algorithm.filter_equal_rewards", fix
+        yield "algorithm.filter_equal_rewards", "drops every group of sampling.group_size = 1; use false, or larger groups"
     if recipe.trainer.batch_size % size:
         yield "trainer.batch_size", f"is not a multiple of sampling.group_size = {size}: a batch holds whole groups"
 
@@ -248,8 +221,7 @@ def _schedule(recipe: Recipe) -> Broken:
     decay, left = trainer.decay_steps, trainer.steps - trainer.warmup_steps
     schedule = f"trainer.schedule = {trainer.schedule!r}"
     if trainer.schedule == "wsd" and left < 1:
-        fix = f"leaves {schedule} no step of trainer.steps = {trainer.steps} to decay in; lower it"
-        yield "trainer.warmup_steps", fix
+        yield "trainer.warmup_steps", f"leaves {schedule} no step of trainer.steps = {trainer.steps} to decay in; lower it"
     elif trainer.schedule == "wsd" and not 1 <= decay <= left:
         yield "trainer.decay_steps", f"{schedule} needs 1 to {left} here, the steps after warm-up"
     if trainer.schedule != "wsd" and decay:
@@ -260,28 +232,16 @@ def _schedule(recipe: Recipe) -> Broken:
         yield "trainer.warmup_steps", f"{schedule} decays on the scale of its warm-up; use at least 1"
 
 
-def _conventional_lag(recipe: Recipe) -> Broken:
+def _others(recipe: Recipe) -> Broken:
     max_lag, last_lag = recipe.algorithm.max_lag, recipe.algorithm.conventional_g - 1
     if recipe.mode == "conventional" and max_lag is not None and max_lag < last_lag:
-        fix = f"would drop the data of step G = {last_lag + 1} in conventional mode; use null, or at least {last_lag}"
-        yield "algorithm.max_lag", fix
-
-
-def _ranks(recipe: Recipe) -> Broken:
-    attention = recipe.model.attention
-    if recipe.trainer.context_parallel > 1 and attention != "auto":
-        fix = f"needs model.attention = 'auto', not {attention!r}, since only that shares rows among ranks"
-        yield "trainer.context_parallel", fix
-
-
-def _adapters(recipe: Recipe) -> Broken:
-    lora, dtypes = recipe.trainer.lora, {recipe.model.dtype, recipe.weights.wire_dtype}
-    if lora is not None and lora.send == "merged" and {"bfloat16", "float16"} & dtypes:
-        fix = "loses updates below half a unit in the last place of a 16-bit weight; use adapter, or float32 on both sides"
-        yield "trainer.lora.send", fix
-
-
-def _evaluation(recipe: Recipe) -> Broken:
-    samples = recipe.evaluation.samples
-    if samples > 1 and not recipe.evaluation.temperature:
+        yield "algorithm.max_lag", f"would drop the data of step G = {last_lag + 1}; use null, or at least {last_lag}"
+    if recipe.trainer.context_parallel > 1 and recipe.model.attention != "auto":
+        yield "trainer.context_parallel", "only model.attention = 'auto' shares rows among ranks"
+    lora = recipe.trainer.lora
+    if lora is not None and lora.send == "merged" and "bfloat16" in (recipe.model.dtype, recipe.weights.wire_dtype):
+        yield "trainer.lora.send", "loses updates below half a unit in the last place of 16 bits; use adapter, or float32"
+    if recipe.evaluation.samples > 1 and not recipe.evaluation.temperature:
         yield "evaluation.samples", "greedy answers are all the same; use 1, or evaluation.temperature above 0"
+    if recipe.checkpoint.upload and (problem := wrong_url(recipe.checkpoint.upload)):
+        yield "checkpoint.upload", problem

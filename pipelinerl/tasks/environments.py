@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pipelinerl.episodes.environment import Done, Turn
+from pipelinerl.episodes import Done, Turn
 
 
 class GuessNumber:
@@ -20,7 +20,7 @@ class GuessNumber:
 
     A hit by the first guess earns 1, and each further guess costs 1 / `max_guesses`. An episode without a hit, or with a turn
     that is not a number of this width, earns 0 and counts `max_guesses` + 1 guesses. An episode is right if it needs no more
-    guesses than halving the range needs in the worst case. The guesses that halving needs for its number are reported, too.
+    guesses than halving the range needs in the worst case.
     """
 
     def __init__(self, limit: int = 100, max_guesses: int = 12) -> None:

@@ -17,11 +17,8 @@ from reasoning_gym.factory import ProceduralDataset
 
 @dataclass
 class RepeatedAdditionConfig:
-    """Bounds are inclusive. The number of additions has a truncated Pareto distribution, so that most problems are short and a
-    few are very long, as with reasoning models. Each addition needs only the previous result, so a small model that can add
-    once can go on for any number of additions.
-
-    `tail_index`: α of the Pareto distribution; the smaller, the heavier the tail."""
+    """Bounds are inclusive. The number of additions has a truncated Pareto distribution with α = `tail_index`, so that most
+    problems are short and a few are very long, as with reasoning models."""
 
     min_start: int = 1000
     max_start: int = 9000
@@ -87,11 +84,7 @@ class OneLineFunctionConfig:
 
 class OneLineFunctionDataset(ProceduralDataset):
     """Problems such as `+3 *2 -1`, operations on x in this order, whose answer is a Python function:
-    `def f(x):return(x+3)*2-1`.
-
-    Because multiplication binds more tightly than addition, the model must learn where brackets belong. Scorer `code` finds the
-    tests in the entry's metadata.
-    """
+    `def f(x):return(x+3)*2-1`. The model must learn where brackets belong. Scorer `code` finds the tests in the metadata."""
 
     def __init__(self, config: OneLineFunctionConfig) -> None:
         super().__init__(config=config, seed=config.seed, size=config.size)

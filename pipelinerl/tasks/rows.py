@@ -1,7 +1,6 @@
 """Rows of a data set: from files (JSONL, JSON, CSV, Parquet, compressed or not) and from the Hugging Face hub.
 
-A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once. This module does
-not interpret prompts and answers. Libraries are imported by the reader that needs them.
+A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Row:
 
 
 def value_in(row: Any, name: str) -> Any:
-    """Return the field `name`, or `ABSENT`. A dotted name descends into nested objects, unless a field has exactly that name;
-    in a list, a number is a position from 0."""
+    """Return the field `name`, or `ABSENT`; a.b is b in the object a, unless the row has a field a.b; a.0 a list's first."""
     inside: Any = {str(position): value for position, value in enumerate(row)} if isinstance(row, list) else row
     if not isinstance(inside, Mapping):
         return ABSENT
@@ -77,20 +75,17 @@ def value_in(row: Any, name: str) -> Any:
 
 
 def rows_of(config: TaskConfig) -> Iterator[Row]:
-    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `FieldError`, `UserError` and
-    `MissingPackage`, and `Lacking` if the hub cannot be reached."""
+    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `UserError`."""
     rows = _hub_rows(config) if config.source == "hub" else (row for path in files_at(config.path) for row in _file_rows(path))
     yield from islice(rows, config.max_rows or None)
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the files that a file name, a folder or a glob pattern stands for, sorted. Raises `FieldError`, also if the files
-    of a folder have several formats or splits, because it is then unclear which of them hold the problems."""
+    """Return the sorted files of a name, a folder or a pattern. Raises `FieldError`, also for a folder with several splits."""
     given = Path(path)
     if given.is_dir():
-        found = [
-            file for file in sorted(given.rglob("*")) if known_format(file) and file.is_file() and not _is_hidden(file, given)
-        ]
+        visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
+        found = [file for file in visible if known_format(file) and file.is_file()]
         lacking = f"this folder holds no {one_of(_FORMATS)} file"
         _check_alike(given, found)
     else:
@@ -100,13 +95,8 @@ def files_at(path: str) -> list[Path]:
     if not found:
         raise FieldError("task.path", path, lacking)
     if other := [file for file in found if not known_format(file)]:
-        fix = f"give a {one_of(_FORMATS)} file, or one of these compressed as .gz or .zst"
-        raise FieldError("task.path", str(other[0]), fix)
+        raise FieldError("task.path", str(other[0]), f"give a {one_of(_FORMATS)} file, perhaps compressed (.gz, .zst)")
     return found
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _check_alike(folder: Path, files: list[Path]) -> None:
@@ -175,9 +165,7 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
 def _whole(path: Path, stream: io.BufferedIOBase) -> bytes:
     content = stream.read(LARGEST_WHOLE + 1)
     if len(content) > LARGEST_WHOLE:
-        raise UserError(
-            f"{path}: holds more than {LARGEST_WHOLE:,} bytes, and has to be read whole; use JSONL or plain Parquet"
-        )
+        raise UserError(f"{path}: holds more than {LARGEST_WHOLE:,} bytes, and is read whole; use JSONL or plain Parquet")
     return content
 
 
@@ -262,7 +250,6 @@ def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, 
 
 
 def _parquet_row(batch: Any) -> Values | BadRow:
-    """Return the only row of `batch`, which may hold a date that Python does not have."""
     try:
         return dict(batch.to_pylist()[0])
     except UnicodeDecodeError as error:
@@ -272,9 +259,8 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the hub, or a local folder in its form, with the library `datasets`. The library has a cache, takes
-    the token from the environment and refuses a set that wants to run code. With `task.max_rows`, rows are streamed, so that a
-    large set is not fetched whole. If the hub cannot be reached, only the cache is used."""
+    """Read a data set of the hub, or a local folder in its form, with the library `datasets`, which takes the token from the
+    environment and refuses a set that wants to run code. If the hub cannot be reached, only the library's cache is used."""
     try:
         import datasets
     except ImportError as error:
@@ -297,7 +283,9 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         )
         if not is_folder and commit is None and config.revision:
             _check_cached_commit(config, found)
-        media = [name for name, kind in (found.features or {}).items() if _is_media(kind)]
+        # Images, sounds and the like need further packages and do not belong to a problem.
+        kinds = (found.features or {}).items()
+        media = [name for name, kind in kinds if hasattr(kind, "decode") and type(kind).__name__ != "Json"]
         for number, row in enumerate(found.remove_columns(media), start=1):
             yield Row(where, "row", number, row)
     except UserError:
@@ -306,11 +294,6 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         raise _hub_error(config, error) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
-
-
-def _is_media(kind: Any) -> bool:
-    """Return whether a column holds images, sounds or the like, which need further packages and do not belong to a problem."""
-    return hasattr(kind, "decode") and type(kind).__name__ != "Json"
 
 
 def _check_cached_commit(config: TaskConfig, found: Any) -> None:
@@ -325,16 +308,14 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit that the revision stands for now, so that all readers of a run get the same rows; None if the hub
-    cannot be reached. Raises `FieldError` if the hub refuses the set or the revision."""
+    """Return the commit of the revision; None if the hub cannot be reached. Raises `FieldError` if the hub refuses it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return HfApi().dataset_info(config.path, revision=config.revision or None, timeout=10).sha
     except GatedRepoError as error:
-        fix = "this set is gated: accept its terms on the hub and set HF_TOKEN"
-        raise FieldError("task.path", config.path, fix) from error
+        raise FieldError("task.path", config.path, "this set is gated: accept its terms on the hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
         raise FieldError("task.revision", config.revision, f"{config.path} has no such revision") from error
     except RepositoryNotFoundError as error:

@@ -1,16 +1,12 @@
 """Make the source of problems that a recipe's task section describes. A source is a pure function of split and index.
 
 The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder can resume
-from a number. Held-out problems never occur in training. The trainer turns problems into tokens.
-
-Rows of files or of the hub (`rows`) are all read and checked at start, and bad rows are reported in one error with their
-places. The seed draws the held-out problems at random, since files are often sorted; training goes through the others in a
-shuffled order, one pass after another.
+from a number. Held-out problems never occur in training. Rows of files or of the hub (`rows`) are all read at start; the seed
+draws the held-out ones, since files are often sorted, and shuffles the others for each pass.
 
 A family of reasoning-gym, ours included, generates blocks of `BLOCK` problems from a seed that is derived from the run's seed,
-the split and the block's number. A training problem whose question is in the held-out split is replaced by the next candidate.
-A few families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets, so another
-process generates the same problems only with the same PYTHONHASHSEED.
+the split and the block's number. A few families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in
+0.1.25) iterate over sets, so another process generates the same problems only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -47,10 +43,8 @@ class Split(StrEnum):
 @dataclass(frozen=True)
 class Problem:
     """One problem. `reference` holds JSON values: `answer`; `row`, the whole row if it has more than prompt and answer; for
-    reasoning-gym also `dataset` and `entry`, which its scorer needs.
-
-    `messages`: the prompt in OpenAI's form, if the file has it in that form; `question` is then its JSON.
-    """
+    reasoning-gym also `dataset` and `entry`. `messages`: the prompt if the file has it in OpenAI's form, and `question` its
+    JSON."""
 
     question: str
     reference: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +57,7 @@ class Problem:
 
     @property
     def place(self) -> str:
-        """The problem's place for messages, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
+        """The problem's place, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
         return f"{self.unit} {self.line}{f' of {self.file}' if self.file else ''}" if self.line else ""
 
     @property
@@ -85,11 +79,8 @@ class Source(Protocol):
 
 
 class Interleaving:
-    """Assign a run's problems to several tasks by their weights, as a pure function of the problem's number.
-
-    Among the first n problems, each task has its share, off by at most half the number of tasks. In order, each task takes its
-    evenly spaced share of the problems that earlier tasks have left.
-    """
+    """Assign a run's problems to several tasks by their weights, as a pure function of the problem's number: in order, each
+    task takes its evenly spaced share of the problems that earlier tasks have left."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
@@ -106,8 +97,8 @@ class Interleaving:
 
 
 def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> Source:
-    """Make the source of a task and import the libraries that it needs (about a second). Raises `FieldError` or `UserError`
-    for a user's mistake. `is_trained_on`: False if all problems of a file may be evaluated."""
+    """Make the source of a task and import its libraries (about a second). Raises `UserError` for a user's mistake.
+    `is_trained_on`: False if all problems of a file may be evaluated."""
     if config.path:  # files, or a data set of the hub
         return FileSource(config, seed, is_trained_on=is_trained_on)
     if config.is_episodic:
@@ -122,8 +113,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems that an environment draws itself from the episode's seed. An environment of the package verifiers, whose tasks
-    are numbered, gets split and index as its row."""
+    """Problems that an environment draws from the episode's seed, or by their number if the environment is of `verifiers`."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -135,8 +125,7 @@ class SeededSource:
 
 
 class Division:
-    """A seeded division of `size` problems into held-out and training ones. Training indices continue into further passes; a
-    set that is not trained on has only held-out problems. Raises `FieldError` that names `where` if there are too few."""
+    """A seeded division of problems into held-out and training ones, which repeat. Raises `FieldError` if there are too few."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
@@ -175,7 +164,8 @@ class FileSource:
             if known is not problem:
                 self.first_repeated = self.first_repeated or problem.place
                 self.num_repeated += 1
-                self.num_contradicted += _answer(problem) != _answer(known)
+                answers = [one.reference.get("answer", one.reference) for one in (problem, known)]
+                self.num_contradicted += answers[0] != answers[1]
         self.problems = list(distinct.values())
         self.unanswered = [one for one in self.problems if not str(one.reference.get("answer", "-")).strip()]
         """Problems whose answer is empty."""
@@ -184,10 +174,6 @@ class FileSource:
 
     def problem(self, split: Split, index: int) -> Problem:
         return self.problems[self._division.number(split, index)]
-
-
-def _answer(problem: Problem) -> Any:
-    return problem.reference.get("answer", problem.reference)
 
 
 def _problems(config: TaskConfig) -> Iterator[Problem]:
@@ -220,7 +206,6 @@ _MOST_TOLD = 10
 
 
 def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a row's fields, with dotted names for nested objects."""
     for name, value in row.items() if isinstance(row, Mapping) else ():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -236,7 +221,6 @@ def _names(template: str) -> list[str]:
 
 
 def _problem(given: Row, config: TaskConfig) -> Problem:
-    """Return the problem in a row. Raises `BadRow`."""
     row = given.values
     if isinstance(row, BadRow):
         raise row
@@ -250,10 +234,7 @@ def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any
     if config.source in ("environment", "agent"):  # they may read any field of the row
         return _text(json.dumps(row, ensure_ascii=False, default=str), "the row"), []
     if config.prompt_template:
-        filled = _PLACEHOLDER.sub(
-            lambda found: f"{{{found[1]}}}" if found[1] else _text_at(row, found[2]), config.prompt_template
-        )
-        return filled, []
+        return _PLACEHOLDER.sub(lambda one: f"{{{one[1]}}}" if one[1] else _text_at(row, one[2]), config.prompt_template), []
     messages: Any = value_in(row, config.prompt_field)
     if isinstance(messages, list) and config.source in ("jsonl", "hub"):
         messages = [_without_nulls(message) for message in messages]
@@ -273,18 +254,16 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
         raise BadRow(f"has no field {name!r}, only {', '.join(_fields(row)) or 'an empty object'}", name)
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
-        inside = (
-            f", such as {next(_fields(only, f'{name}.'))!r}" if only is value and isinstance(only, Mapping) and only else ""
-        )
-        raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{inside}")
+        inside = next(_fields(only, f"{name}."), "") if only is value and isinstance(only, Mapping) else ""
+        such = f", such as {inside!r}" if inside else ""
+        raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{such}")
     if not isinstance(only, str) and not isfinite(only):
         raise BadRow(f"field {name!r} is {only}, which is not a finite number; leave the row out")
     return _text(str(only), f"field {name!r}")
 
 
 def _without_nulls(message: Any) -> Any:
-    """Return the message in the form that chat templates expect: text parts are joined, and null keys, which Parquet adds if
-    other messages have a value, are left out."""
+    """Join the message's text parts, and leave out null keys, which Parquet adds and chat templates do not expect."""
     if not isinstance(message, Mapping):
         return message
     kept = {key: value for key, value in message.items() if value is not None}
@@ -297,7 +276,7 @@ def _without_nulls(message: Any) -> Any:
 
 
 def _text(text: str, what: str) -> str:
-    """Return the text. Raises `BadRow` for one half of a surrogate pair, which JSON can express and UTF-8 cannot."""
+    """Return the text. Raises `BadRow` for half a surrogate pair, which JSON can express and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -319,9 +298,8 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """Return the reference answer, and the whole row if a reward may read more of it than texts. Environments, agents and
-    conversations need no answer unless the recipe names its field. Raises `BadRow` if a needed answer is missing or
-    `task.answer_pattern` does not find it."""
+    """Return the reference answer, and the whole row if a reward may read more of it than texts. Raises `BadRow` without a
+    needed answer; environments, agents and conversations need none unless the recipe names its field."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -342,12 +320,10 @@ def _answer_in(text: str, config: TaskConfig) -> str:
 
 
 def compact_question(entry: Mapping[str, Any]) -> str:
-    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models with a character tokenizer that know no English. Raises
-    `FieldError` for an entry without an expression."""
+    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models without English. Raises `FieldError` for other families."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
-        fix = "this family's problems have no expression, such as chain_sum's have; use plain or chat"
-        raise FieldError("task.prompt_style", "compact", fix)
+        raise FieldError("task.prompt_style", "compact", "this family's problems have no expression; use plain or chat")
     return expression.replace(" ", "") + "="
 
 
@@ -382,7 +358,6 @@ class ReasoningGymSource:
 
     @cached_property
     def _heldout(self) -> list[Problem]:
-        """The first `num_heldout` distinct candidates."""
         found: dict[str, Problem] = {}
         for index in range(MOST_TRIES * self.num_heldout):
             problem = self._candidate(Split.HELDOUT, index, 0)
@@ -466,7 +441,7 @@ def check_family(family: str) -> None:
 
 
 def check_arguments(family: str, config: Mapping[str, Any]) -> None:
-    """Raise `FieldError` for the first key of `config` that `family` does not take, with similar and allowed names."""
+    """Raise `FieldError` for a key of `config` that `family` does not take, with similar and allowed names."""
     known = [field.name for field in fields(_families()[family][1]) if field.name not in _OURS]
     for key, value in config.items():
         if key in _OURS:

@@ -6,7 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.episodes.environment import POLICY_FAULTS
+from pipelinerl.episodes import POLICY_FAULTS
 from pipelinerl.messages.sequences import FinishReason
 from pipelinerl.messages.verification import FAILURE_CODES
 from pipelinerl.telemetry.metrics import MetricSet

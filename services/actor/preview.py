@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
-from pipelinerl.episodes.environment import tool_of
+from pipelinerl.episodes import tool_of
 from pipelinerl.errors import FieldError
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt, refusal, use_chat_template
 from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig

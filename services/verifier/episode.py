@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipelinerl.episodes.environment import (
+from pipelinerl.episodes import (
     POLICY_FAULTS,
     Done,
     Environment,

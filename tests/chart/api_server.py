@@ -1,14 +1,12 @@
 """As much of a Kubernetes API server as helm needs for an upgrade that it only renders: discovery, and objects to look up."""
 
 import json
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import urlparse
 
 from tests.chart.rendering import NAMESPACE, Object
+from tests.support.http_server import Answer, Request, http_server
 
 KINDS = {
     "v1": ("ConfigMap", "Secret", "Service", "ServiceAccount", "PersistentVolumeClaim", "Pod", "Namespace"),
@@ -27,39 +25,21 @@ def api_server(objects: Iterable[Object]) -> Iterator[str]:
     """Serves these on a free port of loopback meanwhile. Yields its URL."""
     stored = {(_plural(item["kind"]), item["metadata"]["name"]): item for item in objects}
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        wbufsize = -1  # headers and body in one packet: two would wait for each other's acknowledgement
+    def found(path: str) -> Object | None:
+        resource, _, name = path.rpartition("/namespaces/")[2].partition("/")[2].partition("/")
+        if path.startswith("/api/v1/namespaces") and not resource:  # the namespace itself is always there
+            return {"kind": "Namespace", "apiVersion": "v1", "metadata": {"name": NAMESPACE}}
+        return stored.get((resource, name))
 
-        def do_GET(self) -> None:
-            path = urlparse(self.path).path
-            content = discovery(path) or self._object(path)
-            missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404, "reason": "NotFound"}
-            body = json.dumps(content or missing).encode()
-            self.send_response(200 if content else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(request: Request) -> Answer:
+        path = urlparse(request.path).path
+        content = discovery(path) or found(path)
+        missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404, "reason": "NotFound"}
+        body = json.dumps(content or missing).encode()
+        return Answer(body, 200 if content else 404, {"Content-Type": "application/json"})
 
-        def _object(self, path: str) -> Object | None:
-            resource, _, name = path.rpartition("/namespaces/")[2].partition("/")[2].partition("/")
-            if path.startswith("/api/v1/namespaces") and not resource:  # the namespace itself is always there
-                return {"kind": "Namespace", "apiVersion": "v1", "metadata": {"name": NAMESPACE}}
-            return stored.get((resource, name))
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_address[1]}"
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
+    with http_server(answer) as url:
+        yield url
 
 
 def _plural(kind: str) -> str:

@@ -62,7 +62,6 @@ class Cluster:
 
 
 def named() -> Cluster | None:
-    """The cluster of KUBECONFIG."""
     file = os.environ.get("KUBECONFIG", "")
     return Cluster(Path(file)) if file else None
 

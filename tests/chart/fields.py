@@ -25,7 +25,6 @@ ROLLING: dict[str, tuple[str, Object]] = {
 
 
 def defaulted(item: Object) -> Object:
-    """In place: what the server writes where nobody did."""
     spec = item.setdefault("spec", {}) if item["kind"] in DEFAULTS else item.get("spec", {})
     for name, value in DEFAULTS.get(item["kind"], {}).items():
         spec.setdefault(name, copy.deepcopy(value))
@@ -92,7 +91,6 @@ UNITS = {"": 1, "m": 1e-3, "k": 1e3} | {
 
 
 def quantity(text: str | int) -> float:
-    """Of a resource: 24Gi, 500m."""
     number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(text)).groups()  # type: ignore[union-attr]
     return float(number) * UNITS[unit]
 

@@ -40,7 +40,6 @@ def helm(*arguments: str | Path, text: str = "") -> str:
 def rendered_text(
     values: Mapping[str, Any] | None = None, files: Sequence[Path] = (), release: str = RELEASE, extra: Sequence[str] = ()
 ) -> str:
-    """All manifests, hooks included. `values` are laid over `files`."""
     given = [part for file in files for part in ("--values", str(file))]
     text = json.dumps(dict(values or {}), ensure_ascii=False)  # JSON is YAML without its surprises: y is no boolean
     return helm("template", release, CHART, "--namespace", NAMESPACE, *given, "--values", "-", *extra, text=text)

@@ -29,7 +29,6 @@ TOGETHER = EVERYWHERE["affinity"]["podAffinity"]
 
 
 def scheduled(index: str) -> dict[str, Any]:
-    """Of this pod of the trainer: all nodes are one domain, for they run the same operating system."""
     names = {"app.kubernetes.io/name": "pipelinerl", "app.kubernetes.io/instance": "pipelinerl", COMPONENT: "trainer"}
     labels = names | {"apps.kubernetes.io/pod-index": index}
     return {"topologyKey": "kubernetes.io/os", "labelSelector": {"matchLabels": labels}}

@@ -24,7 +24,6 @@ def passes(rendered: Rendered, sender: str, receiver: str, port: int) -> bool:
 
 
 def _rules(rendered: Rendered, component: str, side: str) -> list[Object]:
-    """Of all policies that select its pods; there is at least one."""
     labels = rendered.pod(component).labels
     policies = [policy["spec"] for policy in rendered.of_kind("NetworkPolicy")]
     own = [one for one in policies if label_selector_matches(one["podSelector"], labels) and side in one["policyTypes"]]

@@ -15,7 +15,6 @@ COPY = "cp recipes/*.yaml deploy/helm/recipes/"
 
 
 def recipe_of(rendered: Rendered, folder: Path, suffix: str = "recipe") -> Recipe:
-    """As a service loads it."""
     (text,) = [
         item["data"]["recipe.yaml"] for item in rendered.of_kind("ConfigMap") if item["metadata"]["name"].endswith(f"-{suffix}")
     ]

@@ -41,7 +41,6 @@ def real_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def cluster(real_cluster: Cluster) -> Iterator[Cluster]:
-    """A namespace for each test."""
     own = replace(real_cluster, namespace=f"pipelinerl-{uuid.uuid4().hex[:8]}")
     own.kubectl("create", "namespace", own.namespace)
     own.kubectl("label", "namespace", own.namespace, "pod-security.kubernetes.io/enforce=restricted")
@@ -179,7 +178,6 @@ def test_an_autoscaler_that_is_switched_off_leaves_its_number_or_takes_that_of_t
 
 
 def finish_run(release: Release) -> None:
-    """The requests of pipelinerl/kube/completion.py."""
     state = {"phase": "Finished", "actors": str(release.replicas("actor"))}
     config = f"configmap/{release.name}-run"
     release.cluster.kubectl("patch", config, "--type=merge", "--patch", json.dumps({"data": state}))

@@ -82,7 +82,6 @@ def test_users_of_nats_may_do_what_the_bus_says(case: str, run: str) -> None:
 
 
 def _server_environment(rendered: Rendered) -> dict[str, str]:
-    """Of the first server, with passwords such as the chart makes them."""
     values: dict[str, str] = {"PATH": os.environ["PATH"]}
     for name, entry in environment(rendered.pod("nats").main).items():
         source = entry.get("valueFrom", {})

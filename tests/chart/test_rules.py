@@ -21,7 +21,6 @@ from tests.chart.rendering import CHART, Object, Rendered, render
 
 @functools.cache
 def longest() -> list[Object]:
-    """Of a release with the longest name, and of one whose objects have the longest that the values may give."""
     values = {"fullnameOverride": "y" * 40, "metrics": {"dashboards": {"enabled": True}}}
     return [*render(release="x" * 53).objects, *render(values).objects]
 
@@ -101,7 +100,6 @@ def test_budgets_let_a_drain_go_on_and_keep_the_streams(rendered: Rendered) -> N
 
 
 def _resources(values: Any) -> Iterator[Object]:
-    """Every mapping of requests and limits in the values."""
     if isinstance(values, dict):
         if "requests" in values and "limits" in values:
             yield values

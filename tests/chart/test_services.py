@@ -56,7 +56,6 @@ def variables(container: Object) -> dict[str, str]:
 
 
 def settings_of(container: Object, kind: Any = None) -> Any:
-    """As the service reads them, from these variables and no others."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables(container).items():
             patch.setenv(name, value)
@@ -146,7 +145,6 @@ def test_names_and_ports_of_other_services_are_theirs(rendered: Rendered) -> Non
 
 
 def some(pods: list[Pod], item: Object) -> list[Pod]:
-    """Of one component."""
     assert len({pod.component for pod in pods}) == 1, f"{item['kind']} {item['metadata']['name']} selects {pods}"
     return pods
 

@@ -16,7 +16,6 @@ def installed(values: dict[str, Any] | None = None) -> Rendered:
 
 
 def upgraded(running: Rendered, values: dict[str, Any] | None = None) -> Rendered:
-    """Of what `helm upgrade` would apply."""
     with api_server(running.objects) as url:
         extra = ["--is-upgrade", "--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", url]
         return render(values, [CPU_VALUES], extra=extra)

@@ -74,7 +74,6 @@ class ApiServer(api_server.ApiServer):
         self._refuse(403, "Forbidden", f"{permission.resource} is forbidden: {message}")
 
     def _grants(self, account: str, permission: Permission, name: str) -> bool:
-        """No rule with names grants a list, a watch or something new."""
         subject = {"kind": "ServiceAccount", "name": account, "namespace": self.namespace}
         bindings = [binding for binding in self._rendered.of_kind("RoleBinding") if subject in binding["subjects"]]
         roles = [self._rendered.one("Role", binding["roleRef"]["name"]) for binding in bindings]

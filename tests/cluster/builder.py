@@ -73,7 +73,6 @@ class PodBuilder:
     # --- volumes -------------------------------------------------------------------------------------------------
 
     def _volumes(self, pod: Pod) -> dict[str, Volume]:
-        """By name; one more has the ServiceAccount's token, where the pod or else the account does not forbid it."""
         folder = self.volume_folder(pod, "")
         folder.mkdir(parents=True)
         spec = pod.manifest["spec"]
@@ -88,7 +87,6 @@ class PodBuilder:
         return volumes
 
     def refresh_secrets(self, pods: Iterable[Pod]) -> None:
-        """Pods see what their Secrets hold now."""
         for pod in pods:
             for volume in pod.manifest["spec"].get("volumes", []):
                 folder = self.volume_folder(pod, volume["name"])
@@ -146,7 +144,6 @@ class PodBuilder:
     # --- processes -----------------------------------------------------------------------------------------------
 
     def _launch(self, entry: Object, pod: Pod, image: Image, volumes: Mapping[str, Volume]) -> dict[str, Any]:
-        """What the shim needs."""
         environment = self._environment(entry, pod, image)
         return {
             "hostname": pod.name,

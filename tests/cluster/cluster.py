@@ -81,7 +81,6 @@ class Cluster:
         self._reconcile()
 
     def of(self, component: str) -> list[Pod]:
-        """Pods of a component that are not being deleted."""
         return [pod for pod in self.pods.values() if labels_of(pod.manifest).get(COMPONENT) == component and not pod.deleting]
 
     def all_ready(self, component: str, count: int = 1) -> bool:
@@ -148,13 +147,11 @@ class Cluster:
         return "\n".join(lines)
 
     def addresses(self, name: str) -> list[str]:
-        """Of a full name; none where it does not exist."""
         if name == f"kubernetes.default.{DOMAIN}":
             return [self.builder.api_ip]
         return addresses(name, self.rendered, self.builder.namespace, list(self.pods.values()))
 
     def forbidden_connections(self) -> list[str]:
-        """Those that the rendered NetworkPolicies would not let pass. Services are looked up by name; actors have none."""
         dns = dns_server(self.builder.network.host)
         wrong = {why_not(self.rendered, source, target, port) for source, target, port in self.connections}
         actors = {pod.name for pod in [*self.gone, *self.pods.values()] if labels_of(pod.manifest).get(COMPONENT) == "actor"}
@@ -187,7 +184,6 @@ class Cluster:
                 self._delete(pod)
 
     def _lacking(self, workload: Object) -> Object | None:
-        """The next pod that a workload has to make."""
         spec, name = workload["spec"], name_of(workload)
         replicas = spec.get("replicas", 1)
         if workload["kind"] == "Deployment":
@@ -198,7 +194,6 @@ class Cluster:
         return None if index is None else self._member(spec, f"{name}-{index}", index)
 
     def _member(self, spec: Object, name: str, index: int) -> Object:
-        """A pod of a StatefulSet, and its claims."""
         labels = {"statefulset.kubernetes.io/pod-name": name, "apps.kubernetes.io/pod-index": str(index)}
         labels["controller-revision-hash"] = f"{name.rpartition('-')[0]}-0"
         manifest = pod_manifest(spec["template"], name, labels)
@@ -211,7 +206,6 @@ class Cluster:
         return manifest
 
     def _owned(self, workload: Object) -> list[Pod]:
-        """Oldest first; those that are being deleted do not count."""
         prefix = f"{name_of(workload)}-"
         return [pod for name, pod in self.pods.items() if name.startswith(prefix) and not pod.deleting]
 
@@ -235,7 +229,6 @@ class Cluster:
             deletion.add_done_callback(self._deletions.discard)
 
     async def stop(self) -> None:
-        """Kills all that is left."""
         self._workloads.clear()
         for pod in list(self.pods.values()):
             self._delete(pod, 0)

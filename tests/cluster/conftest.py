@@ -42,7 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def shown_hash() -> str:
-    """Of names and contents of the files that decide how a release behaves in the cluster."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in SHOWN for path in ROOT.glob(pattern)):
         files = sorted(path.rglob("*")) if path.is_dir() else [path]

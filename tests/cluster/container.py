@@ -75,7 +75,6 @@ class Container:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Its status in the Pod's."""
         return {
             "name": self.name,
             "ready": self.ready,
@@ -86,11 +85,9 @@ class Container:
         }
 
     def logs(self) -> str:
-        """Of all starts."""
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
 
     async def run(self) -> None:
-        """Until it has ended for good, or `stop` was called."""
         while not self.stopping.is_set():
             async with self._starting:
                 if self.stopping.is_set():

@@ -51,7 +51,6 @@ _NOT_HERE = ("PATH", "CC")
 
 
 def docker_image(dockerfile: Path, **arguments: str) -> Image:
-    """Of the last stage and those that it is made from. tini, the entry point, is what the shim does where `init` is set."""
     file = read_dockerfile(dockerfile)
     stages = {stage.name: stage for stage in file.stages}
     made_from = [file.final]
@@ -80,14 +79,12 @@ def absent_files(image: Image) -> list[str]:
 
 
 def product_images() -> dict[str, Image]:
-    """The CPU images by service, and `nats`."""
     names = ("actor", "trainer", "verifier")
     of = {name: docker_image(SOURCE / "services" / name / "Dockerfile", FLAVOUR="cpu") for name in names}
     return of | {"nats": NATS}
 
 
 def image_of(reference: str, images: Mapping[str, Image]) -> Image:
-    """By the last part of the repository: registry.example/team/pipelinerl-actor:1.2 is `actor`."""
     name = reference.partition("@")[0].rpartition("/")[2].partition(":")[0]
     for known, image in images.items():
         if name == known or name.endswith(f"-{known}"):
@@ -104,7 +101,6 @@ def image_paths() -> dict[str, str]:
 
 
 def image_environment(image: Image) -> dict[str, str]:
-    """What a container starts with, before the Pod's own variables."""
     path = f"{ENVIRONMENT_INSIDE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return {"PATH": path, "PYTHONPATH": SOURCE_INSIDE, "HOME": "/", **image.environment}
 

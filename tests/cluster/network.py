@@ -102,7 +102,6 @@ def _rows(table: Path) -> list[tuple[tuple[str, int], tuple[str, int], str]]:
 
 
 def end_of(text: str) -> tuple[str, int]:
-    """Of 0100007F:1F90: address bytes stand in words of this machine's order."""
     words, _, port = text.partition(":")
     raw = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     address = ipaddress.ip_address(raw)

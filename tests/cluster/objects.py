@@ -22,14 +22,12 @@ def labels_of(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def label_selector_matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """An empty one matches all."""
     if selector.keys() - {"matchLabels"}:
         raise ClusterError(f"{sorted(selector)} of a label selector are not modelled")
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
 def pod_manifest(template: Mapping[str, Any], name: str, extra_labels: Mapping[str, str]) -> Object:
-    """A Pod of a workload's template."""
     pod = copy.deepcopy(dict(template))
     metadata = {"annotations": {}, **pod["metadata"], "name": name}
     metadata["labels"] = {**metadata.get("labels", {}), **extra_labels}

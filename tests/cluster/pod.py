@@ -43,7 +43,6 @@ class Pod:
 
     @property
     def containers(self) -> dict[str, Container]:
-        """By name, init containers among them."""
         return {container.name: container for container in (*self.init, *self.main)}
 
     @property
@@ -69,7 +68,6 @@ class Pod:
         return float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
     def logs(self) -> str:
-        """Of all containers, for a person."""
         return "".join(f"--- {self.name}/{name}\n{one.logs()}" for name, one in self.containers.items())
 
     def start(self) -> None:
@@ -92,7 +90,6 @@ class Pod:
             self.changed()
 
     async def _run_init(self, container: Container, tasks: asyncio.TaskGroup) -> None:
-        """To its end with exit code 0; a sidecar until it has started."""
         if not container.always:
             await container.run()
             if container.exit_codes[-1:] != [0] and not self.deleting:
@@ -115,12 +112,10 @@ class Pod:
             await asyncio.wait([self._running])
 
     async def _stop_sidecars(self, grace_s: float) -> None:
-        """In the reverse of their order, when the containers have ended."""
         for container in reversed(self._sidecars):
             await container.stop(grace_s)
 
     def as_object(self, namespace: str, deleted_at: str) -> Object:
-        """What the API shows of it; `deleted_at` once it is being deleted."""
         metadata: dict[str, Any] = dict(self.manifest["metadata"]) | {"namespace": namespace, "uid": self.uid}
         if self.deleting:
             metadata["deletionTimestamp"] = deleted_at

@@ -28,7 +28,6 @@ class Peer:
 
 
 def dns_server(address: str) -> Peer:
-    """Who answers names in most clusters."""
     pod = {"metadata": {"name": "coredns", "labels": {"k8s-app": "kube-dns"}}, "spec": {"containers": []}}
     return Peer("coredns", address, "kube-system", pod)
 
@@ -77,7 +76,6 @@ def _is_peer(peer: Mapping[str, Any], other: Peer, own_namespace: str) -> bool:
 
 
 def _has_port(ports: list[Mapping[str, Any]] | None, target: Peer, number: int, protocol: str) -> bool:
-    """A port by a name that the target has not is none of its."""
     names = dict(named_ports(target.pod)) if target.pod else {}
     firsts = [(port, names.get(port["port"], port["port"])) for port in ports or []]
     return not ports or any(

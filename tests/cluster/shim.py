@@ -140,7 +140,6 @@ def _make_mount_point(source: str, target: str) -> None:
 
 
 def _inside(root: str, path: str) -> str:
-    """Where `path` of the container is: a symbolic link such as /var/run -> /run is followed below `root`."""
     at = root
     for part in Path(path).parts[1:]:
         at = f"{at}/{part}"

@@ -101,15 +101,12 @@ class Release:
             await self.cluster.until(lambda c=component, n=count: self.cluster.all_ready(c, n), STARTS_S, what)
 
     async def until_state(self, **wanted: str) -> None:
-        """What the release's ConfigMap says of the run."""
-
         def said() -> bool:
             return self.cluster.api.configs[f"{SET.removesuffix('-trainer')}-run"].items() >= wanted.items()
 
         await self.cluster.until(said, TRAINS_S, f"the run's state is {wanted}")
 
     async def page(self) -> str:
-        """As a browser gets it through the Service."""
         (pod,) = self.cluster.of("page")
         async with httpx.AsyncClient(trust_env=False) as client:
             return (await client.get(f"http://{pod.ip}:8080/", headers={"Host": "pipelinerl-page"})).raise_for_status().text
@@ -127,7 +124,6 @@ class Release:
         await self.cluster.until(lambda: self.logged(text) > 0, TRAINS_S, f"the trainer logs {text!r}")
 
     async def audit(self) -> dict[str, Any]:
-        """As `kubectl exec pipelinerl-trainer-0 -- pipelinerl audit RUN_DIR`, which finds NATS by the pod's environment."""
         command = ["python", "-m", "pipelinerl.cli", "audit", RUN_DIR, "--json"]
         code, said = await self.trainer.containers["trainer"].execute(command, 60)
         assert code == 0, said
@@ -186,7 +182,6 @@ def write_untrained(folder: Path) -> None:
 
 
 def issued(rendered: Rendered, folder: Path) -> list[Object]:
-    """What cert-manager makes of the rendered Certificates."""
     authority = Authority()
     return [
         secret(one["spec"]["secretName"], authority.issue(folder / name_of(one), *one["spec"]["dnsNames"]))
@@ -204,7 +199,6 @@ def restarts(cluster: Cluster) -> list[str]:
 
 
 async def one_comes_and_one_leaves(release: Release) -> int:
-    """Of two actors at work one is scaled away; the groups that it handed over. It may be between two, and has none then."""
     cluster = release.cluster
     (first,) = cluster.of("actor")
     cluster.scale(ACTOR, 2)

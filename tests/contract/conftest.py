@@ -35,7 +35,6 @@ def connect(contract_server: NatsServer, contract_folder: Path) -> Connect:
 
 @asynccontextmanager
 async def run_streams(connect: Connect, limits: StreamLimits = LIMITS) -> AsyncIterator[Bus]:
-    """A bus whose streams exist meanwhile."""
     async with connect(limits) as bus:
         await bus.create_streams()
         try:

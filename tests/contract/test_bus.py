@@ -155,7 +155,6 @@ async def test_a_full_prompt_queue_refuses_and_loses_nothing(connect: Connect) -
 
 
 async def flood(publish: Callable[[int], Awaitable[object]], most: int) -> int:
-    """How many were taken before one was refused."""
     for taken in range(most):
         try:
             await publish(taken)

@@ -25,7 +25,6 @@ REQUEST_TIMEOUT_S = 5.0
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:
-    """A server of this test's own, to be stopped and started again."""
     with NatsServer(tmp_path / "nats", extra={"max_payload": 1024**2}) as server:
         yield server
 

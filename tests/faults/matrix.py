@@ -197,7 +197,6 @@ async def _strike(fault: Fault, pid: int) -> None:
 
 
 def _signal_all(pid: int, number: signal.Signals) -> None:
-    """To a service and all that it started."""
     for each in {pid, *session_pids(pid)}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, number)

@@ -56,12 +56,10 @@ class PrivateNetwork:
         return place
 
     def remove(self, place: Place) -> None:
-        """Its address is not given to another."""
         self.namespaces.remove(place.namespace)
         _ip("netns", "del", place.namespace)
 
     def answer_at(self, address: str) -> None:
-        """This process is reached at one more address of the subnet."""
         _ip("addr", "add", f"{address}/24", "dev", self.name)
 
 
@@ -98,7 +96,6 @@ def private_network() -> Iterator[PrivateNetwork]:
 
 
 def _free_subnet() -> str:
-    """One that no network of another process of this machine has."""
     taken = _ip("-o", "-4", "addr", "show")
     wanted = (f"10.213.{(os.getpid() + number) % 256}" for number in range(256))
     return next(subnet for subnet in wanted if f" {subnet}.1/" not in taken)

@@ -53,7 +53,6 @@ class Watcher:
                 await asyncio.sleep(look_s)
 
     def step(self) -> int:
-        """The last optimizer step in metrics.jsonl."""
         path = self.run_dir.metrics
         lines = path.read_bytes().splitlines() if path.is_file() else []
         for line in reversed(lines):
@@ -62,7 +61,6 @@ class Watcher:
         return 0
 
     async def serving(self, name: str) -> bool:
-        """Whether that service answers and does its work."""
         if name.startswith("actor"):
             state = await self._actor(name)
             return state is not None and state.phase == actor_pb2.ACTOR_PHASE_SERVING
@@ -73,7 +71,6 @@ class Watcher:
         return self.run_dir.address("nats").is_file()
 
     async def _waits_for_actors(self) -> bool:
-        """Everything is up, and the first version has not been made."""
         status = await self._trainer()
         return status is not None and status.phase == trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
 
@@ -106,7 +103,6 @@ class Watcher:
                 await asyncio.sleep(0)
 
     async def _version_announced(self) -> None:
-        """Its bytes are on their way."""
         async with self._bus() as bus, bus.watch_control(["announce"]) as messages:
             await anext(messages)  # the last one
             await anext(messages)
@@ -136,7 +132,6 @@ class Watcher:
         return None
 
     async def _verifier(self, metric: str) -> float | None:
-        """The sum of a metric over its labels."""
         with suppress(*NO_ANSWER):
             address = read_address(self.run_dir.address("verifier"))
             async with httpx.AsyncClient(timeout=2) as client:

@@ -104,7 +104,6 @@ async def _thaw_all(stage: FaultStage) -> None:
 
 
 def _signal(stage: FaultStage, step: Step) -> LightMember:
-    """To the newest of that name."""
     member = next(member for member in reversed(stage.members) if member.name == step.member)
     numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT, "leave": signal.SIGTERM}
     if member.process.is_alive():

@@ -134,7 +134,6 @@ async def test_a_network_cut_in_the_middle_of_an_update_does_not_hold_up_the_oth
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)), capture_output=True)
@@ -173,7 +172,6 @@ async def takes_a_message(bus: Bus) -> bool:
 
 
 def fill(ballast: Path) -> None:
-    """Until not a byte is left."""
     with ballast.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 10, 1):
             with suppress(OSError):

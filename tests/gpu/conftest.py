@@ -33,7 +33,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the library that torch has loaded; `torch.cuda.nccl.version` is of the one that it was built with."""
     try:
         library, number = ctypes.CDLL("libnccl.so.2"), ctypes.c_int()
     except OSError:  # NCCL is part of this torch

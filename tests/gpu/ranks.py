@@ -93,7 +93,6 @@ def halting_actor(said: Connection, device: str, store: str, name: str) -> None:
 
 
 def silent_trainer(said: Connection, device: str, name: str) -> None:
-    """Is in the group and sends nothing."""
     store = GroupStore()
     said.send(store.address)
     group = connect(store.address, name, 0, device)
@@ -103,7 +102,6 @@ def silent_trainer(said: Connection, device: str, name: str) -> None:
 
 
 def waiting_actor(said: Connection, device: str, store: str, name: str) -> None:
-    """Waits for bytes, gives up when told, and says how that ended."""
     given_up = threading.Event()
     group = connect(store, name, 1, device, given_up)
     threading.Thread(target=lambda: (said.recv(), given_up.set()), daemon=True).start()

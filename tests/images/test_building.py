@@ -194,7 +194,6 @@ WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(enc
 
 
 def step(job: str, name: str) -> str:
-    """What a step of the release's workflow runs."""
     (found,) = (one["run"] for one in WORKFLOW[job]["steps"] if one.get("name", "").startswith(name))
     return str(found)
 

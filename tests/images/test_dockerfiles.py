@@ -22,7 +22,6 @@ def dockerfile(service: str) -> Dockerfile:
 
 
 def sources(dockerfile: Dockerfile) -> list[str]:
-    """What COPY takes from the build context."""
     copies = [value for value in dockerfile.instruction("COPY") if "--from=" not in value]
     return [source for value in copies for source in value.split()[:-1]]
 

@@ -59,7 +59,6 @@ async def divide(a: float, b: float = 1.0) -> float:
 
 
 def repeat(text: str, times: int) -> str:
-    """The text, so many times."""
     return text * times
 
 

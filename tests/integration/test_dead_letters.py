@@ -43,7 +43,6 @@ async def store(server: NatsServer, *payloads: bytes) -> None:
 
 @pytest.fixture
 async def run_dir(tmp_path: Path) -> Path:
-    """Of a run that has ended."""
     folder = tmp_path / "demo"
     with NatsServer(folder / "nats") as server:
         await store(server, *(letter.SerializeToString() for letter in LETTERS), b"\x0a\x01x")

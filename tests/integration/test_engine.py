@@ -103,7 +103,6 @@ async def check_seeded_prompts(run: Running) -> None:
 
 
 async def check_stops(run: Running) -> None:
-    """What ends a completion is its last token, and changes nothing before it."""
     decode = partial(run.llm.get_tokenizer().decode, skip_special_tokens=False)
 
     async def sampled(**changes: Any) -> Completion:
@@ -154,7 +153,6 @@ async def check_adapters(run: Running, checkpoint: Path) -> None:
 
 
 async def check_refused_adapters(run: Running, learner: Learner) -> None:
-    """An adapter for another model is refused before a byte moves."""
     manifest = adapter_factors(learner.policy.model, wire_dtype="", chunk_bytes=CHUNK_BYTES)
     parameters = [(spec.name, spec.shape, spec.dtype) for spec in manifest.parameters[-2:]]
     last = manifest.low_rank[-1]
@@ -165,7 +163,6 @@ async def check_refused_adapters(run: Running, learner: Learner) -> None:
 
 
 async def check_step(run: Running, learner: Learner, version: PolicyVersion, before: list[float]) -> list[float]:
-    """One optimizer step, sent: another policy, and the trainer's."""
     group = group_of(sequences_of(LENGTHS, seed=version.number), seed=version.number)
     assert not learner.train_step([group], version.number)["skipped"]
     await run.update(version)
@@ -292,7 +289,6 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
 
 
 def parity_problems(run: Running, scores: list[np.ndarray], before: list[np.ndarray]) -> tuple[str, ...]:
-    """What the probe says of 1,000 tokens; the trainer's without adapters are those of version 0."""
     scored = Scored(scores[0].astype(np.float32), V[3], run.loading[-1].mode)
     return compare({"a": scored}, scores[1], TOLERANCE_16_BIT, of_median=True, base=before[1]).problems
 

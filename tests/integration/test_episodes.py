@@ -68,7 +68,6 @@ async def run(address: str, *requests: EpisodeRequest) -> list[VerifyResult]:
 
 
 async def run_few_at_once(hostile: Verifier, policy: FakeEndpoint, programs: list[str]) -> list[VerifyResult]:
-    """Each in an environment's reply, whose time to answer is short."""
     requests = [episode(policy, {"in_reply": f"run {program}"}, number) for number, program in enumerate(programs)]
     return [
         one for start in range(0, len(requests), 4) for one in await run(hostile.address.grpc, *requests[start : start + 4])

@@ -50,7 +50,6 @@ async def health_of(channel: aio.Channel) -> int:
 
 
 async def refusal(port: int, tls_dir: Path | None, name: str = "") -> str:
-    """What a call says that cannot connect."""
     with pytest.raises(aio.AioRpcError) as caught:
         await health_of(open_channel(f"{HOST}:{port}", tls_dir, name))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

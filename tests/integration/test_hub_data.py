@@ -59,7 +59,6 @@ dataset_info:
 
 
 def loaded(tasks: list[dict[str, Any]], home: Path, **environment: str) -> list[list[Any]]:
-    """What each task's source holds first, or its error; in a process of its own, since the client reads its endpoint once."""
     given = {"source": "hub", "path": NAME, "config": "main", "prompt_field": "question", "heldout_problems": 2}
     set_here = {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     child = subprocess.run(

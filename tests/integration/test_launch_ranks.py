@@ -120,7 +120,6 @@ def test_when_a_node_is_lost_the_other_ends_and_both_meet_again_in_the_same_plac
         return start_agent(LISTENS, 1, nodes=2, node=node, rendezvous=rendezvous)
 
     def until_met(times: int) -> None:
-        """Starts again what ends, as a StatefulSet does."""
         latest = time.monotonic() + WAIT_S
         while {len(list(tmp_path.glob(f"worker.py.met.{rank}.*"))) for rank in (0, 1)} != {times}:
             assert time.monotonic() < latest

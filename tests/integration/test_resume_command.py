@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from typing import Any
 import pytest
 
 from pipelinerl.cli import main
+from pipelinerl.commands.run import find_run
 from pipelinerl.local.processes import kill_session, living_names
-from pipelinerl.local.resume import find_run
 from tests.support.local_run import FAKES
+from tests.support.machine import wait_until
 from tests.unit.builders import model_folder
 
 STAND_IN = "import runpy, sys; sys.argv = [{path!r}, {kind!r}]; runpy.run_path({path!r}, run_name='__main__')"
@@ -58,13 +58,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return outcome
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 150
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def steps(run: Path) -> list[int]:
     metrics = run / "metrics.jsonl"
     return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.is_file() else []
@@ -78,7 +71,7 @@ def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Calla
     there, refused = folder / "run", []
 
     def interrupt() -> None:
-        until(lambda: len(steps(there)) >= 5)
+        wait_until(lambda: len(steps(there)) >= 5)
         refused.append(main(["run", "--resume", "run"]))
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -126,11 +119,11 @@ def test_a_run_whose_command_was_killed_goes_on_once_its_processes_are_gone(fold
     environment = {**os.environ, "FAKE_CHECKPOINT_EVERY": "1", "FAKE_STEP_S": "0.5"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         try:
-            until(lambda: len(steps(there)) >= 2)
+            wait_until(lambda: len(steps(there)) >= 2)
         finally:
             process.kill()
     found = find_run(there)
-    until(lambda: not living_names(found))
+    wait_until(lambda: not living_names(found))
     kill_session(read(there / "pids.json")["actor-0"])  # the stand-in's sleeping child
     (there / "summary.json").write_text('{"steps": 3, "interrupted": true, "by": "the process before"}')
     (there / "addresses" / "nats.json").write_text('{"url": "nats://127.0.0.1:1"}')

@@ -199,7 +199,6 @@ os.register_at_fork(after_in_parent=lambda: signal.setitimer(signal.ITIMER_REAL,
 
 @pytest.fixture
 def none_left() -> Iterator[None]:
-    """Also by a test that fails."""
     yield
     for pid in left_by(os.getpid()):
         os.kill(pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from services.verifier.sandbox import confinement_missing, strongest_means
 from tests.support.certificates import Authority
 from tests.support.chat_endpoint import endpoint
 from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
-from tests.support.machine import ends_within
+from tests.support.machine import ends_within, until
 from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
@@ -43,7 +43,6 @@ TASK, EXACT, FURTHER = "misdeeds", "exact", "further"
 
 
 def recipe(**reward: Any) -> dict[str, Any]:
-    """Of the task of misdeeds, one that compares texts, and a set of problems that are only evaluated."""
     return {
         "name": "test",
         "model": {"source": "path", "name": "unused"},
@@ -172,13 +171,6 @@ async def test_what_a_reward_in_a_sandbox_takes_or_leaves_is_bounded(tmp_path: P
             await hanging
         # two workers, each below two that keep it in bounds
         await until(lambda: not left_by(pid) and sum(1 for _ in descendants(pid)) == 6)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Of processes of others: nothing to wait on."""
-    async with asyncio.timeout(START_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [24, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])

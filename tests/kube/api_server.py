@@ -69,7 +69,6 @@ class ApiServer:
     # --- what a test does ----------------------------------------------------------------------------------------
 
     async def start(self, address: str = "127.0.0.1", port: int = 0) -> None:
-        """At the port that it had, where it had one."""
         app = web.Application()
         app.router.add_post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review_access)
         namespace = "/api/v1/namespaces/{namespace}"
@@ -94,7 +93,6 @@ class ApiServer:
             await runner.cleanup()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Returns when it holds; looked at after every call and change."""
         async with asyncio.timeout(SOON_S):
             while not condition():
                 self._changed.clear()
@@ -112,7 +110,6 @@ class ApiServer:
         self._change("MODIFIED", {**pod, "status": {"phase": phase, "reason": reason}})
 
     def terminate(self, name: str) -> None:
-        """As `kubectl delete pod`: it has its grace period."""
         pod = self.pods[name]
         ending = {**pod["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}
         self._change("MODIFIED", {**pod, "metadata": ending})
@@ -142,7 +139,6 @@ class ApiServer:
             watcher.lines.put_nowait(None)
 
     def say(self, raw: bytes) -> None:
-        """To all watchers, whatever it is."""
         for watcher in self._watchers:
             watcher.lines.put_nowait(raw)
 
@@ -177,7 +173,6 @@ class ApiServer:
             self._forbid(account, permission)
 
     def _account(self, request: web.Request) -> str:
-        """Whose token it is; refuses one that is not known."""
         token = request.headers.get("Authorization", "").partition(" ")[2]
         if token not in self.rights:
             self._refuse(401, "Unauthorized", "Unauthorized")
@@ -286,7 +281,6 @@ def selects(selector: str, pod: dict[str, Any]) -> bool:
 
 @asynccontextmanager
 async def kube_client(account: Path, request_s: float = 60.0) -> AsyncIterator[KubeClient]:
-    """A client as a pod's, closed at the end."""
     client = KubeClient(NAMESPACE, account, request_s=request_s)
     try:
         yield client

@@ -32,8 +32,6 @@ async def api(tls: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def account(tmp_path: Path, tls: tuple[Path, ssl.SSLContext]) -> Callable[[str], Path]:
-    """A folder as the kubelet makes it, for a token."""
-
     def make(token: str) -> Path:
         folder = tmp_path / f"account-{token}"
         folder.mkdir()

@@ -31,8 +31,6 @@ def unused() -> str:
 
 @pytest.fixture
 async def settings(api: ApiServer, account: Callable[[str], Path], tmp_path: Path) -> AsyncIterator[TrainerSettings]:
-    """Of a release that works: a real NATS with the run's users and streams, and servers that answer."""
-
     async def healthy(_: web.Request) -> web.Response:
         return web.Response(text="ok")
 

@@ -71,7 +71,6 @@ def trained_of(run: RunningCommand) -> Counter[str]:
 
 
 def look_at(run: RunningCommand) -> None:
-    """What the run says of its episodes."""
     records, summary = run.metrics(), run.summary()
     assert [record["step"] for record in records] == list(range(1, summary["steps"] + 1))
     assert all(ledger_adds_up(record["sequences"]) for record in (*records, summary))

@@ -63,7 +63,6 @@ class Server:
 
 
 def stored() -> set[str]:
-    """Names of everything under the run."""
     store, root = FileSystem.from_uri(ROOT)
     found = store.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
     return {info.path.removeprefix(f"{root}/") for info in found if info.is_file}

@@ -29,7 +29,6 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Nothing may be lost, nothing told."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -112,7 +111,6 @@ async def test_wandb_keeps_one_run_for_later_sending(tmp_path: Path) -> None:
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """The logged rows of an offline run's file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     records = [Record.FromString(data) for data in stored(path.read_bytes())]

@@ -42,7 +42,6 @@ class LightActor:
             return await self.process.wait()
 
     def metric(self, name: str, labels: str = "") -> float:
-        """Of its /metrics; 0 when it is not there."""
         return metric(read_address(self.address_file).http, f"pipelinerl_actor_{name}{labels}")
 
     def signal(self, number: signal.Signals) -> None:
@@ -82,7 +81,6 @@ class ActorStage:
         return LightActor(process, address_file, log)
 
     async def stored(self, count: int) -> list[Sequence]:
-        """The first `count` sequences of the log, waiting for them."""
         found = []
         async with asyncio.timeout(SOON_S), self.bus.read_sequences(1) as entries:
             async for entry in entries:

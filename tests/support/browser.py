@@ -29,7 +29,6 @@ class OpenPage:
         return await self.page.inner_text(f"[data-tile={name}] .value")
 
     async def until(self, condition: str, argument: Any = None) -> None:
-        """Until the JavaScript `condition` is true in the page."""
         await self.page.wait_for_function(condition, arg=argument, timeout=WAIT_MS)
 
     async def version_above(self, version: int) -> int:

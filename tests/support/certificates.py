@@ -39,14 +39,12 @@ class Authority:
         return folder
 
     def write_ca(self, folder: Path) -> Path:
-        """Writes ca.crt alone."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "ca.crt").write_bytes(self._certificate.public_bytes(_PEM))
         return folder
 
 
 def serial_of(certificate: Path | str) -> int:
-    """Of a PEM file or its text."""
     text = certificate.read_bytes() if isinstance(certificate, Path) else certificate.encode()
     return x509.load_pem_x509_certificate(text).serial_number
 

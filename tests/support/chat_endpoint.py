@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.http_server import Answer, Request, http_server
 
 
 @dataclass
@@ -27,50 +28,32 @@ class Endpoint:
 
 @contextmanager
 def endpoint(*script: Any, slow: bool = False) -> Iterator[Endpoint]:
-    one, lock = Endpoint(list(script)), threading.Lock()
+    one, lock, done = Endpoint(list(script)), threading.Lock(), threading.Event()
     if not slow:
         one.slow.set()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
-            with lock:
-                one.asked.append((self.path, dict(self.headers), body))
-                one.at_s.append(time.monotonic())
-                one.at_once += 1
-                one.most_at_once = max(one.most_at_once, one.at_once)
-                said = one.script.pop(0) if len(one.script) > 1 else one.script[0]
-            one.slow.wait(60)
-            with lock:
-                one.at_once -= 1
-            if said is None:
-                done.wait(60)
-            elif isinstance(said, str):
-                self.answer(200, json.dumps({"choices": [{"message": {"content": said}}]}))
-            else:
-                self.answer(*said)
+    def answer(request: Request) -> Answer | None:
+        with lock:
+            one.asked.append((request.path, dict(request.headers), json.loads(request.body or b"null")))
+            one.at_s.append(time.monotonic())
+            one.at_once += 1
+            one.most_at_once = max(one.most_at_once, one.at_once)
+            said = one.script.pop(0) if len(one.script) > 1 else one.script[0]
+        one.slow.wait(60)
+        with lock:
+            one.at_once -= 1
+        if said is None:
+            done.wait(60)
+            return None
+        if isinstance(said, str):
+            return Answer(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+        status, body, *headers = said
+        return Answer(body.encode(), status, *headers)
 
-        do_GET = do_POST
-
-        def answer(self, status: int, body: str, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, format: str, *args: Any) -> None:
-            return
-
-    done = threading.Event()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        serving.start()
-        one.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    with http_server(answer) as url:
+        one.url = f"{url}/v1"
         try:
             yield one
         finally:
             done.set()
             one.slow.set()
-            server.shutdown()
-            serving.join()

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+
+from tests.support.http_server import Answer, Request, http_server
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,6 @@ class Collector:
         return [other for other in self.spans if other.trace == span.trace and other.parent == span.id]
 
     def below(self, span: ReceivedSpan) -> list[ReceivedSpan]:
-        """The span and all that follow it."""
         by_parent = defaultdict(list)
         for other in self.spans:
             if other.trace == span.trace:
@@ -66,7 +66,6 @@ class Collector:
         return found
 
     def way_of(self, span: ReceivedSpan) -> list[ReceivedSpan]:
-        """The span and those above it, the outermost first."""
         by_id = {one.id: one for one in self.spans}
         way = [span]
         while way[0].parent:
@@ -95,40 +94,24 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector that answers on a free port meanwhile."""
     collector = Collector()
     collector.answering.set()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            collector.asked.set()
-            collector.answering.wait()
-            assert self.path == "/v1/traces", self.path
-            collector.headers.append({name.lower(): value for name, value in self.headers.items()})
-            collector.take(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
-            answer = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/x-protobuf")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    def answer(request: Request) -> Answer:
+        collector.asked.set()
+        collector.answering.wait()
+        assert request.path == "/v1/traces", request.path
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        collector.headers.append(headers)
+        collector.take(gzip.decompress(request.body) if headers.get("content-encoding") == "gzip" else request.body)
+        sent = ExportTraceServiceResponse().SerializeToString()
+        return Answer(sent, headers={"Content-Type": "application/x-protobuf"})
 
-        def log_message(self, *arguments: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    collector.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield collector
-    finally:
-        collector.answering.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_server(answer) as collector.url:
+        try:
+            yield collector
+        finally:
+            collector.answering.set()
 
 
 def _values(pairs: Any) -> dict[str, Any]:

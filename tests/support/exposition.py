@@ -7,7 +7,6 @@ _RUN = re.compile(r'\{run="[^"]*"\}|run="[^"]*",|,run="[^"]*"')
 
 
 def metric(address: str, sample: str) -> float:
-    """By its name and its labels but the run's, which is on every line; 0 when it is not there."""
     with build_opener(ProxyHandler({})).open(f"http://{address}/metrics", timeout=60) as answer:
         text = _RUN.sub("", answer.read().decode())
     found = re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE)

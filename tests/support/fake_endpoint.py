@@ -1,13 +1,13 @@
 """An actor's episode endpoint without its engine: a policy that says what a test's script says."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
+from tests.support.http_server import Answer, Request, http_server
+
+Says = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 """HTTP status and body for a request's body."""
 
 
@@ -30,40 +30,24 @@ def refuses(code: str, status: int = 400) -> tuple[int, dict[str, Any]]:
 class FakeEndpoint:
     """`requests`: bodies in the order in which they came, after `answer` was asked. `base_url`: of `{key}`'s episode."""
 
-    def __init__(self, answer: Answer, port: int) -> None:
-        self.answer, self._port = answer, port
+    def __init__(self, answer: Says) -> None:
+        self.answer, self.url = answer, ""
         self.requests: list[dict[str, Any]] = []
 
     def base_url(self, key: str = "key") -> str:
-        return f"http://127.0.0.1:{self._port}/episodes/{key}/v1"
+        return f"{self.url}/episodes/{key}/v1"
 
 
 @contextmanager
-def fake_endpoint(answer: Answer) -> Iterator[FakeEndpoint]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+def fake_endpoint(answer: Says) -> Iterator[FakeEndpoint]:
+    endpoint = FakeEndpoint(answer)
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            endpoint.requests.append(body)
-            status, answer = endpoint.answer(body)
-            data = json.dumps(answer).encode()
-            self.send_response(status if self.path.endswith("/v1/chat/completions") else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answered(request: Request) -> Answer:
+        body = json.loads(request.body)
+        endpoint.requests.append(body)
+        status, said = endpoint.answer(body)
+        found = request.path.endswith("/v1/chat/completions")
+        return Answer(json.dumps(said).encode(), status if found else 404, {"Content-Type": "application/json"})
 
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    endpoint = FakeEndpoint(answer, server.server_address[1])
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with http_server(answered) as endpoint.url:
         yield endpoint
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -38,7 +38,6 @@ STOP = FinishReason.STOP
 
 
 def generated(*tokens: int, version: int = 0, finish: FinishReason | None = STOP) -> Completion:
-    """Tokens with log-probability -version."""
     spans = (VersionSpan(version, 0, len(tokens)),) if tokens else ()
     return Completion(np.array(tokens, np.int32), np.full(len(tokens), -float(version), np.float32), spans, finish)
 
@@ -167,7 +166,6 @@ class Stage:
             await self.bus.publish_prompt(encode_group(group), group.group_id)
 
     async def generating(self, count: int) -> None:
-        """Until the engine has so many requests under way."""
         await self.until(lambda: self.engine.running == count)
 
     async def all_acknowledged(self, left: int = 0) -> None:
@@ -176,7 +174,6 @@ class Stage:
         assert (await self.bus.prompts_info()).messages == left
 
     async def published(self, count: int) -> list[TrainedSequence]:
-        """The first `count` sequences of the log, waiting for them."""
         found = []
         async with asyncio.timeout(60), self.bus.read_sequences(1) as entries:
             async for entry in entries:
@@ -186,7 +183,6 @@ class Stage:
         raise AssertionError("the log ended")
 
     async def leave(self, timeout_s: float = 1.0) -> None:
-        """What a stopped actor does when nothing more gets finished."""
         self.gate.drain()
         await self.sampler.interrupt(timeout_s)
         self.running.cancel()

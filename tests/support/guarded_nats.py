@@ -40,7 +40,6 @@ def reload(server: NatsServer) -> None:
 
 
 async def persistently(call: Callable[[], Awaitable[T]]) -> T:
-    """What a service does: the same again until it is done. Each attempt is bounded by the bus."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -81,7 +80,6 @@ class RolesBus:
         await self._person.delete_streams()
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """A group that is handed over has a slash in its id."""
         issuer = self._actor if "/" in msg_id else self._trainer
         return await issuer.publish_prompt(payload, msg_id, headers)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.support.http_server import Answer, Request, http_server
 
 COMMIT = "a" * 40
 
@@ -19,41 +19,19 @@ def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[tuple[str, list[
     asked: list[str] = []
     api, resolve = f"/api/datasets/{name}", f"/datasets/{name}/resolve/"
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            path = urlsplit(self.path).path
-            asked.append(f"{path} {self.headers.get('Authorization', '')}")
-            if path.startswith(f"{api}/tree/"):
-                self._answer(json.dumps(entries(path.removeprefix(f"{api}/tree/").partition("/")[2])).encode())
-            elif path == api or path in (f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-                listed = [{"rfilename": file} for file in files]
-                self._answer(json.dumps({"id": name, "sha": COMMIT, "siblings": listed, "private": False}).encode())
-            elif path.startswith(resolve) and (file := path.removeprefix(resolve).partition("/")[2]) in files:
-                self._answer(files[file], ETag=f'"{hash(files[file])}"', **{"X-Repo-Commit": COMMIT})
-            else:
-                code = (
-                    "RevisionNotFound"
-                    if path.startswith(api)
-                    else "EntryNotFound"
-                    if path.startswith(resolve)
-                    else "RepoNotFound"
-                )
-                self._answer(b"", status=404, **{"X-Error-Code": code})
-
-        do_HEAD = do_GET
-
-        def _answer(self, body: bytes, status: int = 200, **headers: str) -> None:
-            self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            return
+    def answer(request: Request) -> Answer:
+        path = urlsplit(request.path).path
+        asked.append(f"{path} {request.headers.get('Authorization', '')}")
+        if path.startswith(f"{api}/tree/"):
+            return Answer(json.dumps(entries(path.removeprefix(f"{api}/tree/").partition("/")[2])).encode())
+        if path == api or path in (f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
+            listed = [{"rfilename": file} for file in files]
+            return Answer(json.dumps({"id": name, "sha": COMMIT, "siblings": listed, "private": False}).encode())
+        if path.startswith(resolve) and (file := path.removeprefix(resolve).partition("/")[2]) in files:
+            return Answer(files[file], headers={"ETag": f'"{hash(files[file])}"', "X-Repo-Commit": COMMIT})
+        entry = "EntryNotFound" if path.startswith(resolve) else "RepoNotFound"
+        code = "RevisionNotFound" if path.startswith(api) else entry
+        return Answer(status=404, headers={"X-Error-Code": code})
 
     def entries(folder: str) -> list[dict[str, Any]]:
         prefix = f"{folder}/" if folder else ""
@@ -66,12 +44,5 @@ def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[tuple[str, list[
             for path in paths
         ]
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_server(answer) as url:
+        yield url, asked

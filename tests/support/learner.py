@@ -128,7 +128,6 @@ def group_of(sequences: list[Sequence], seed: int = 0) -> TrainingGroup:
 def micro_batch(
     behaviour_logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor, lengths: list[int]
 ) -> MicroBatch:
-    """What a loss reads of completions of `lengths` tokens."""
     nowhere = torch.zeros(len(advantages), dtype=torch.long)
     return MicroBatch(
         row=token_row(np.zeros(1, np.int64), np.ones(1, np.int64)),
@@ -218,7 +217,6 @@ def near_policy(model: PreTrainedModel, lengths: list[tuple[int, int]], spread: 
 
 
 def on_policy(policy: Policy, sequences: list[Sequence], temperature: float = 1.0) -> list[Sequence]:
-    """The same sequences with μ = the policy as it is."""
     sampled = []
     for sequence in sequences:
         with torch.no_grad():
@@ -233,7 +231,6 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def letters_tokenizer() -> PreTrainedTokenizerFast:
-    """Token 0 is `a`, 1 is `b`, 2 is `c`."""
     tokenizer = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate("abc")}, unk_token="a"))
     tokenizer.decoder = decoders.Fuse()
     return fast_tokenizer(tokenizer)

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.rl.placement import Placement
 from pipelinerl.run_dir import RunDir, write_json
 from pipelinerl.service.retry import Backoff
+from tests.support.machine import until
 
 FAKES = Path(__file__).with_name("fake_services.py").resolve()
 COMMANDS = {kind: (sys.executable, str(FAKES), kind) for kind in ("verifier", "trainer", "actor", "model")}
@@ -65,7 +66,6 @@ class Run:
         return [pid for session in self.pids().values() for pid in session_pids(session)]
 
     async def until_step(self, step: int) -> dict[str, int]:
-        """Waits until that step's record is written; returns the pids."""
         metrics = self.dir.metrics
         await until(lambda: metrics.is_file() and f'"step": {step},' in metrics.read_text())
         return self.pids()
@@ -80,13 +80,6 @@ async def running(run: Run) -> AsyncIterator[asyncio.Task[Ending]]:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
-    """For what other processes do: no event of ours tells of it."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def until_pid_changes(run: Run, name: str, old: int) -> int:

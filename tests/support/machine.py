@@ -1,21 +1,24 @@
-"""What tests ask of the machine: a port that is free, whether a process has ended, and how many files may be open."""
+"""What tests ask of the machine: a port that is free, whether a process has ended, and how many files may be open.
 
+Tests wait with `until` and `wait_until` for what other processes and threads do, of which no event tells.
+"""
+
+import asyncio
 import os
 import resource
 import select
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 def free_port() -> int:
-    """On every address of the machine."""
     with socket.create_server(("0.0.0.0", 0)) as held:
         return int(held.getsockname()[1])
 
 
 def ends_within(pid: int, timeout_s: float) -> bool:
-    """Whether process `pid`, which need not be our child, ends in time. A zombie has ended."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -28,10 +31,22 @@ def ends_within(pid: int, timeout_s: float) -> bool:
 
 @contextmanager
 def usual_open_files() -> Iterator[None]:
-    """What is started within may open as many files as where nobody has raised the limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 150.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 150.0) -> None:
+    latest = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < latest
+        time.sleep(0.02)

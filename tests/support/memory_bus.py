@@ -97,12 +97,10 @@ class MemoryServer:
         self.notify()
 
     def notify(self) -> None:
-        """Wakes everyone who waits now."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait(self, until_s: float | None) -> None:
-        """Until the next change, or the loop's clock says `until_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
                 await self._changed.wait()

@@ -156,7 +156,6 @@ class Running:
         return client
 
     async def label(self, version: PolicyVersion) -> None:
-        """Says which version the weights loaded at start are."""
         await self.llm.update_weight_version(str(version))
 
     async def connect(self) -> None:
@@ -178,7 +177,6 @@ class Running:
         return sent, staged
 
     async def update(self, version: PolicyVersion) -> float:
-        """Returns the stall, s."""
         sent, staged = await self.transfer(version)
         assert (staged.checksum, staged.num_bytes) == (sent.checksum, sent.num_bytes)
         return await self.client.commit(version)
@@ -230,7 +228,6 @@ class Running:
 
 
 def saved_model(kind: str, tied: bool, folder: Path) -> PreTrainedModel:
-    """A random one, with a tokenizer, as a checkpoint in `folder`."""
     model = random_model(kind, tied)
     model.save_pretrained(folder)
     character_tokenizer(64).save_pretrained(folder)
@@ -412,14 +409,12 @@ async def sampled_with_salt(run: Running, prompt: list[int], salt: str) -> tuple
 
 
 def random_model_like(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with memory and settings of its own."""
     like = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32).eval()
     like.load_state_dict(model.state_dict())
     return like
 
 
 async def check_uncommitted(run: Running, serving: PolicyVersion, staged: PolicyVersion) -> None:
-    """What is staged but not committed, discarded, or never sent is not served."""
     before = random_model_like(run.model)
     change_strongly(run.model, seed=100)
     await run.transfer(staged)
@@ -451,7 +446,6 @@ async def check_abandoned_transfer(run: Running, version: PolicyVersion) -> None
 
 
 async def replaced(run: Running, **options: Any) -> None:
-    """Another client in place of the present one."""
     await run.client.close()
     run.client = run.new_client(**options)
     await run.connect()

@@ -125,7 +125,6 @@ class RunningCommand:
         return self.output.read_text()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Of all steps; a line that is being written is left out."""
         path = self.run_dir / "metrics.jsonl"
         found = []
         with suppress(FileNotFoundError, json.JSONDecodeError):
@@ -178,7 +177,6 @@ class RunningCommand:
                     return
 
     def processes_of(self, service: str) -> list[psutil.Process]:
-        """Of an actor with its engine's, of the trainer with its ranks'."""
         first = psutil.Process(self.pids()[service])
         return [first, *first.children(recursive=True)]
 
@@ -187,7 +185,6 @@ class RunningCommand:
         assert done.returncode == 0, done.stderr + self.said
 
     async def ended(self) -> int:
-        """The exit code."""
         return await asyncio.to_thread(self.process.wait, RUN_TIMEOUT_S)
 
     async def interrupt(self) -> int:

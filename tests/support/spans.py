@@ -18,7 +18,6 @@ class Recorded:
 
     @property
     def all(self) -> tuple[ReadableSpan, ...]:
-        """Those that have ended, in that order."""
         return self.exporter.get_finished_spans()
 
     @property
@@ -29,7 +28,6 @@ class Recorded:
         return [span for span in self.all if span.name == name]
 
     def way(self, span: ReadableSpan) -> list[str]:
-        """Names from the first span of its trace to this one."""
         by_id = {other.context.span_id: other for other in self.all if other.context}
         way = [span]
         while (parent := way[-1].parent) is not None:
@@ -40,7 +38,6 @@ class Recorded:
 
 @contextmanager
 def recorded(sampler: Sampler = ALWAYS_ON) -> Iterator[Recorded]:
-    """Of tasks that begin inside."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -119,7 +119,6 @@ async def open_to_the_owner(run_dir: RunDir) -> None:
 
 
 async def done_to_a_copy(run_dir: RunDir) -> None:
-    """What a stranger could do to NATS if it had the login: to the streams of a run that has ended."""
     for attack in BY_NATS:
         async with streams_in_folder(run_dir.path) as bus:
             assert await attack(bus.connection, Subjects(run_dir.name)), attack

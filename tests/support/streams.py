@@ -75,7 +75,6 @@ class Device(TorchDispatchMode):
             self._thread.stream, self._thread.counted = before, counted
 
     def touch(self, tensor: Tensor, write: bool, what: str) -> None:
-        """On the current stream."""
         with self._lock:
             stream = self.current()
             join(stream.known, self.host)
@@ -104,7 +103,6 @@ class Device(TorchDispatchMode):
 
 
 def device_without_hardware(patch: pytest.MonkeyPatch) -> Device:
-    """What `Placement` asks of torch.cuda is answered by it."""
     device = Device()
     patch.setattr(torch.cuda, "current_stream", device.current)
     patch.setattr(torch.cuda, "stream", device.on)

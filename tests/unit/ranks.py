@@ -68,7 +68,6 @@ Cases = dict[str, tuple[str, dict[str, Any]]]
 
 
 def jobs_of(cases: Cases, tmp_path_factory: Any) -> dict[str, Job]:
-    """Of tiny models, each saved once in a folder of its own."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from tests.support.learner import VOCABULARY, build, model_of

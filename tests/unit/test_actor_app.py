@@ -36,6 +36,7 @@ from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
 from services.trainer.data.evaluation import ActorClient
 from tests.support.generation import ScriptedEngine, ScriptedVerifier, generated
+from tests.support.machine import until
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe
 
@@ -54,11 +55,6 @@ class Running:
     task: asyncio.Task[None]
     registry: CollectorRegistry
 
-    async def until(self, condition: object) -> None:
-        async with asyncio.timeout(60):
-            while not condition():  # type: ignore[operator]
-                await asyncio.sleep(0.001)
-
     async def num_stored(self) -> int:
         return (await self.bus.sequences_info()).messages
 
@@ -69,7 +65,6 @@ def settings() -> ActorSettings:
 
 @asynccontextmanager
 async def running(engine: ScriptedEngine | None = None, version: int | None = 0) -> AsyncIterator[Running]:
-    """An actor that serves this version; None: none yet."""
     async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=0.3)) as bus:
         await bus.create_streams()
         engine, verifier, stop, readiness = engine or ScriptedEngine(), ScriptedVerifier(), asyncio.Event(), Readiness()
@@ -99,14 +94,14 @@ async def test_a_stop_stores_what_is_finished_takes_nothing_new_and_leaves_first
     async with running() as one:
         one.verifier.up.clear()
         await issue(one.bus, 0)
-        await one.until(lambda: len(one.engine.started) == 2 and one.actor.metrics.busy.running == 0)
+        await until(lambda: len(one.engine.started) == 2 and one.actor.metrics.busy.running == 0)
         assert await one.num_stored() == 0
         of = one.registry.get_sample_value
         names = ("policy_version", "ready", "prompts_held_groups", "sequences_in_progress_max")
         assert [of(f"pipelinerl_actor_{name}") for name in names] == [0, 1, 1, 64]
         assert of("pipelinerl_actor_staging_state", {"state": "idle"}) == 1
         one.stop.set()
-        await one.until(lambda: not members(one.bus))
+        await until(lambda: not members(one.bus))
         assert one.readiness.reason == "draining"
         assert not one.task.done()
         await issue(one.bus, 1)
@@ -123,7 +118,7 @@ async def test_a_stop_does_not_wait_for_ever_for_the_verifier(monkeypatch: pytes
     async with running() as one:
         one.verifier.up.clear()
         await issue(one.bus, 0)
-        await one.until(lambda: len(one.engine.started) == 2)
+        await until(lambda: len(one.engine.started) == 2)
         one.stop.set()
         async with asyncio.timeout(60):
             await one.task
@@ -136,7 +131,7 @@ async def test_a_stop_in_the_middle_of_generation_hands_over_and_leaves_evaluati
         one.engine.open.clear()
         held_out = asyncio.create_task(one.engine.generate(GenerationRequest("eval-1", np.ones(1, np.int32), SAMPLING)))
         await issue(one.bus, 0)
-        await one.until(lambda: one.engine.running == 3)
+        await until(lambda: one.engine.running == 3)
         one.stop.set()
         async with asyncio.timeout(60):
             await one.task
@@ -152,7 +147,7 @@ async def test_a_stop_in_the_middle_of_generation_hands_over_and_leaves_evaluati
 async def test_a_dead_engine_ends_the_actor_and_its_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "HEALTH_CHECK_S", 0.01)
     async with running() as one:
-        await one.until(lambda: members(one.bus))
+        await until(lambda: members(one.bus))
         one.engine.alive = False
         with pytest.raises(ExceptionGroup) as raised:
             async with asyncio.timeout(60):
@@ -259,9 +254,9 @@ async def test_held_out_prompts_enter_the_engine_gradually_and_leave_training_it
             return len([answer.id async for answer in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)])
 
         evaluating = asyncio.create_task(evaluate())
-        await one.until(lambda: one.engine.running >= EVALUATION_SLOTS)
+        await until(lambda: one.engine.running >= EVALUATION_SLOTS)
         await issue(one.bus, 0)
-        await one.until(lambda: one.actor.metrics.busy.running == 2)
+        await until(lambda: one.actor.metrics.busy.running == 2)
         one.engine.open.set()
         assert await evaluating == EVALUATION_SLOTS + 20
     assert one.engine.most_running == EVALUATION_SLOTS + 2
@@ -331,11 +326,11 @@ async def test_the_state_is_answered_also_while_it_drains() -> None:
         stub = actor_pb2_grpc.ActorServiceStub(channel)
         one.engine.open.clear()
         await issue(one.bus, 0)
-        await one.until(lambda: one.engine.running == 2)
+        await until(lambda: one.engine.running == 2)
         assert (await stub.GetState(actor_pb2.GetStateRequest())).sequences_in_progress == 2
         one.actor.gate.drain()
         one.engine.open.set()
-        await one.until(lambda: one.actor.metrics.busy.running == 0)
+        await until(lambda: one.actor.metrics.busy.running == 0)
         state = await stub.GetState(actor_pb2.GetStateRequest())
         assert (state.phase, state.policy_version) == (actor_pb2.ACTOR_PHASE_DRAINING, 3)
         assert (state.instance, state.sequences_finished, state.generated_tokens) == ("a", 2, 4)

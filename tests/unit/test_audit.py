@@ -46,7 +46,6 @@ def end(version: int, finished: bool = True) -> Event:
 
 
 def mark(name: str) -> Event:
-    """The journal's length here, which a later `start` may keep."""
     return {"mark": name}
 
 

@@ -123,7 +123,6 @@ async def repeat_last(bus: MemoryBus) -> None:
 
 
 def check_tracker(one: Life) -> None:
-    """What is in flight belongs to a group that is held or open."""
     ledger, held = one.tracker.ledger, one.intake.held()
     groups = [*(group.sequences for group in held.taken), *held.ready]
     here = {sequence.group_id for group in groups for sequence in group} | set(one.tracker.open_groups)
@@ -133,7 +132,6 @@ def check_tracker(one: Life) -> None:
 
 
 def check_journal(run_dir: Path, one: Life) -> None:
-    """What counts of the journal, by itself, gives the same numbers, and trains nothing twice."""
     audit = audit_files(run_dir)
     assert audit.ok, audit.findings
     assert audit.replay.counts == one.tracker.ledger.counts

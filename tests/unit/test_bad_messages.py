@@ -307,7 +307,6 @@ def test_any_answer_and_registration_is_set_aside_or_of_no_consequence(
 
 
 async def hear_all(kind: str, payloads: list[bytes]) -> None:
-    """The last, good registration is taken, whatever came before it."""
     async with MemoryBus(RUN) as bus:
         await bus.create_streams()
         nothing: Any = FakeSender()

@@ -8,7 +8,6 @@ from services.trainer.learn.model import hub_arguments
 
 
 def replace_by(folder: Path, text: str) -> None:
-    """With a folder of one file."""
     with replacing(folder) as partial:
         partial.mkdir()
         (partial / "model").write_text(text)

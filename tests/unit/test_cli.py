@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.commands.run import chosen_ports, free_port
-from pipelinerl.commands.scale import _until_there
+from pipelinerl.commands.run import _until_there, chosen_ports, free_port
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.rehearsal import Preview
 from pipelinerl.run_dir import RunDir
@@ -102,14 +101,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
         ("validate gsm --parameters 7B", "--parameters = '7B': is for --gpu-memory; give that too"),
-        (
-            "validate there.yaml --fields-only --gpu-memory 80GB --set model.name=elsewhere",
-            "--parameters = None: the name of the model, elsewhere, does not tell its size",
-        ),
-        (
-            "validate gsm --gpu-memory 80GB --set model.name=meta-llama/Llama-4-Scout-17B-16E",
-            "17B-16E, does not tell its size; give it, with all experts of a mixture",
-        ),
+        ("validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else", "model, else, does not tell its size"),
+        ("validate gsm --gpu-memory 80GB --set model.name=a/Llama-4-17B-16E", "17B-16E, does not tell its size; give it, with"),
         ("run nope", "recipe = 'nope': no such file"),
         ("run nowhere.yaml", "model.name = 'nowhere': no such folder"),
         ("run nowhere.yaml --actors 0", "actor.count = 0"),
@@ -359,10 +352,9 @@ async def test_scale_asks_all_actors_at_once(tmp_path: Path, monkeypatch: pytest
         await all_asked.wait()
         return ActorState(phase=ACTOR_PHASE_SERVING)
 
-    monkeypatch.setattr("pipelinerl.local.following.ask_actor", answer)
-    monkeypatch.setattr(
-        "pipelinerl.local.processes.running_pids", lambda _: dict.fromkeys(("trainer", "actor-0", "actor-1"), 1)
-    )
+    monkeypatch.setattr("pipelinerl.commands.run.ask_actor", answer)
+    pids = dict.fromkeys(("trainer", "actor-0", "actor-1"), 1)
+    monkeypatch.setattr("pipelinerl.commands.run.running_pids", lambda _: pids)
     run_dir = RunDir(tmp_path, "tiny")
     run_dir.credentials.make("tiny")
     await _until_there(run_dir, 2, timeout_s=30.0)

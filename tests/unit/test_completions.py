@@ -96,7 +96,6 @@ def text_of(tokens: Any) -> str:
 
 
 def engine_tokens(tokens: list[int], stop: list[str]) -> tuple[list[int], FinishReason | None]:
-    """What an engine samples of these: it ends at the token that completes a stop text in what it has sampled itself."""
     ends = (end for end in range(1, len(tokens) + 1) if any(one in text_of(tokens[:end]) for one in stop))
     end = next(ends, None)
     return (tokens, None) if end is None else (tokens[:end], STOP)

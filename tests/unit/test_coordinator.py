@@ -47,7 +47,6 @@ def broke(epoch: int, *missing: str) -> c.TransferFailed:
 
 
 def told(actions: list[c.Action]) -> str:
-    """In words; a deadline only where nothing else is to be done."""
     words = []
     for action in actions:
         match action:
@@ -89,7 +88,6 @@ def play(machine: Machine, *lines: Line) -> None:
 
 
 def sending(*members: c.Member) -> Machine:
-    """Is sending version 1 to `members` in epoch 1."""
     machine, names = Machine(), "".join(member.actor for member in members)
     play(machine, *((c.MemberUp(member), "") for member in members))
     play(machine, (c.VersionReady(1), f"form 1 of {names}"), (joined(c.TRAINER, 1), ""))
@@ -113,7 +111,6 @@ def forming(*members: c.Member) -> Machine:
 
 
 def update(actor: str, epoch: int, version: int) -> list[Line]:
-    """Its one member is sent, stages and serves a version."""
     return [
         (sent(epoch, version), ""),
         (staged(actor, epoch, version), f"commit {version} in {epoch}"),

@@ -18,7 +18,6 @@ ACTOR = {"RUN": "gsm", "RECIPE": "recipe.yaml", "INSTANCE": "actor-1", "VERIFIER
 
 
 def said(program: str, *loggers: str, **environment: str) -> list[str]:
-    """What a new process of vLLM prints when each of `loggers` says something."""
     settings = {f"PIPELINERL_{name}": value for name, value in ACTOR.items()}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIPELINERL_", "VLLM_"))}
     ran = subprocess.run(

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from services.actor.episodes.endpoint import MAX_BODY_BYTES, Rendering, episode_
 from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, base_path
 from services.actor.episodes.formats import Answer, ChatFormat, TemplateFormat
 from services.actor.metrics import ActorMetrics
+from tests.support.machine import until
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 from tests.unit.builders import make_recipe
 from tests.unit.test_episode_tokens import LOOK_UP
@@ -95,7 +96,6 @@ class Stage:
         return self.registry.get_sample_value(f"pipelinerl_actor_{name}", labels or None) or 0.0
 
     def told(self) -> list[list[str]]:
-        """The branches as text."""
         branches = self.episode.result()
         return [
             [TOKENIZER.decode(branch.prompt_token_ids), TOKENIZER.decode(branch.completion_token_ids)] for branch in branches
@@ -121,12 +121,6 @@ async def stage(
     async with serve_http(app, "127.0.0.1", 0, on_this_loop=True) as port:
         yield Stage(episodes, sampler, episode, metrics, registry, f"http://127.0.0.1:{port}")
         await episode.end()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def unlike(error: pytest.ExceptionInfo[openai.APIStatusError]) -> tuple[int, str | None]:

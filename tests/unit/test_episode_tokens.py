@@ -101,7 +101,6 @@ class Conversation:
 
 
 def in_bytes(tokenizer: ByteTokenizer, token_ids: list[int]) -> list[int]:
-    """The same text; special tokens stay whole."""
     known, pieces = tokenizer.get_added_vocab(), tokenizer.convert_ids_to_tokens(token_ids)
     return tokenizer.convert_tokens_to_ids([part for piece in pieces for part in ([piece] if piece in known else piece)])
 

@@ -38,7 +38,6 @@ def policy_of(seed: int) -> Policy:
 
 
 def completions(num_tokens: int) -> list[Sequence]:
-    """All that can follow the prompt."""
     one = replace(sequences_of([(3, num_tokens)])[0], prompt_token_ids=np.array([0, 1, 1], np.int32))
     return [
         replace(one, sequence_id=f"g.{index}", completion_token_ids=np.array(tokens, np.int32))
@@ -101,7 +100,6 @@ def true_gradient(policy: Policy, rewards: np.ndarray, num_tokens: int = 3, form
 
 
 def sampled_by(behaviour: Tensor) -> list[Sequence]:
-    """The completions, with their log μ."""
     rows = behaviour.detach().numpy()
     return [replace(one, behaviour_logprobs=row) for one, row in zip(completions(rows.shape[1]), rows, strict=True)]
 

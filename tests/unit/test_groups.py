@@ -37,7 +37,6 @@ from tests.unit.builders import make_group, make_recipe, make_sequence
 
 
 def spans(*versions: int, incarnation: int = 1) -> tuple[VersionSpan, ...]:
-    """Two tokens of each version."""
     return tuple(VersionSpan(version, 2 * i, 2 * i + 2, incarnation) for i, version in enumerate(versions))
 
 

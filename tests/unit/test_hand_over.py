@@ -48,7 +48,6 @@ async def under_way(*tokens: int, version: int = 1, num_samples: int = 2, **opti
 
 
 async def waiting(one: Stage) -> list[PromptGroup]:
-    """What PROMPTS holds, taken."""
     found = []
     while (delivery := await one.bus.next_prompt(0.001)) is not None:
         found.append(decode_group(delivery.payload, expected_run=RUN))

@@ -36,7 +36,6 @@ def problems(count: int) -> list[EncodedProblem]:
 
 
 def evaluator(addresses: dict[str, str], verifier: Any, count: int = 0, timeout_s: float = 10.0) -> Evaluator:
-    """Of `count` held-out problems, with a probe of 3 tokens."""
     recipe = make_recipe(evaluation={"timeout_s": timeout_s}, weights={"probe_tokens": 3})
     updater: Any = FakeUpdater()
     updater.serve(addresses)

@@ -63,7 +63,6 @@ def actor_settings(tmp_path: Path, trainer: str = "", recipe: Recipe | None = No
 
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
-    """A model folder as the trainer has it; nobody here loads it."""
     folder = tmp_path / "of-trainer" / built_name(recipe_of(), RUN)
     with filling(folder) as beside:
         for name, content in FILES.items():
@@ -234,14 +233,12 @@ async def test_half_a_model_is_not_taken(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def environment(folder: Path, recipe: Recipe, run: str) -> dict[str, str]:
-    """What the command is told, which makes the model in `folder`/models."""
     (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
     own = {"RUN": run, "RECIPE": "recipe.yaml", "INSTANCE": "trainer-0", "VERIFIER": "v", "RUN_DIR": str(folder / run)}
     return {f"PIPELINERL_{name}": value for name, value in {**own, "MODEL_CACHE": str(folder / "models")}.items()}
 
 
 def checkpoint_of(run_dir: Path, version: int) -> Path:
-    """As a trainer writes it, beside what it would go on from."""
     folder = run_dir / "checkpoints" / f"step-{version}"
     (folder / "resume").mkdir(parents=True)
     (folder / "resume" / "run.json").write_text("{}")

@@ -86,7 +86,6 @@ def parts_of(draw: st.DrawFn) -> tuple[int, ...]:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Of one to four episodes with one to three branches each."""
     of_one = st.integers(1, 3).map(lambda number: [(draw(st.integers(1, 9)), parts_of(draw)) for _ in range(number)])
     return draw(st.lists(of_one, min_size=1, max_size=4))
 
@@ -552,7 +551,6 @@ def test_sixteen_bit_weights_are_the_rounding_of_their_masters() -> None:
     group = group_of(sequences_of(LENGTHS))
 
     def largest_moves(steps: int) -> tuple[float, float]:
-        """Of a norm's master and of a norm, after that many steps more."""
         assert not any(learner.train_step([group], 0)["skipped"] for _ in range(steps))
         masters = list(trained_parameters(learner).values())
         assert all(torch.equal(m.bfloat16(), parameter) for m, parameter in zip(masters, live, strict=True))

@@ -50,7 +50,6 @@ def case(tokens: int, words: int, width: int, *, bias: bool = True, dtype: torch
 
 
 def naive(inputs: Case, temperature: float) -> tuple[Tensor, Tensor]:
-    """The formulas as they are written, on all logits at once."""
     logits = nn.functional.linear(inputs.hidden, inputs.weight, inputs.bias)
     log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
     if temperature != 1.0:

@@ -79,7 +79,6 @@ def served(policy: Policy) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def logprobs(model: PreTrainedModel) -> np.ndarray:
-    """By transformers alone."""
     ids = torch.from_numpy(TOKENS)[None]
     logits = model.eval()(input_ids=ids).logits[0, :-1].float()
     return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
@@ -211,7 +210,6 @@ class NoTokenizer:
 
 
 def exported(policy: Policy, folder: Path) -> Path:
-    """As a trainer that is alone writes it."""
     tokenizer: PreTrainedTokenizerBase = NoTokenizer()  # type: ignore[assignment]
     export = PolicyExport(policy.model, tokenizer, policy.model.dtype)
     folder.mkdir()

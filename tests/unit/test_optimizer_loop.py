@@ -60,7 +60,6 @@ class Bench:
         return running
 
     def figure(self, key: str) -> Any:
-        """Return a figure of the run so far, by its key in summary.json."""
         return run_figures(self.totals.reduced)[key]
 
     async def waiting(self) -> asyncio.Task[None]:

@@ -47,7 +47,7 @@ def sample(step: int, heldout: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("count", [1, 3, 20, 21, 77, 1000, 1023])
 def test_the_newest_are_never_thinned(count: int) -> None:
-    series: ThinnedSeries[int] = ThinnedSeries(16, newest=20)
+    series = ThinnedSeries(16, newest=20)
     for number in range(count):
         series.add(number)
     items = series.items()

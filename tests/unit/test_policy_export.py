@@ -43,14 +43,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def trainer_of(learner: Learner, recipe: Recipe) -> PolicyTrainer:
-    """Nothing is sent."""
     nothing: Any = None
     tokenizer: Any = NoTokenizer()
     return PolicyTrainer(learner, tokenizer, nothing, recipe)
 
 
 def checkpoint_beside_training(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
-    """What actors would have loaded when it began. When it is written, all weights are something else."""
     trainer.step(trainer.learner.prepare([GROUP], 6))
     then = {name: weight.clone() for name, weight in trainer.learner.gather(WEIGHTS)}
     then |= {f"value_head.{name}": weight.clone() for name, weight in trainer.learner.gather(VALUE_HEAD)}
@@ -67,7 +65,6 @@ def checkpoint_beside_training(trainer: PolicyTrainer, folder: Path) -> dict[str
 
 
 def check(folder: Path, then: dict[str, torch.Tensor], recipe: Recipe) -> None:
-    """What is in `folder` is `then`."""
     dtype = getattr(torch, recipe.model.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     named = dict(model.named_parameters())

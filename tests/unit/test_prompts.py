@@ -177,7 +177,6 @@ def test_an_engines_tokenizer_writes_the_recipes_template_too() -> None:
 
 
 def llama_tokenizer() -> PreTrainedTokenizerFast:
-    """Of the kind that writes a space before each text: words and characters behind U+2581."""
     pieces = {piece: number for number, piece in enumerate(["<unk>", "▁", "▁Hi", *map(chr, range(32, 127)), "\n"])}
     core = Tokenizer(models.BPE(pieces, [("▁H", "i")] if "▁H" in pieces else [], unk_token="<unk>"))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace()
@@ -219,7 +218,6 @@ def test_a_token_that_ends_every_text_ends_a_parted_one_once() -> None:
 
 
 def recipe_with(tmp_path: Path, template: str | None, monkeypatch: pytest.MonkeyPatch, **sections: dict) -> Recipe:
-    """Of a model folder whose tokenizer has this template, and of a file of three rows."""
     monkeypatch.chdir(tmp_path)
     model_folder(tmp_path / "model")
     tokenizer_with(template, bos="<s>").save_pretrained(tmp_path / "model")

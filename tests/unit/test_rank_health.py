@@ -3,8 +3,6 @@
 import asyncio
 import os
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -20,7 +18,7 @@ from services.trainer.distributed.world import END, HEARTBEAT, leave_ranks
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.policy_trainer import load_learner
 from tests.support.learner import model_of
-from tests.support.machine import free_port
+from tests.support.machine import free_port, wait_until
 from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.ranks import on_ranks
 
@@ -51,24 +49,16 @@ def get(port: int, path: str) -> tuple[int, str]:
         return 0, ""
 
 
-def until(condition: Callable[[], bool]) -> None:
-    latest = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < latest
-        time.sleep(0.02)
-
-
 def play(folder: str, port: int) -> Any:
     return rank_0(folder, port) if os.environ["RANK"] == "0" else rank_1(folder, port)
 
 
 def rank_0(folder: str, port: int) -> tuple[int, str]:
-    """What the other node's pod answers to /healthz once it is ready and has heard two orders; makes version 6 then."""
     lead = load_learner(load_recipe(settings(folder, port).recipe), folder, RankSettings(rank=0, world_size=2))
-    until(lambda: get(port, "/readyz") == (200, "ready\n"))
+    wait_until(lambda: get(port, "/readyz") == (200, "ready\n"))
     lead.order(HEARTBEAT)
     lead.order(HEARTBEAT)
-    until(lambda: 'pipelinerl_trainer_rank_orders_total{kind="beat",run="r"} 2.0' in get(port, "/metrics")[1])
+    wait_until(lambda: 'pipelinerl_trainer_rank_orders_total{kind="beat",run="r"} 2.0' in get(port, "/metrics")[1])
     healthy = get(port, "/healthz")
     group = make_group()
     batch = TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))
@@ -79,7 +69,6 @@ def rank_0(folder: str, port: int) -> tuple[int, str]:
 
 
 def rank_1(folder: str, port: int) -> tuple[tuple[int, str], str, int | None]:
-    """What it answers to /readyz before its model is loaded, its name and version; returns with rank 0's last order."""
     asked, load, answers = threading.Event(), rank.load_learner, []
 
     def load_when_asked(*arguments: Any, **options: Any) -> Any:
@@ -87,7 +76,7 @@ def rank_1(folder: str, port: int) -> tuple[tuple[int, str], str, int | None]:
         return load(*arguments, **options)
 
     def ask() -> None:
-        until(lambda: get(port, "/readyz")[0] != 0)
+        wait_until(lambda: get(port, "/readyz")[0] != 0)
         answers.append(get(port, "/readyz"))
         asked.set()
 

@@ -66,7 +66,6 @@ def state_bytes(learner: Learner) -> int:
 
 
 def train(learner: Learner, job: Job) -> Result | None:
-    """None on ranks that follow."""
     gradients = keep_gradients(learner)
     if not learner.world.is_first:
         worker_loop(learner)
@@ -104,7 +103,6 @@ def split(group: TrainingGroup, num_groups: int) -> list[TrainingGroup]:
 
 
 def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
-    """Where each step of the learner's optimizer will leave the gradients that it is given."""
     kept: list[dict[str, np.ndarray]] = []
     step = learner.optimizer.step
 
@@ -118,7 +116,6 @@ def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
 
 
 def train_all(jobs: dict[str, Job]) -> dict[str, Result | None]:
-    """On every rank of several."""
     join_ranks(torch.device("cpu"))
     results = {}
     for name, job in jobs.items():
@@ -349,7 +346,6 @@ def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(tr
 
 
 def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]] | None:
-    """On two ranks in 16 bit: (what a snapshot sends, the masters rounded), of rank 0."""
     join_ranks(torch.device("cpu"))
     recipe = Job(folder, model={"dtype": "bfloat16"}).recipe()
     learner = sharded_learner(recipe, folder, torch.device("cpu"))
@@ -374,7 +370,6 @@ def test_sharded_masters_are_sent_in_sixteen_bit_also_after_scoring(trained: Tra
 
 
 def of_another_revision(folder: str, name: str) -> str:
-    """What a rank says whose pod, recipe or version is not as rank 0's."""
     rank = os.environ["RANK"]
     loading.__version__ = f"1.{rank}" if name == "version" else "1.0"
     recipe = Job(folder, trainer={"learning_rate": 1e-4 * (1 + int(rank) * (name == "recipe"))}).recipe()
@@ -394,7 +389,6 @@ def test_nodes_of_different_revisions_do_not_train_together(trained: Trained, na
 
 
 def left_alone(folder: str) -> str:
-    """What ends rank 1 when rank 0 leaves without a last order."""
     join_ranks(torch.device("cpu"))
     learner = sharded_learner(Job(folder).recipe(), folder, torch.device("cpu"))
     if learner.world.is_first:

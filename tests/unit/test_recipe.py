@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.episodes.environment import check_environment_class
+from pipelinerl.episodes import check_environment_class
 from pipelinerl.errors import FieldError, Lacking, UserError
 from pipelinerl.recipe import preflight
 from pipelinerl.recipe.devices import Device, Devices, has_gpu
@@ -51,7 +51,6 @@ def problems(data: dict[str, Any], *overrides: str) -> dict[str, str]:
 
 
 def with_values(fields: dict[str, Any]) -> dict[str, Any]:
-    """The minimal recipe with these fields, by dotted path."""
     data = minimal()
     for path, value in fields.items():
         section = data
@@ -215,11 +214,7 @@ def test_unknown_override_paths_get_near_matches(override: str, said: str) -> No
         ("trainer.lerning_rate", 1, "no such field; did you mean trainer.learning_rate, trainer.value_learning_rate or"),
         ("model.dtype", "fp8", "use one of float32, bfloat16"),
         ("model.dtype", "float16", "too small a range: gradients flush to zero, weights overflow; use bfloat16 or float32"),
-        (
-            "weights.wire_dtype",
-            "float16",
-            "too small a range: gradients flush to zero, weights overflow; use bfloat16 or float32",
-        ),
+        ("weights.wire_dtype", "float16", "too small a range: gradients flush to zero, weights overflow; use bfloat16 or"),
         ("algorithm.max_lag", -1, "use an integer or null, at least 0"),
         ("algorithm.max_lag", False, "use an integer or null"),
         ("algorithm.clip_low", 1.5, "at most 1"),
@@ -254,6 +249,10 @@ def test_a_missing_field_says_what_to_give() -> None:
     assert "model is missing: give a section with source, name" in str(info.value)
 
 
+GAMES = "evaluation.sets=[{name: games, task: {source: environment, name: 'a:B'}"
+JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'}"
+
+
 @pytest.mark.parametrize(
     ("override", "field", "said"),
     [
@@ -267,21 +266,9 @@ def test_a_missing_field_says_what_to_give() -> None:
         ("model={source: hub, name: guess}", "model.name", "is a small model of this package, not of the hub"),
         ("model={source: package, name: x}", "model.name", "no small model of this package has this name; use"),
         ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: trainer.schedule = 'wsd' needs 1 to 20 here"),
-        (
-            "trainer={steps: 20, schedule: wsd, warmup_steps: 5, decay_steps: 16}",
-            "trainer.decay_steps",
-            "16: trainer.schedule = 'wsd' needs 1 to 15 here, the steps after warm-up",
-        ),
-        (
-            "trainer={steps: 20, schedule: wsd, warmup_steps: 20, decay_steps: 1}",
-            "trainer.warmup_steps",
-            "20: leaves trainer.schedule = 'wsd' no step of trainer.steps = 20 to decay in; lower it",
-        ),
-        (
-            "algorithm.advantage=group_mean sampling.group_size=1",
-            "algorithm.advantage",
-            "use larger groups, or the advantage value",
-        ),
+        ("trainer={steps: 9, schedule: wsd, warmup_steps: 5, decay_steps: 5}", "trainer.decay_steps", "needs 1 to 4 here"),
+        ("trainer={steps: 9, schedule: wsd, warmup_steps: 9, decay_steps: 1}", "trainer.warmup_steps", "leaves trainer.sch"),
+        ("algorithm.advantage=group_mean sampling.group_size=1", "algorithm.advantage", "larger groups, or the advantage"),
         ("reward.json_schema={type: object}", "reward.json_schema", "is for reward.scorer = 'json_schema'"),
         ("reward.test_timeout_s=3", "reward.test_timeout_s", "is for reward.scorer = 'code'"),
         ("reward.format_weight=0.5", "reward.format_weight", "adds nothing without reward.format_pattern"),
@@ -289,16 +276,8 @@ def test_a_missing_field_says_what_to_give() -> None:
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "is for programs and functions"),
         ("reward.correct=20000", "reward.correct", "is beyond reward.max_abs = 10000"),
-        (
-            "evaluation.sets=[{name: games, task: {source: environment, name: 'a:B'}, reward: {scorer: math}}]",
-            "evaluation.sets.0.reward.scorer",
-            "give this task its own section reward",
-        ),
-        (
-            "evaluation.sets=[{name: games, task: {source: environment, name: 'a:B'}, reward: {answer_pattern: '(a)'}}]",
-            "evaluation.sets.0.reward.answer_pattern",
-            "is ignored: the reward is the environment's own",
-        ),
+        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "give this task its own section reward"),
+        (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the reward"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' has no such"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
         ("trainer.schedule=inverse_sqrt", "trainer.warmup_steps", "0: trainer.schedule = 'inverse_sqrt' decays on the scale"),
@@ -306,16 +285,11 @@ def test_a_missing_field_says_what_to_give() -> None:
         ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "whose baseline needs every reward"),
         ("reward.scorer=judge", "reward.judge", "None: reward.scorer = 'judge' needs this section"),
         (
-            "evaluation.sets=[{name: games, task: {source: environment, name: 'a:B'}, reward: {scorer: judge, "
-            "judge: {url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'}}}]",
+            f"{GAMES}, reward: {{scorer: judge, judge: {JUDGE}}}}}]",
             "evaluation.sets.0.reward.scorer",
-            "the reward is the environment's own (task.source = 'environment')",
+            "the environment's own (",
         ),
-        (
-            "reward.judge={url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'}",
-            "reward.judge",
-            "is for reward.scorer = 'judge'",
-        ),
+        (f"reward.judge={JUDGE}", "reward.judge", "is for reward.scorer = 'judge'"),
         ("evaluation.samples=4", "evaluation.samples", "4: greedy answers are all the same"),
         ("trainer.value_learning_rate=1e-5", "trainer.value_learning_rate", "'leave_one_out' has no value head"),
     ],
@@ -406,10 +380,7 @@ def test_a_small_model_of_the_package_reads_its_own_task_only(overrides: list[st
     with pytest.raises(RecipeError, match="1 problem") as info:
         load_recipe(RECIPES / "arithmetic.yaml", overrides)
     problem = info.value.problems[0]
-    assert (problem.field, str(problem.value)) == (
-        field,
-        overrides[0].partition("=")[2] if field != "task.name" else "spell_backward",
-    )
+    assert (problem.field, str(problem.value)) == (field, overrides[0].partition("=")[2])
     assert "set model.source to another one: hub, path, checkpoint or smollm2" in problem.fix
     load_recipe(RECIPES / "arithmetic.yaml", [*overrides, "model.source=smollm2"])
 
@@ -436,7 +407,6 @@ def test_whatever_is_written_gives_a_recipe_or_a_recipe_error(fields: dict[str, 
 
 
 def found(*overrides: str, **sections: Any) -> dict[str, tuple[str, bool]]:
-    """What keeps a recipe from running here, by field: how it reads, and whether it is `Lacking`."""
     recipe = recipe_from_data(minimal(**sections), "x", overrides)
     problems = examine(recipe).problems
     if not problems:
@@ -463,11 +433,7 @@ MISTAKES = [
 LACKING = [
     ("task={source: jsonl, path: DIR/p.parquet}", "task.path", "pip install pyarrow"),
     ("actor={count: 0}", "actor.count", "needs at least 1"),
-    (
-        "model={source: smollm2}",
-        "PIPELINERL_CACHE",
-        "broken.jsonl is not a folder, and initial models are kept there; name another",
-    ),
+    ("model={source: smollm2}", "PIPELINERL_CACHE", "broken.jsonl is not a folder, and initial models are kept there"),
     ("trainer={context_parallel: 2}", "trainer.context_parallel", "does not divide trainer.nproc = 1"),
     ("trainer={nproc: 4, shard_ranks: 3}", "trainer.shard_ranks", "does not divide trainer.nproc = 4"),
     ("trainer={optimizer: adamw_8bit}", "trainer.optimizer", "run make adamw8bit, or use adamw"),
@@ -529,10 +495,8 @@ def test_a_task_without_a_name_is_called_by_its_file() -> None:
     file = {"source": "jsonl", "path": "data/sums of two.jsonl"}
     recipe = recipe_from_data(minimal(task=file, evaluation={"sets": [{"task": {**file, "name": "mine"}}]}), "x")
     assert list(recipe.problem_sets) == ["sums of two", "mine"]
-    assert [*recipe_from_data(minimal(task=None, tasks=[{"task": file}, {"task": {}}]), "x").mixture] == [
-        "sums of two",
-        "chain_sum",
-    ]
+    two = recipe_from_data(minimal(task=None, tasks=[{"task": file}, {"task": {}}]), "x")
+    assert list(two.mixture) == ["sums of two", "chain_sum"]
 
 
 def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
@@ -546,13 +510,6 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     assert "p.jsonl': empty answers: 1, the first in line 2, with which reward.scorer = 'task' fails" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
     assert list(doubts(fine, Examination())) == []
-
-
-def test_what_is_there_is_found(tmp_path: Path) -> None:
-    model_folder(tmp_path)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
-    task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
-    assert found(model={"source": "path", "name": str(tmp_path)}, task=task, reward={"scorer": "json.tool:main"}) == {}
 
 
 def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
@@ -612,7 +569,6 @@ def kills(item):
 
 @pytest.fixture
 def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Examination]:
-    """What is found of a recipe with further sets of the same problems, each with one of `REWARDS` or another scorer."""
     monkeypatch.chdir(tmp_path)
     Path("my_rewards.py").write_text(REWARDS)
     Path("p.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{i}", "tests": []}}\n' for i in (1, 2, 3, 4)))
@@ -669,25 +625,16 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
     assert of_lines == {f"<answer> {row}</answer>": (row, 1.0) for row in rows}, "one row has two lines"
     assert {call.completion for call in of_set["either"] if call.reward} == {f"Answer:{row}" for row in rows if "\n" not in row}
     plain = {call.completion: call.reward for call in of_set["plain"]}
-    right = [
-        r"\boxed{2\sqrt{3}}",
-        r"\boxed{(3, 4)}",
-        r"\boxed{x = 5}",
-        r"\boxed{2 \cdot 2 - 2}",
-        r"\boxed{2}",
-        f"\\boxed{{{rows[-1]}}}",
-    ]
-    assert {completion for completion, reward in plain.items() if reward} == set(right)
+    right = [r"2\sqrt{3}", "(3, 4)", "x = 5", r"2 \cdot 2 - 2", "2", rows[-1]]
+    assert {completion for completion, reward in plain.items() if reward} == {f"\\boxed{{{one}}}" for one in right}
     assert {r"\boxed{-2\sqrt{3}}", r"\boxed{3}", r"\boxed{(4, 3)}", ""} < plain.keys()
     assert r"<answer>\boxed{x = 5}</answer>" in {call.completion for call in of_set["tagged"]}
-    doubts_by_set = [
-        [str(doubt) for doubt in doubts(recipe, found) if f"task {name}: " in str(doubt)]
-        for name in ("plain", "tagged", "digit")
-    ]
+    doubted = list(map(str, doubts(recipe, found)))
+    doubts_by_set = [[line for line in doubted if f"task {name}: " in line] for name in ("plain", "tagged", "digit")]
     for told in doubts_by_set[:2]:
-        said = r"the \w+ answer.* of line \d ?(?:cannot be scored|earns \d|, .*Assume)"
+        said = r"the \w+ answer.* of line \d (?:cannot be scored|earns \d|is prose)"
         assert sorted(re.search(said, line)[0] for line in told) == [
-            "the reference answer of line 4 cannot be scored", "the reference answer of line 6, '\\\\boxed{Assume",
+            "the reference answer of line 4 cannot be scored", "the reference answer of line 6 is prose",
             "the wrong answer '2' to the problem of line 5 earns 1",
         ]  # fmt: skip
     assert "the reference answer of line 1 earns 0 as '2\\\\sqrt{3}'; write" in "".join(doubts_by_set[2])
@@ -705,21 +652,9 @@ def test_a_pattern_that_takes_forever_costs_its_timeout(rehearsed: Callable[...,
     [
         ("my:right", "", (1.0, 1.0), 0.0, ""),
         ("my:right", "", (1.0, 0.5), 0.5, ""),
-        (
-            "my:constant",
-            "",
-            (0.5, 0.5),
-            0.5,
-            "'4', earns 0.5, as an empty text does, as the completion, and none of the 2 tried",
-        ),
+        ("my:constant", "", (0.5, 0.5), 0.5, "'4', earns 0.5, as an empty text does, as the completion, and none of the 2"),
         ("my:strict", "", (0.0, 0.0), None, "'4', earns 0 as the completion, and none of the 2 tried earns more"),
-        (
-            "exact",
-            r"#+ (\d)",
-            (0.0, 0.0),
-            0.0,
-            "'4', in which reward.answer_pattern finds nothing, earns 0, as an empty text does,",
-        ),
+        ("exact", r"#+ (\d)", (0.0, 0.0), 0.0, "'4', in which reward.answer_pattern finds nothing, earns 0, as an empty text"),
         ("regex", "", (0.0, 0.0), 0.0, ""),  # the reference is a pattern, and none that it matches is known
         ("regex", "", (1.0, 1.0), 1.0, "earns 1, as an empty text does"),
     ],
@@ -861,16 +796,8 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox would block the servers"),
         ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program here"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
-        (
-            {"source": "agent", "command": "python agent.py", "path": "p.jsonl"},
-            "reward.overlong.buffer_tokens",
-            "an agent's answer has no length in tokens; use 0",
-        ),
-        (
-            {"source": "agent", "command": "python agent.py", "path": "p.jsonl"},
-            "reward.truncated",
-            "the reward does not know here which turns were cut; use score or mask",
-        ),
+        ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
+        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "the reward does not know here which turns"),
         ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a file of problems here"),
     ],
 )
@@ -893,9 +820,7 @@ def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: P
     (tmp_path / "mlflow.py").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (lacking,) = examine(recipe_from_data(minimal(trackers=["mlflow", "wandb"]), "x")).problems
-    assert str(lacking) == (
-        "trackers = ['mlflow', 'wandb']: wandb not installed: pip install 'pipelinerl[wandb]', or leave it out"
-    )
+    assert str(lacking).startswith("trackers = ['mlflow', 'wandb']: wandb not installed: pip install 'pipelinerl[wandb]'")
 
 
 def test_ranks_need_as_many_gpus_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,6 @@ def linear(in_progress: float) -> float:
 
 
 def saturating(in_progress: float) -> float:
-    """As fast with a fifth of 10 slots as with all."""
     return min(in_progress, 2) / 2
 
 

@@ -244,7 +244,6 @@ def test_axes_and_the_bands_and_labels_of_the_ledger(expression: str, value: obj
 
 
 def read_by_the_page(function: str, texts: list[str]) -> Any:
-    """What `PrlSamples.parts` reads off each text."""
     called = f"{json.dumps(texts)}.map(PrlSamples.parts.{function})"
     script = f"{asset('charts.js')}{asset('samples.js')}; console.log(JSON.stringify({called}))"
     return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True).stdout)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.commands.run import find_run, resume
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.local.ending import write_report
 from pipelinerl.local.processes import lives, living, running_pids
-from pipelinerl.local.resume import find_run, resume
 from pipelinerl.recipe.loading import ChangedRecipe, RecipeError, recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import STATE_FORMAT, RunDir, newest_checkpoint, read_json, write_json
 

@@ -48,7 +48,6 @@ def item(answer: str | None, reference: dict[str, Any] | str = "", **fields: Any
 
 
 def gym_reference(family: str, seed: int = 3, **config: Any) -> dict[str, Any]:
-    """What the task package sends for one problem, after its way through JSON."""
     import reasoning_gym
 
     entry = reasoning_gym.create_dataset(family, size=1, seed=seed, **config)[0]
@@ -169,12 +168,7 @@ FUNCTION = "def add(a, b):\n    return a + b"
     ("row", "answer", "value", "reason"),
     [
         ({"tests": PAIRS}, ADDS, 1.0, "took the whole answer as code"),
-        (
-            {"tests": PAIRS},
-            f"Wrong:\n```python\n1/0\n```\nBetter:\n```py\n{ADDS}\n```\nDone.",
-            1.0,
-            "last of its 2 code blocks",
-        ),
+        ({"tests": PAIRS}, f"Wrong:\n```python\n1/0\n```\nSo:\n```py\n{ADDS}\n```\nDone.", 1.0, "last of its 2 code blocks"),
         ({"tests": PAIRS}, f"```py\n{ADDS}", 1.0, "took its code block"),
         ({"tests": PAIRS}, f"```python\n{ADDS}\n```\n```sh\npython add.py\n```", 1.0, "took its code block"),
         ({"tests": PAIRS}, "print(5)", 0.5, "test 2 of 2: prints '5\\n', not '8\\n'"),
@@ -205,7 +199,6 @@ LCB = {"tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}], "m
 
 
 def packed(value: Any) -> str:
-    """As LiveCodeBench keeps its private tests."""
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 
@@ -279,11 +272,8 @@ def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
 def test_rows_and_answers_of_users_are_understood(row: dict[str, Any], program: str) -> None:
     scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=10.0, timeout_s=60.0))
     assert scorer(RewardInput("", program, program, {"row": row})).value == 1.0
-    wrong = (
-        f"```python\n{program.replace('a + b', 'a - b')}\nraise ValueError\n```"
-        if "```" not in program
-        else "```python\n1\n```"
-    )
+    broken = "1" if "```" in program else f"{program.replace('a + b', 'a - b')}\nraise ValueError"
+    wrong = f"```python\n{broken}\n```"
     assert scorer(RewardInput("", wrong, wrong, {"row": row})).value == 0.0
 
 
@@ -315,22 +305,10 @@ def test_code_takes_the_tests_of_a_parquet_files_rows(tmp_path: Path) -> None:
         assert [scorer(RewardInput("", program, program, reference)).value for program in (ADDS, "print(6)")] == [1.0, 0.0]
 
 
-NO_TESTS = (
-    None,
-    [],
-    "",
-    "[",
-    7,
-    [7],
-    {"inputs": ["1"], "outputs": []},
-    [{"input": "1"}],
-    packed(os.system),
-    packed([]),
-    packed("["),
-)
+NO_TESTS = (None, [], "", "[", 7, [7], {"inputs": ["1"], "outputs": []}, [{"input": "1"}])
 
 
-@pytest.mark.parametrize("tests", NO_TESTS)
+@pytest.mark.parametrize("tests", [*NO_TESTS, packed(os.system), packed([]), packed("[")])
 def test_tests_that_are_none_are_told(tests: Any) -> None:
     with pytest.raises(BadReference, match="tests: "):
         code_scorer(RewardConfig(scorer="code"))(RewardInput("", "x", "x", {"row": {"tests": tests}}))
@@ -736,7 +714,6 @@ ON_ITS_OWN_TEXT = {
 
 
 def scored(family: str, answer: str, seed: int = 3) -> Score:
-    """An empty answer is the entry's own."""
     reference = gym_reference(family, seed)
     return reasoning_gym_scorer(family)(item(answer or reference["entry"]["answer"], reference))
 

@@ -30,7 +30,6 @@ from tests.unit.builders import make_episode, make_group, make_sequence
 
 
 def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
-    """The third sequence is of two versions."""
     sequences = sequences_of(lengths)
     spans = (VersionSpan(0, 0, 1), VersionSpan(1, 1, lengths[2][1]))
     sequences[2] = replace(sequences[2], spans=spans)

@@ -66,7 +66,6 @@ def lead(learner: Learner, job: Job, saved_in: Path | None) -> list[dict[str, An
 
 
 def trace_all(work: dict[str, tuple[Job, Path]], resumed: bool) -> dict[str, Trace]:
-    """On each rank: saves each job's state in its folder on the way, or goes on from there."""
     ranks, traces = RankSettings(), {}
     if ranks.world_size > 1:
         join_ranks(CPU)

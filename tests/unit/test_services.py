@@ -30,7 +30,6 @@ def launches(tmp_path: Path) -> ServiceLaunches:
 
 
 def settings_of(launch: Launch, kind: type[ServiceSettings], monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """As the service reads them; every variable that is set is one of them."""
     own = {name for name in launch.environment if name.startswith("PIPELINERL_")}
     assert own <= {f"PIPELINERL_{name.upper()}" for name in kind.model_fields}, launch.name
     assert launch.environment["PATH"] == "/bin"

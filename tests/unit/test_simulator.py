@@ -18,7 +18,6 @@ FOUR = Lengths.of([(4, 1.0)])
 
 
 def one_at_a_time(batch_size: int = 1, slots: int = 1, group_size: int = 1, **sections: Any) -> Recipe:
-    """A long run, without evaluations after the first."""
     sections = {"algorithm": {"advantage": "value", "max_lag": 1}} | sections
     return make_recipe(
         sampling={"group_size": group_size, "max_tokens": 16},

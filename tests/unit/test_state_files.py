@@ -35,7 +35,6 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def written(path: Path, trained: Learner | None = None) -> Path:
-    """A state of one step in `path`."""
     one = trained or learner()
     one.train_step([GROUP], 0)
     write_state(stage(one), path, None)
@@ -134,7 +133,6 @@ def test_a_damaged_state_is_told_of(tmp_path: Path, name: str, keep: int | None,
 
 
 def full_disk(folder: Path, rank: int) -> Path:
-    """A folder that has no space for the rank's file."""
     folder.mkdir()
     (folder / f"__{rank}_0.distcp").symlink_to("/dev/full")
     return folder
@@ -152,7 +150,6 @@ def test_a_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None
 
 
 def save_on_bad_disks(folder: str, states: str) -> list[str]:
-    """On each of two ranks: a save that fails on rank 1, one on rank 0, one that is never written, one that is good."""
     join_ranks(torch.device("cpu"))
     one = sharded_learner(Job(folder).recipe(), folder, torch.device("cpu"))
     if not one.world.is_first:

@@ -127,7 +127,6 @@ def reasoning_lengths(seed: int, count: int, budget: int) -> list[int]:
 
 
 def round_robin_cost(lengths: list[int], budget: int, num_ranks: int, model: CostModel) -> float:
-    """Of a step whose sequences are dealt to the ranks in turn, each packing its own; lockstep per slot."""
     shares = [lengths[rank::num_ranks] for rank in range(num_ranks)]
     costs = [[float(model.of([share[i] for i in bin_]).sum()) for bin_ in pack(share, budget)] for share in shares]
     num_slots = max(map(len, costs))

@@ -8,11 +8,13 @@ import pytest
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish
-from pipelinerl.local.processes import ServiceDied
+from pipelinerl.local.processes import Launch, ServiceDied
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_dir import RunDir
 from pipelinerl.run_summary import lag_summary, read_jsonl, summary_from_metrics
+
+TRAINER = Launch("trainer", (), {}, Path("log"), Path("address"))
 
 
 def recipe() -> Recipe:
@@ -195,8 +197,8 @@ def test_closing_lines(tmp_path: Path) -> None:
     [
         (Ending(1.0), 0, False),
         (Ending(1.0, error=ServiceError("x")), 1, True),
-        (Ending(1.0, error=ServiceDied("trainer", 1, Path("log"), "")), 1, True),
-        (Ending(1.0, error=ServiceDied("trainer", 2, Path("log"), "")), 2, False),
+        (Ending(1.0, error=ServiceDied(TRAINER, 1)), 1, True),
+        (Ending(1.0, error=ServiceDied(TRAINER, 2)), 2, False),
         (Ending(1.0, interrupted=True), 130, True),
         (Ending(1.0, interrupted=True, error=ServiceError("x")), 130, True),
     ],

@@ -35,7 +35,6 @@ class Exported:
         self.metrics.watch(lambda: run_view(tracker=tracker), lambda: trainer_pb2.TRAINER_PHASE_TRAINING)
 
     def step(self, **figures: object) -> None:
-        """A step's record with these figures."""
         measured = {"heldout_tokens": None, "commits_held_s": 0, "parity_failures": 0}
         record = {"step_s": {}, "actor_busy_fraction": None, "trainer_busy_fraction": 0.5}
         self.metrics.steps.observe({**step_figures(), **measured, **record, **figures})

@@ -65,7 +65,6 @@ class Life:
         self.tasks = [asyncio.create_task(self.feeder.run()), asyncio.create_task(self.intake.run())]
 
     async def idle(self) -> None:
-        """Until feeder and intake have nothing left to do."""
         end = (await self.bus.sequences_info()).last_position
         self.feeder.look_again()
         while self.feeder.allowance > 0 or self.intake.position < end:
@@ -74,7 +73,6 @@ class Life:
             await asyncio.sleep(0)
 
     async def step(self) -> list[str]:
-        """The groups of one optimizer step, if there is a batch for it."""
         taking = asyncio.create_task(self.intake.take_batch(self.version))
         for _ in range(50):  # all that it may need is here already
             await asyncio.sleep(0)
@@ -91,7 +89,6 @@ class Life:
         return [group.sequences[0].group_id for group in taking.result()]
 
     async def train_a_version(self, answers: int = 2) -> None:
-        """A step on what so many answers make ready."""
         await self.idle()
         for _ in range(answers):
             await answer_next(self)
@@ -102,7 +99,6 @@ class Life:
         await self.loop.checkpoints.write(anew=True)
 
     async def die(self) -> None:
-        """As SIGKILL leaves things: what was written is there, and nothing else is."""
         self.journal.flush()
         self.loop.close()
         for task in self.tasks:
@@ -404,7 +400,6 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def write(run_dir: Path, version: int, tensors: WriteTensors | None = None, **state: Any) -> WrittenCheckpoint:
-    """A checkpoint of a version of which nothing was trained."""
     run_state = make_run_state(version, SequenceTracker(), **state)
     return write_checkpoint(run_dir, 2, tensors or tensors_of(version), run_state)
 

@@ -108,7 +108,6 @@ async def test_other_ranks_hear_from_a_run_that_waits_for_actors_and_then_of_its
 
 
 def gone() -> None:
-    """What a heartbeat to a rank meets that is gone."""
     raise RuntimeError("connection closed by peer")
 
 
@@ -147,7 +146,6 @@ async def until_logged(caplog: pytest.LogCaptureFixture, text: str, times: int =
 
 @pytest.fixture
 def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Every run has trained all its steps."""
     caplog.set_level("INFO")
     monkeypatch.setattr(loop, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr("services.trainer.run.evaluates_first", lambda *_: False)

@@ -27,7 +27,6 @@ def sender_and_snapshot(stall_timeout_s: float = 120.0, host: str = "127.0.0.1")
 
 
 async def meeting(sender: WeightSender, epoch: int, host: str = "127.0.0.1") -> tuple[CollectiveGroup, WeightGroup]:
-    """The trainer's end and an actor's."""
     group = sender.open_group(epoch, 2, 120)
     spec = GroupSpec(group.store_address, f"epoch-{epoch}", 1, 2, "gloo", host)
     actor, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, 120), group.built())

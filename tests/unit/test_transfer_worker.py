@@ -88,7 +88,6 @@ async def engine(*loaders: KeepingLoader, staging_buffers: int = 2, stall_timeou
 
 
 async def meet(actor: Engine, store: GroupStore, name: str = "epoch-1", world: int = 2) -> WeightGroup:
-    """The trainer's side of a group that `actor` joins."""
     spec = GroupSpec(store.own_address, name, 0, world, "gloo", "127.0.0.1")
     meeting = asyncio.to_thread(WeightGroup.connect, spec, SOON_S)
     joined, group = await asyncio.gather(actor.join(store, name, world), meeting)

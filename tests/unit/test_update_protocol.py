@@ -60,7 +60,6 @@ class ScriptedGroup:
         return TransferResult(CHECKSUM, 16, 0.001)
 
     async def abandon(self) -> None:
-        """As a real group's: others go on meanwhile."""
         for _ in range(3):
             await asyncio.sleep(0)
 
@@ -170,7 +169,6 @@ class Stage:
     history: Told
 
     def told(self, actor: str) -> list[str]:
-        """What was told of an actor's comings and goings."""
         return [change.kind for change in self.history.changes if change.member.actor == actor]
 
     def served(self, actor: str) -> list[int]:
@@ -178,7 +176,6 @@ class Stage:
 
     @property
     def joining(self) -> list[str]:
-        """Who is being brought to the served version on a side group."""
         return [actor for actor, state in self.updater.states.items() if state == "joining"]
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -210,8 +207,6 @@ class Stage:
         await self.until(lambda: self.served(name)[-1:] == [version] and not self.joining)
 
     def fail(self, name: str, error: Exception) -> None:
-        """Of each receive."""
-
         def fail(version: PolicyVersion) -> int:
             raise error
 

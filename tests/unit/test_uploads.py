@@ -106,7 +106,6 @@ def test_a_url_that_cannot_be_is_refused_by_its_field(url: str, problem: str) ->
 
 @pytest.fixture
 def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Every run has trained all its steps."""
     caplog.set_level("INFO")
     monkeypatch.setattr("services.trainer.run.evaluates_first", lambda *_: False)
     monkeypatch.setattr(uploads, "BACKOFF", Backoff(0.01, 0.01))

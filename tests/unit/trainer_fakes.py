@@ -94,7 +94,6 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
 
 @asynccontextmanager
 async def serving(**actors: FakeActor) -> AsyncIterator[dict[str, str]]:
-    """Their addresses by name."""
     async with AsyncExitStack() as stack:
         addresses = {}
         for name, actor in actors.items():
@@ -131,7 +130,6 @@ class FakeVerifier:
 
 
 def step_figures(skipped: str = "") -> dict[str, Any]:
-    """What `PolicyTrainer.step` gives, as far as loop and report look at it."""
     tokens = 0 if skipped else 8
     return {
         "clipped": not skipped,
@@ -153,7 +151,6 @@ def step_figures(skipped: str = "") -> dict[str, Any]:
 
 
 def tensors_of(version: int) -> Callable[[Path], object]:
-    """Writes a checkpoint of no tensors."""
     return lambda folder: (folder / "config.json").write_text(f'{{"version": {version}}}')
 
 
@@ -286,7 +283,6 @@ class FakeUpdater:
         return self.members
 
     def serve(self, addresses: Mapping[str, str]) -> None:
-        """The actors at these addresses, by name, serve what is offered."""
         self.members = {name: SimpleNamespace(grpc_address=address) for name, address in addresses.items()}
 
     async def offer(self, version: int, snapshot: object) -> None:
@@ -310,7 +306,6 @@ class FakeUpdater:
 
 
 def make_run_state(version: int, books: SequenceTracker, **fields: Any) -> RunState:
-    """Of a run that has read nothing."""
     defaults: dict[str, Any] = {
         "run": RUN,
         "policy_version": version,
@@ -451,12 +446,10 @@ class Desk:
         self.updater.served_version = 0
 
     def serve(self, version: int, *, num_actors: int = 1) -> None:
-        """Every actor serves `version` from now on."""
         self.updater.served_version, self.updater.num_present = version, num_actors
         self.feeder.look_again()
 
     async def take_issued(self) -> list[PromptGroup]:
-        """Everything on PROMPTS now, acknowledged."""
         groups = []
         while self.feeder.allowance > 0 or (await self.bus.prompts_info()).messages:
             delivery = await self.bus.next_prompt(timeout_s=1.0)

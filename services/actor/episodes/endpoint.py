@@ -25,7 +25,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from pipelinerl.episodes.environment import TOO_LARGE
+from pipelinerl.episodes import TOO_LARGE
 from pipelinerl.errors import as_unicode
 from pipelinerl.messages.sequences import SamplingParams, TokenIds
 from services.actor.engine import before_stop

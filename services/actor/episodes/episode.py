@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.episodes.environment import CONTEXT_LENGTH, MAX_TURNS
+from pipelinerl.episodes import CONTEXT_LENGTH, MAX_TURNS
 from pipelinerl.errors import MessageError, PipelineRLError, ServiceError
 from pipelinerl.messages.sequences import (
     Branch,

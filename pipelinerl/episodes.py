@@ -1,37 +1,12 @@
-"""Environments and tools, as users write them.
+"""Environments and tools, as users write them (docs/episodes.md). Needs neither torch nor vLLM, and runs nothing.
 
-An environment starts an episode, answers each turn of the policy, and says what the episode was worth:
+An environment starts an episode, answers each turn of the policy, and says what the episode was worth. Each episode has its own
+object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode may run again from its
+start: if it behaves the same for the same row, seed and turns, it continues from the turns already sampled.
 
-    from pipelinerl.episodes import Done, Turn
-
-    class GuessNumber:
-        def start(self, row, seed):
-            self.number = random.Random(seed).randrange(100)
-            return "Guess my number from 0 to 99."
-
-        def reply(self, turn: Turn):
-            guess = int(turn.text)
-            if guess == self.number:
-                return Done(1.0)
-            return "higher" if guess < self.number else "lower"
-
-Each episode has its own object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode
-may run again from its start: if it behaves the same for the same row, seed and turns, it continues from the turns already
-sampled. Nothing here calls a model or runs an environment.
-
-A tool is a Python function: its name, type hints and docstring are the schema that the policy reads.
-
-    def multiply(a: float, b: float = 1.0) -> float:
-        '''Product of two numbers.
-
-        Args:
-            a: The first factor.
-            b: The second one.
-        '''
-        return a * b
-
-Parameters are str, int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the
-function's result: text as it is, anything else as JSON.
+A tool is a Python function: its name, type hints and docstring are the schema that the policy reads. Parameters are str, int,
+float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the function's result: text as it
+is, anything else as JSON.
 """
 
 from __future__ import annotations
@@ -156,8 +131,7 @@ class Tool:
     @property
     def parameters(self) -> Mapping[str, Any]:
         """JSON Schema of the arguments."""
-        parameters: Mapping[str, Any] = self.schema["function"]["parameters"]
-        return parameters
+        return dict(self.schema["function"]["parameters"])
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
@@ -177,16 +151,19 @@ def tool_of(function: Callable[..., Any]) -> Tool:
             raise UserError(f"{what} cannot be given by name; a model's arguments have names")
         if parameter.name not in hints:
             raise UserError(f"{what} has no type hint; write one, such as {parameter.name}: str")
-        properties[parameter.name] = _schema_of(hints[parameter.name], what)
+        schema = properties[parameter.name] = _schema_of(hints[parameter.name], what)
         if parameter.name in described:
-            properties[parameter.name]["description"] = described[parameter.name]
+            schema["description"] = described[parameter.name]
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-        else:
-            properties[parameter.name]["default"] = _default(parameter.default, what)
+            continue
+        try:
+            schema["default"] = json.loads(json.dumps(parameter.default))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{what} has the default {parameter.default!r:.100}, which is not JSON") from error
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    schema = {"name": name, "description": description, "parameters": parameters}
-    return Tool(function, {"type": "function", "function": schema})
+    described_function = {"name": name, "description": description, "parameters": parameters}
+    return Tool(function, {"type": "function", "function": described_function})
 
 
 def _schema_of(hint: Any, what: str) -> dict[str, Any]:
@@ -201,21 +178,10 @@ def _schema_of(hint: Any, what: str) -> dict[str, Any]:
         return {"type": "array", "items": _schema_of(arguments[0], what) if arguments else {}}
     if hint is dict or (origin is dict and arguments[0] is str):
         return {"type": "object", "additionalProperties": _schema_of(arguments[1], what) if arguments else {}}
-    raise UserError(
-        f"{what} is {getattr(hint, '__name__', hint)}; use str, int, float, bool, list, dict, Literal or a union of these"
-    )
-
-
-def _default(value: Any, what: str) -> Any:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{what} has the default {value!r:.100}, which is not JSON") from error
-    return value
+    raise UserError(f"{what} is {getattr(hint, '__name__', hint)}; use str, int, float, bool, list, dict, Literal or a union")
 
 
 def _described(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the text before the first section, and the text of each parameter in the section `Args`."""
     parts = _SECTION.split(docstring)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     listed = sections.get("Args") or sections.get("Arguments") or sections.get("Parameters") or ""
