@@ -14,7 +14,7 @@ DEVICE ?= $(or $(HELD),cpu)
 ifeq ($(filter $(DEVICE),cpu cuda),)
 $(error DEVICE=$(DEVICE): give cpu or cuda)
 endif
-ifneq ($(MAKECMDGOALS),clean)
+ifeq ($(filter clean,$(MAKECMDGOALS)),)
 ifneq ($(DEVICE),$(or $(HELD),$(DEVICE)))
 $(error DEVICE=$(DEVICE), but $(VENV) holds the builds for $(HELD): run make clean first)
 endif

@@ -68,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
     """Return the exit code. Raises `UserError` for a mistake that is found before anything is started."""
     page_port, metrics_port = chosen_ports(args)
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
+    if args.actors is not None and args.placement:
+        raise FieldError(
+            "--actors", args.actors, "leave it out: --placement has as many actors as it has groups of GPUs for them"
+        )
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
         recipe, run_dir, placement, notes = make(args, overrides, stack)
@@ -134,7 +138,7 @@ def resume(
 ) -> tuple[Recipe, list[str]]:
     """Prepare the folder for a new start with its own recipe or another `recipe`; return that, and notes for the user. Raises
     `UserError`, with nothing changed."""
-    old = _with_auto(read_recipe(run_dir.recipe), read_json(run_dir.placement).get("automatic", []))
+    old = _with_auto(read_recipe(run_dir.recipe), read_json(run_dir.placement).get("automatic") or [])
     if not recipe:
         recipe_of_run(run_dir.recipe)  # whose problems come before those of the overrides
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
@@ -160,11 +164,12 @@ def resume(
 def _with_auto(data: dict[str, Any], fields: list[str]) -> dict[str, Any]:
     """Return the recipe's data as it was before numbers replaced `auto` in these fields."""
     for field in fields:
-        *sections, name = field.split(".")
-        inside = data
-        for section in sections:
-            inside = inside[section]
-        inside[name] = "auto"
+        section, _, name = field.rpartition(".")
+        inside: Any = data
+        for part in section.split("."):
+            inside = inside.get(part) if isinstance(inside, dict) else None
+        if isinstance(inside, dict):
+            inside[name] = "auto"
     return data
 
 

@@ -13,12 +13,23 @@ from collections.abc import Iterator
 
 from pipelinerl.commands.plan import size_of
 from pipelinerl.errors import FieldError, Lacking, counted, one_of
+from pipelinerl.local.placing import placed_here
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
-from pipelinerl.rl.memory import ENGINE_GIB, GIB, Model, actor_problem, kv_cache_gib, state_bytes, trainer_problem, update_gib
+from pipelinerl.rl.memory import (
+    ENGINE_GIB,
+    GIB,
+    Model,
+    actor_problem,
+    kv_cache_gib,
+    state_bytes,
+    trainer_problem,
+    update_gib,
+    vllm_share,
+)
 from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.service.logs import printable
 from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
@@ -59,8 +70,12 @@ def validate(args: argparse.Namespace) -> int:
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
         print(printable(f"  {name:<11}  {value}"))
-    warnings = [*doubts(recipe, examined), *warned]
-    for title, problems in (("warning", warnings), ("not runnable on this machine", examined.problems)):
+    warnings, lacking = [*doubts(recipe, examined), *warned], list(examined.problems)
+    try:
+        placed_here(recipe)
+    except FieldError as problem:
+        lacking.append(problem)
+    for title, problems in (("warning", warnings), ("not runnable on this machine", lacking)):
         if lines := [f"  - {problem}" for problem in problems]:
             print(f"{title}:", *map(printable, lines), sep="\n")
     return 0
@@ -183,7 +198,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
     """Return the contents of GPU memory as (name, value) rows, for one GPU of an actor and one of the trainer. Pure."""
     engine, trainer = recipe.actor.engine, recipe.trainer
-    size, in_share = engine.tensor_parallel_size, memory_gib * engine.memory_share
+    size, in_share = engine.tensor_parallel_size, memory_gib * vllm_share(recipe, model, memory_gib)
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
     each = kv_gib * GIB / model.kv_bytes / in_progress
     ranks = trainer.shard_ranks or trainer.ranks

@@ -33,15 +33,19 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
     if not parameters:
         lines.append("warning: the size of the model is not known, so that its memory was not calculated")
     recipe = placed.recipe
-    if placed.placement.is_shared and recipe.weights.backend == "auto" and _nccl() < _SHARES_A_GPU:
-        lines.append("note: weights travel by Gloo, since NCCL before 2.30 does not connect two processes on one GPU")
+    if placed.placement.is_shared and _nccl() < _SHARES_A_GPU:
+        why = "NCCL before 2.30 does not connect two processes on one GPU"
+        if recipe.weights.backend == "nccl":
+            raise FieldError("weights.backend", "nccl", f"{why}; use auto or gloo")
+        lines.append(f"note: weights travel by Gloo, since {why}")
         recipe = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"backend": "gloo"})})
     return recipe, placed.placement, lines
 
 
 def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None) -> None:
     """Write the placement of `recipe`, the user's, and its fields that are `auto`."""
-    automatic = [field for field in AUTOMATIC if _value(recipe, field) is None]
+    automatic = [field for field in AUTOMATIC if _value(recipe, field) in (None, "auto")]
+    run_dir.placement.unlink(missing_ok=True)
     if placement is not None or automatic:
         write_json(run_dir.placement, {**(placement.model_dump(mode="json") if placement else {}), "automatic": automatic})
 

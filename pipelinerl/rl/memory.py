@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
 
 GIB = 2**30
 ENGINE_GIB = 3.0
@@ -54,31 +54,42 @@ def usual_kv_bytes(parameters: float) -> float:
 def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
     """Return the KV cache memory of an actor over all its accelerators, which have `memory_gib` each."""
     engine = recipe.actor.engine
-    in_share = memory_gib * engine.memory_share - ENGINE_GIB
+    in_share = memory_gib * vllm_share(recipe, model, memory_gib) - ENGINE_GIB
     return engine.tensor_parallel_size * in_share - model.weights_bytes / GIB
 
 
 def update_gib(recipe: Recipe, model: Model) -> float:
-    """Return the memory that a weight update needs on each accelerator outside vLLM's share: the second instance of the
-    weights and `UPDATE_GIB`."""
-    return model.weights_bytes / GIB / recipe.actor.engine.tensor_parallel_size + UPDATE_GIB
+    """Return the memory that a weight update needs on each accelerator outside vLLM's share: `UPDATE_GIB` and, unless adapters
+    are sent, the second instance of the weights."""
+    return (0 if sends_adapters(recipe) else model.weights_bytes / GIB / recipe.actor.engine.tensor_parallel_size) + UPDATE_GIB
+
+
+def sends_adapters(recipe: Recipe) -> bool:
+    return recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter"
+
+
+def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
+    """Return vLLM's share of an accelerator of its own: the recipe's or, for `auto`, 0.9 or what a weight update leaves."""
+    left = math.floor(100 * (1 - update_gib(recipe, model) / memory_gib)) / 100
+    return recipe.actor.engine.gpu_memory_utilization or max(0.01, min(VLLM_SHARE, left))
 
 
 def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError | None:
-    """Return why an actor cannot work on accelerators of `memory_gib`, or None. An actor must hold the weights twice, and vLLM
-    needs a KV cache for at least one sequence of `model.max_context`."""
-    engine = recipe.actor.engine
-    size, share = engine.tensor_parallel_size, engine.memory_share
+    """Return why an actor cannot work on accelerators of `memory_gib`, or None. An actor must hold the weights twice unless
+    adapters are sent, and vLLM needs a KV cache for at least one sequence of `model.max_context`."""
+    size, share = recipe.actor.engine.tensor_parallel_size, vllm_share(recipe, model, memory_gib)
     weights, longest = model.weights_bytes / GIB, model.kv_bytes * recipe.model.max_context / GIB
+    instances = 1 if sends_adapters(recipe) else 2
 
     def fits(size: int) -> bool:
-        return (2 * weights + longest) / size + ENGINE_GIB + UPDATE_GIB <= memory_gib
+        return (instances * weights + longest) / size + ENGINE_GIB + UPDATE_GIB <= memory_gib
 
     if not fits(size):
         enough = next((2**n for n in range(MOST_PER_ACTOR.bit_length()) if fits(2**n)), None)
+        twice = ", which an update holds twice" if instances == 2 else ""
         large = (
-            f"weights of {weights:,.0f} GiB, which an update holds twice, {longest:.1f} GiB of KV cache for one sequence of "
-            f"model.max_context, and {ENGINE_GIB + UPDATE_GIB:g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
+            f"weights of {weights:,.0f} GiB{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, and "
+            f"{ENGINE_GIB + UPDATE_GIB:g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
         )
         fix = f"use {enough}" if enough else f"{MOST_PER_ACTOR}, the maximum of an actor, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")
@@ -149,7 +160,7 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
         f"{state_gib:.1f} GiB of weights, gradients and optimizer on each of {ranks} leave less than "
         f"{1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use at least {enough} ranks"
     )
-    return FieldError(f"trainer.{field}", getattr(recipe.trainer, field), fix)
+    return FieldError(f"trainer.{field}", getattr(recipe.trainer, field) or "auto", fix)
 
 
 _TENSOR_DTYPES = frozenset({"bfloat16", "float16"})

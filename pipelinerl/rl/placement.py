@@ -7,7 +7,7 @@ gets the memory that the trainer and weight updates leave. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,8 +21,8 @@ from pipelinerl.rl.memory import (
     MODEL_STATE_SHARE,
     Model,
     accelerator_named,
-    actor_problem,
     fewest_ranks,
+    sends_adapters,
     state_bytes,
     trainer_problem,
     update_gib,
@@ -39,27 +39,51 @@ CONTEXTS_GIB = 1.0
 LEAST_ACTIVATIONS_GIB = 4.0
 """Memory for activations of a rank on a shared GPU, if `MODEL_STATE_SHARE` leaves less."""
 OPTION = "--placement"
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+AUTOMATIC = ("trainer.nproc", "actor.count", "actor.engine.gpu_memory_utilization", "weights.backend")
+"""Fields that a placement fills if they are `auto`."""
 
 
 class Placement(BaseModel):
     """GPUs by their names in CUDA_VISIBLE_DEVICES. As JSON, it can be given to `pipelinerl run --placement`."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True)
 
     trainer: tuple[str, ...]
     """The GPU of each rank."""
     actors: tuple[tuple[str, ...], ...]
-    """The GPUs of each actor, and then those for actors that `pipelinerl scale` may add."""
+    """The GPUs of each actor."""
+    spare: tuple[tuple[str, ...], ...] = ()
+    """The GPUs of each actor that `pipelinerl scale` may add."""
+    trainer_share: float = 1.0
+    """Share of a GPU's memory that torch may take for a rank. It is below 1 if an actor uses the GPU, too."""
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The GPUs of all actors that there may be."""
+        return self.actors + self.spare
 
     @property
     def is_shared(self) -> bool:
         """Whether an actor uses a GPU of the trainer."""
-        return not set(self.trainer).isdisjoint(uuid for group in self.actors for uuid in group)
+        return not set(self.trainer).isdisjoint(uuid for group in self.groups for uuid in group)
 
-    def environment(self, group: Sequence[str]) -> dict[str, str]:
-        """Return the variables of a process that uses these GPUs. NCCL refuses two ranks on one GPU unless it is told to allow
-        them."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(group), **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if self.is_shared else {})}
+    def actor_environment(self, index: int) -> dict[str, str]:
+        return self._environment(self.groups[index])
+
+    def trainer_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the trainer's variables. On a shared GPU, torch's cache must leave the memory that an engine needs when it
+        starts again."""
+        variables = self._environment(self.trainer)
+        if self.trainer_share < 1:
+            limit = f"per_process_memory_fraction:{self.trainer_share}"
+            variables[ALLOCATOR] = ",".join(filter(None, (inherited.get(ALLOCATOR), limit)))
+        return variables
+
+    def _environment(self, group: Sequence[str]) -> dict[str, str]:
+        # NCCL refuses two ranks on one GPU unless it is told to allow them.
+        variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if self.is_shared else {}
+        return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(group)}
 
 
 @dataclass(frozen=True)
@@ -70,14 +94,10 @@ class Placed:
     recipe: Recipe
 
 
-AUTOMATIC = ("trainer.nproc", "actor.count", "actor.engine.gpu_memory_utilization")
-"""Fields that take `auto`."""
-
-
 def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None, share: float | None = None) -> Recipe:
     """Return the recipe with these numbers of actors and ranks and this share of memory; None: its own, or those for a CPU."""
     engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": share or recipe.actor.engine.memory_share})
-    actor = recipe.actor.model_copy(update={"count": count or recipe.actor.number, "engine": engine})
+    actor = recipe.actor.model_copy(update={"count": recipe.actor.number if count is None else count, "engine": engine})
     trainer = recipe.trainer.model_copy(update={"nproc": ranks or recipe.trainer.ranks})
     return recipe.model_copy(update={"actor": actor, "trainer": trainer})
 
@@ -95,14 +115,13 @@ def place(recipe: Recipe, devices: Sequence[Device], parameters: int) -> Placed:
         )
     if len(free) == 1:
         _check_alone(recipe, len(devices))
-        only = free[0].uuid
-        return _with_numbers(recipe, Placement(trainer=(only,), actors=((only,),)), free, parameters, 1)
+        only = (free[0].uuid,)
+        return _with_numbers(recipe, Placement(trainer=only, actors=(only,)), devices, parameters)
     ranks, actors = _numbers(recipe, free, len(devices), parameters)
-    size = recipe.actor.engine.tensor_parallel_size
-    left = list(free)
+    size, left = recipe.actor.engine.tensor_parallel_size, list(free)
     trainer = _take(left, ranks)
-    groups = [_take(left, size) for _ in range(len(left) // size)]
-    return _with_numbers(recipe, Placement(trainer=trainer, actors=tuple(groups)), free, parameters, actors)
+    groups = tuple(_take(left, size) for _ in range(len(left) // size))
+    return _with_numbers(recipe, Placement(trainer=trainer, actors=groups[:actors], spare=groups[actors:]), devices, parameters)
 
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int) -> Placed:
@@ -123,13 +142,18 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int
                 raise FieldError(OPTION, name, f"no such GPU: {fix}")
         return tuple(names[name] for name in group)
 
-    placement = Placement(trainer=named(given.trainer), actors=tuple(map(named, given.actors)))
+    actors, spare = (tuple(map(named, groups)) for groups in (given.actors, given.spare))
+    placement = Placement(trainer=named(given.trainer), actors=actors, spare=spare)
     size = recipe.actor.engine.tensor_parallel_size
-    if not placement.trainer or not placement.actors or len(set(placement.trainer)) < len(placement.trainer):
-        raise FieldError(OPTION, text, "needs a GPU of its own for each trainer rank, and GPUs for at least one actor")
-    if wrong := [group for group in given.actors if len(group) != size]:
+    of_actors = [uuid for group in placement.groups for uuid in group]
+    if not placement.trainer or not placement.actors:
+        raise FieldError(OPTION, text, "needs a GPU for the trainer, and GPUs for at least one actor")
+    for users in (placement.trainer, of_actors):
+        if twice := [uuid for uuid in users if users.count(uuid) > 1]:
+            raise FieldError(OPTION, twice[0], "one rank and one actor may share a GPU, but no two ranks and no two actors")
+    if wrong := [group for group in placement.groups if len(group) != size]:
         raise FieldError(OPTION, list(wrong[0]), f"give each actor actor.engine.tensor_parallel_size = {size} GPUs")
-    return _with_numbers(recipe, placement, devices, parameters, len(placement.actors))
+    return _with_numbers(recipe, placement, devices, parameters)
 
 
 def table(placed: Placed, devices: Sequence[Device]) -> Iterator[str]:
@@ -137,7 +161,7 @@ def table(placed: Placed, devices: Sequence[Device]) -> Iterator[str]:
     users: dict[str, list[str]] = {device.uuid: [] for device in devices}
     for rank, uuid in enumerate(placed.placement.trainer):
         users[uuid].append(f"trainer rank {rank}")
-    for number, group in enumerate(placed.placement.actors[: placed.recipe.actor.number]):
+    for number, group in enumerate(placed.placement.actors):
         for uuid in group:
             users[uuid].append(f"actor-{number}")
     for number, device in enumerate(devices):
@@ -164,11 +188,6 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, parameter
     """Return the number of ranks and of actors on two or more free GPUs."""
     size, given, count = recipe.actor.engine.tensor_parallel_size, recipe.trainer.nproc, recipe.actor.count
     multiple = math.lcm(recipe.trainer.context_parallel, recipe.trainer.shard_ranks or 1)
-    if any(device.is_instance for device in free):
-        for field, value in (("trainer.nproc", given or multiple), ("actor.engine.tensor_parallel_size", size)):
-            if value > 1:
-                raise FieldError(field, value, "MIG instances cannot exchange tensors; use 1, or whole GPUs")
-        given = 1
     if given is not None:
         ranks = given
         actors = (len(free) - ranks) // size if count is None else count
@@ -177,13 +196,18 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, parameter
         ranks = (len(free) - actors * size) // multiple * multiple
     else:
         ranks, actors = _divided(recipe, free, multiple, parameters)
-    if ranks < 1 or actors < 1 or ranks + actors * size > len(free):
+    if given is None and any(device.is_instance for device in free):
+        ranks = min(ranks, 1)
+        actors = (len(free) - ranks) // size if count is None else count
+    fewest_actors = 0 if count == 0 else 1
+    if ranks < 1 or actors < fewest_actors or ranks + actors * size > len(free):
         here = counted(len(free), "GPU") + (f" of {num_devices} are free here" if num_devices > len(free) else " are here")
         wanted = f"{counted(max(ranks, 1), 'trainer rank')} and {counted(max(actors, 1), 'actor')} of {counted(size, 'GPU')}"
         needed = max(ranks, 1) + max(actors, 1) * size
         fits, beside = _divided(recipe, free, multiple, parameters)
         fix = f"use trainer.nproc={fits} and actor.count={beside}, or auto" if fits and beside else _smaller(recipe)
-        raise FieldError("actor.count", _shown(count), f"{wanted} need {needed} GPUs, and {here}; {fix}")
+        field, value = ("trainer.nproc", given) if count is None and given is not None else ("actor.count", count)
+        raise FieldError(field, _shown(value), f"{wanted} need {needed} GPUs, and {here}; {fix}")
     return ranks, actors
 
 
@@ -198,7 +222,7 @@ def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, parameters: 
         fewest = math.ceil(fewest_ranks(recipe, model, memory_gib) / multiple) * multiple
         if (sheet := accelerator_named(free[0].name)) is not None and fewest + size <= len(free):
             lengths = Lengths.of_bars([(1, recipe.max_tokens, 1.0)])
-            machine = estimated(sheet, model, recipe, lengths)
+            machine = estimated(sheet._replace(memory_gb=memory_gib * GIB / 1e9), model, recipe, lengths)
             in_progress = recipe.actor.sequences_in_progress
             actors = best_split(possible_splits(recipe, model, machine, lengths, len(free), in_progress)).num_generators
     actors = min(actors, (len(free) - fewest) // size)
@@ -226,54 +250,85 @@ def _islands(devices: Sequence[Device]) -> list[list[Device]]:
     return sorted(islands, key=lambda island: -len(island))
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
+# --- checks and memory --------------------------------------------------------------------------------------------------
 
 
-def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device], parameters: int, num_actors: int) -> Placed:
-    """Replace `auto` by numbers, and check memory if the model's size is known."""
+def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device], parameters: int) -> Placed:
+    """Replace `auto` by numbers. Raises `FieldError` if a GPU has too little free memory, or the ranks do not divide."""
     known = {device.uuid: device for device in devices}
-    actors = [known[uuid] for group in placement.actors[:num_actors] for uuid in group]
+    changed = numbered(recipe, len(placement.actors), len(placement.trainer))
+    trainer, engine = changed.trainer, changed.actor.engine
+    for name in ("context_parallel", "shard_ranks"):
+        value = getattr(trainer, name)
+        if value and trainer.ranks % value:
+            fix = f"does not divide the {counted(trainer.ranks, 'rank')} on the GPUs here; change it, or trainer.nproc"
+            raise FieldError(f"trainer.{name}", value, fix)
+    for field, group in (
+        ("trainer.nproc", placement.trainer),
+        *(("actor.engine.tensor_parallel_size", group) for group in placement.groups),
+    ):
+        if len(group) > 1 and any(known[uuid].is_instance for uuid in group):
+            raise FieldError(field, len(group), "MIG instances cannot exchange tensors; use 1, or whole GPUs")
     model = Model.of(recipe, parameters) if parameters else None
-    given, changed = recipe.actor.engine.gpu_memory_utilization, numbered(recipe, num_actors, len(placement.trainer))
-    most = _largest_share(changed, model, actors, placement)
-    changed = numbered(changed, share=most if given is None else given)
-    if model is None:
-        return Placed(placement, changed)
-    if placement.is_shared:
-        if given is not None and given > most:
-            fix = f"trainer and weight updates leave less of the GPU that they share; use at most {most}, or auto"
-            raise FieldError("actor.engine.gpu_memory_utilization", given, fix)
-        return Placed(placement, changed)
-    rank_gib = min(known[uuid].total_bytes for uuid in placement.trainer) / GIB
-    problem = trainer_problem(changed, model, rank_gib, changed.trainer.shard_ranks or changed.trainer.ranks)
-    problem = problem or actor_problem(changed, model, min(device.total_bytes for device in actors) / GIB)
-    if problem is not None:
-        raise problem
-    return Placed(placement, changed)
+    if model is not None and not placement.is_shared:
+        rank_gib = min(known[uuid].free_bytes for uuid in placement.trainer) / GIB
+        if (problem := trainer_problem(changed, model, rank_gib, trainer.shard_ranks or trainer.ranks)) is not None:
+            raise problem
+    rooms = [_room(changed, model, known[uuid], uuid in placement.trainer) for group in placement.groups for uuid in group]
+    least, most = max((room.least for room in rooms), default=0.01), min((room.most for room in rooms), default=VLLM_SHARE)
+    given = recipe.actor.engine.gpu_memory_utilization
+    if least > most:
+        raise next(room for room in rooms if room.most == most).problem(changed)
+    if given is not None and not least <= given <= most:
+        fix = f"the GPUs of the actors have room for {least} to {most} of their memory; use that, or auto"
+        raise FieldError("actor.engine.gpu_memory_utilization", given, fix)
+    share = max((room.trainer_share for room in rooms), default=1.0)
+    engine = engine.model_copy(update={"gpu_memory_utilization": given or most})
+    changed = changed.model_copy(update={"actor": changed.actor.model_copy(update={"engine": engine})})
+    return Placed(placement.model_copy(update={"trainer_share": share}), changed)
 
 
-def _largest_share(recipe: Recipe, model: Model | None, actors: Sequence[Device], placement: Placement) -> float:
-    """Return the largest share of its GPUs' memory that vLLM may take. Raises `FieldError` if a GPU that an actor shares with
-    the trainer is too small for both."""
-    if model is None:
-        return SHARED_UNKNOWN if placement.is_shared else VLLM_SHARE
-    shared = [device for device in actors if device.uuid in placement.trainer]
-    least = min(shared or actors, key=lambda device: device.free_bytes / device.total_bytes)
-    total, free, update = least.total_bytes / GIB, least.free_bytes / GIB, update_gib(recipe, model)
-    states = 0.0
+@dataclass(frozen=True)
+class _Room:
+    """The shares of a GPU's memory that vLLM needs and may take, and what else is on the GPU, in GiB."""
+
+    device: Device
+    least: float
+    most: float
+    trainer_gib: float = 0.0
+    update_gib: float = 0.0
+    engine_gib: float = 0.0
+
+    @property
+    def trainer_share(self) -> float:
+        return math.ceil(100 * self.trainer_gib * GIB / self.device.total_bytes) / 100 if self.trainer_gib else 1.0
+
+    def problem(self, recipe: Recipe) -> FieldError:
+        trainer = f"{self.trainer_gib:.1f} GiB for the trainer, " if self.trainer_gib else ""
+        fix = (
+            f"{trainer}{self.update_gib:.1f} for weight updates and {self.engine_gib:.1f} for vLLM do not fit the "
+            f"{self.device.free_bytes / GIB:.1f} GiB that are free on {self.device.name}; {_smaller(recipe)}"
+        )
+        return FieldError("model.name", recipe.model.name, fix)
+
+
+def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
+    """Calculate the room on a GPU of an actor, which may be `shared` with a trainer rank. The sums hold for a trainer that
+    recomputes activations (`trainer.gradient_checkpointing`)."""
+    total, free = device.total_bytes / GIB, device.free_bytes / GIB
+    if model is None or recipe.actor.engine.quantization:
+        cap = SHARED_UNKNOWN if shared else VLLM_SHARE
+        return _Room(device, 0.01, min(cap, math.floor(100 * free / total) / 100))
+    states, update = 0.0, update_gib(recipe, model)
     if shared:
-        held = state_bytes(recipe, model) / GIB / recipe.trainer.ranks
-        # A version that is being sent is copied on the device.
-        states = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + model.weights_bytes / GIB + CONTEXTS_GIB
-        longest = model.kv_bytes * recipe.model.max_context / GIB
-        engine = ENGINE_GIB + (model.weights_bytes / GIB + longest) / recipe.actor.engine.tensor_parallel_size
-        if states + update + engine > free:
-            fix = (
-                f"{states:.1f} GiB for the trainer, {update:.1f} for weight updates and {engine:.1f} for vLLM do not fit the "
-                f"{free:.1f} GiB that are free on {least.name}; {_smaller(recipe)}"
-            )
-            raise FieldError("model.name", recipe.model.name, fix)
-    return max(0.01, min(VLLM_SHARE, math.floor(100 * (free - update - states) / total) / 100))
+        held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
+        # On the device: a copy of the version that is being sent, unless it is adapters, and a reference for the KL term.
+        copies = (not sends_adapters(recipe)) + (recipe.algorithm.kl_coefficient > 0 and recipe.trainer.lora is None)
+        states = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + copies * model.weights_bytes / GIB + CONTEXTS_GIB
+    longest = model.kv_bytes * recipe.model.max_context / GIB
+    engine = ENGINE_GIB + (model.weights_bytes / GIB + longest) / recipe.actor.engine.tensor_parallel_size
+    most = min(VLLM_SHARE, math.floor(100 * (free - update - states) / total) / 100)
+    return _Room(device, math.ceil(100 * engine / total) / 100, most, states, update, engine)
 
 
 def _smaller(recipe: Recipe) -> str:

@@ -37,9 +37,16 @@ def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path
         raise UserError(f"torch sees no GPU{_cause(torch, environment, nodes)}")
     if nvml is None:
         raise UserError("the package nvidia-ml-py is not installed; run: make clean && make install DEVICE=cuda")
-    nvml.nvmlInit()
-    handles = {uuid: nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in _usable(nvml, visible, environment)}
-    return [_device(nvml, uuid, handles) for uuid in handles]
+    try:
+        nvml.nvmlInit()
+        handles = {uuid: nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in _usable(nvml, visible, environment)}
+        found = [_device(nvml, uuid, handles) for uuid in handles]
+    except nvml.NVMLError as error:
+        raise UserError(f"NVML, the driver's management library, says: {error}{_cause(torch, environment, nodes)}") from error
+    if not found:
+        fix = f"name its MIG instances by UUID in {VISIBLE} (nvidia-smi -L lists them)"
+        raise UserError(f"the visible GPU is divided into MIG instances; {fix}")
+    return found
 
 
 def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
@@ -59,17 +66,17 @@ def _first_sentence(error: Exception) -> str:
 
 def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return the UUIDs of whole GPUs that CUDA shows, and of MIG instances. CUDA shows a process one MIG instance at most, so
-    that the instances come from the environment, or from NVML."""
-    named = [name.strip() for name in environment.get(VISIBLE, "").split(",")]
-    if instances := [name for name in named if name.startswith("MIG-")]:
-        return instances
-    whole, instances = set[str](), []
+    that the instances come from the environment or, if it does not restrict the devices, from NVML."""
+    whole, instances = set[str](), list[str]()
     for number in range(nvml.nvmlDeviceGetCount()):
         parent = nvml.nvmlDeviceGetHandleByIndex(number)
         if _is_divided(nvml, parent):
             instances += [nvml.nvmlDeviceGetUUID(instance) for instance in _instances(nvml, parent)]
         else:
             whole.add(nvml.nvmlDeviceGetUUID(parent))
+    if VISIBLE in environment:
+        named = [name.strip() for name in environment[VISIBLE].split(",")]
+        instances = [name for name in named if name.startswith("MIG-")]
     return [uuid for uuid in visible if uuid in whole] + instances
 
 

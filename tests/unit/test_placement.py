@@ -82,7 +82,9 @@ def test_numbers_that_are_given_stay_and_spare_gpus_are_for_actors_that_scale_ad
     here = [gpu(number) for number in range(4)]
     placed = place(recipe("trainer.nproc=1", "actor.count=2"), here, SMALL)
     assert numbers_of(placed) == (1, 2)
-    assert placed.placement.actors == (uuids(1), uuids(2), uuids(3))
+    assert (placed.placement.actors, placed.placement.spare) == ((uuids(1), uuids(2)), (uuids(3),))
+    again = pinned(recipe(), here, placed.placement.model_dump_json(), SMALL)
+    assert again == placed, "what a run has written can be given to the next one"
     assert numbers_of(place(recipe("actor.count=1"), here, SMALL)) == (3, 1)
     assert numbers_of(place(recipe("actor.count=1", "trainer.context_parallel=2"), here, SMALL)) == (2, 1)
 
@@ -95,6 +97,9 @@ def test_what_does_not_fit_is_refused_with_what_does() -> None:
         "use trainer.nproc=2 and actor.count=2, or auto"
     )
     assert "trainer.nproc = 2: one GPU here, which one rank and one actor share" in refusal(recipe("trainer.nproc=2"), here[:1])
+    assert refusal(recipe("trainer.nproc=4"), here).startswith("trainer.nproc = 4: 4 trainer ranks and 1 actor of 1 GPU need 5")
+    assert "context_parallel = 2: does not divide the 1 rank" in refusal(recipe("trainer.context_parallel=2"), here[:1])
+    assert "shard_ranks = 2: does not divide" in refusal(recipe("trainer.shard_ranks=2", "trainer.nproc=3"), here)
     assert "tensor_parallel_size = 4: one GPU" in refusal(recipe("actor.engine.tensor_parallel_size=4"), here[:1])
     large = load_recipe("gsm", ["trainer.nproc=1", "actor.count=1"])
     assert "use at least 3 ranks" in refusal(large, [gpu(0), gpu(1)], LARGE)
@@ -119,8 +124,16 @@ def test_on_one_gpu_vllm_gets_what_trainer_and_updates_leave() -> None:
     # By hand, in GiB: 18 bytes a parameter are 8.28, activations at least 4.0, a copy to send 0.92, contexts 1.0, and an update
     # 2.92. That leaves 5.88 of the 23 that are free, which are 24 % of 24.
     assert placed.recipe.actor.engine.gpu_memory_utilization == 0.24
-    assert placed.placement.environment(uuids(0)) == {"CUDA_VISIBLE_DEVICES": "GPU-0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    assert "use at most 0.24" in refusal(recipe("actor.engine.gpu_memory_utilization=0.5"), here)
+    of_both = {"CUDA_VISIBLE_DEVICES": "GPU-0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert placed.placement.actor_environment(0) == of_both
+    limit = "per_process_memory_fraction:0.6"  # 14.2 of 24 GiB
+    assert placed.placement.trainer_environment({}) == {**of_both, "PYTORCH_ALLOC_CONF": limit}
+    own = placed.placement.trainer_environment({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert own["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{limit}"
+    for share in (0.5, 0.03):
+        assert "have room for 0.17 to 0.24" in refusal(recipe(f"actor.engine.gpu_memory_utilization={share}"), here)
+    with_reference = place(recipe("algorithm.kl_coefficient=0.1"), here, SMALL).recipe
+    assert with_reference.actor.engine.gpu_memory_utilization == 0.2, "0.92 GiB more"
     adapters = place(recipe("trainer.lora.rank=16", "trainer.learning_rate=1e-5"), here, SMALL)
     assert adapters.recipe.actor.engine.memory_share > 0.5
     said = refusal(load_recipe("gsm", AUTO), [gpu(0)], LARGE)
@@ -135,6 +148,29 @@ def test_alone_vllm_gets_its_usual_share_or_what_an_update_leaves() -> None:
     # 14.2 GiB of weights and 2 for receiving leave 62.8 of the 79 that are free: 78 % of 80.
     eight = [gpu(number) for number in range(8)]
     assert place(load_recipe("gsm", AUTO), eight, LARGE).recipe.actor.engine.gpu_memory_utilization == 0.78
+
+
+def test_memory_of_others_is_not_given_away_and_adapters_need_no_second_instance() -> None:
+    half = [gpu(0), gpu(1, free=42)]
+    assert place(recipe("trainer.nproc=1"), half, 0).recipe.actor.engine.gpu_memory_utilization == 0.52
+    assert "have room for 0.01 to 0.52" in refusal(
+        recipe("trainer.nproc=1", "actor.engine.gpu_memory_utilization=0.9"), half, 0
+    )
+    mixed = [gpu(0), gpu(1), gpu(2, total=24)]
+    lora = ("trainer.lora.rank=16", "trainer.learning_rate=1e-5")
+    small = place(recipe("trainer.nproc=1", *lora), mixed, 3_210_000_000).recipe
+    # Of 24 GiB, 23 are free, and a weight update takes 2; of 80 GiB more would be left.
+    assert small.actor.engine.gpu_memory_utilization == 0.87
+    pair = [gpu(number, total=24) for number in range(2)]
+    assert numbers_of(place(recipe(*lora, "model.max_context=1536"), pair, LARGE)) == (1, 1)
+    assert "8 trainer ranks and 1 actor of 1 GPU need 9 GPUs, and 2 GPUs are here; train adapters" in refusal(
+        recipe(), pair, LARGE
+    )
+
+
+def test_a_model_between_two_sizes_of_a_gpu_is_placed() -> None:
+    """The data sheet's 80 GB are 74.5 GiB, of which one rank of this model would need more than 70 %."""
+    assert numbers_of(place(recipe(), [gpu(0, total=79.65), gpu(1, total=79.65)], 3_210_000_000)) == (1, 1)
 
 
 def test_mig_instances_are_devices_that_form_no_group() -> None:
@@ -157,7 +193,8 @@ def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
         ("{", "give JSON such as"),
         ('{"trainer": ["0"]}', "Field required"),
         ('{"trainer": ["7"], "actors": [["1"]]}', "'7': no such GPU: 0 is NVIDIA H100"),
-        ('{"trainer": ["0", "0"], "actors": [["1"]]}', "a GPU of its own for each trainer rank"),
+        ('{"trainer": [0, 0], "actors": [[1]]}', "no two ranks and no two actors"),
+        ('{"trainer": ["0"], "actors": [["1"], ["GPU-1"]]}', "no two ranks and no two actors"),
         ('{"trainer": ["0"], "actors": []}', "GPUs for at least one actor"),
         ('{"trainer": ["0"], "actors": [["1", "2"]]}', "tensor_parallel_size = 1 GPUs"),
     ):
@@ -178,7 +215,7 @@ def test_a_run_writes_its_placement_for_the_next_one(tmp_path: Path, monkeypatch
     assert [line.rpartition("  ")[2] for line in lines] == ["trainer rank 0", "actor-0"]
     run_dir = RunDir(tmp_path, "x")
     write_placement(run_dir, wanted, placement)
-    assert read_json(run_dir.placement)["automatic"] == [field.partition("=")[0] for field in AUTO]
+    assert read_json(run_dir.placement)["automatic"] == [*(field.partition("=")[0] for field in AUTO), "weights.backend"]
     assert placed_here(wanted, str(run_dir.placement)) == (changed, placement, lines)
     with pytest.raises(FieldError, match="cannot be read"):
         placed_here(wanted, str(tmp_path / "none.json"))
@@ -193,6 +230,9 @@ def test_two_processes_on_one_gpu_need_a_new_nccl(monkeypatch: pytest.MonkeyPatc
     for release, backend in (("2.29.7", "gloo"), ("2.30.7", "auto")):
         monkeypatch.setattr("importlib.metadata.version", lambda _, release=release: release)
         assert placed_here(load_recipe("arithmetic"))[0].weights.backend == backend
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.29.7")
+    with pytest.raises(FieldError, match=r"NCCL before 2\.30 does not connect two processes on one GPU; use auto or gloo"):
+        placed_here(load_recipe("arithmetic", ["weights.backend=nccl"]))
 
 
 # The probe
@@ -256,8 +296,15 @@ def test_gpus_come_in_cudas_order_with_their_links() -> None:
 def test_a_divided_gpu_shows_its_instances() -> None:
     tool = nvml({"GPU-a": ["MIG-1", "MIG-2"], "GPU-b": []})
     assert [one["uuid"] for one in described(torch_of("b"), tool, {})] == ["GPU-b", "MIG-1", "MIG-2"]
-    chosen = {"CUDA_VISIBLE_DEVICES": "MIG-2"}
-    assert [one["uuid"] for one in described(torch_of("x"), tool, chosen)] == ["MIG-2"]
+    for visible, shown, expected in (
+        ("MIG-2", "x", ["MIG-2"]),
+        ("GPU-b,MIG-1", "b", ["GPU-b", "MIG-1"]),
+        ("1", "b", ["GPU-b"]),
+    ):
+        found = described(torch_of(shown), tool, {"CUDA_VISIBLE_DEVICES": visible})
+        assert [one["uuid"] for one in found] == expected
+    with pytest.raises(UserError, match="name its MIG instances by UUID"):
+        described(torch_of("x"), tool, {"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_a_gpu_that_torch_cannot_use_is_told_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

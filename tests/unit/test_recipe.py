@@ -823,12 +823,21 @@ def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: P
     assert str(lacking).startswith("trackers = ['mlflow', 'wandb']: wandb not installed: pip install 'pipelinerl[wandb]'")
 
 
-def test_ranks_need_as_many_gpus_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found("trainer.nproc=4") == {}
+def test_ranks_that_the_gpus_decide_are_for_the_placement_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ("trainer.nproc=auto", "trainer.context_parallel=2")
+    assert "does not divide trainer.nproc = 1" in found(*wanted)["trainer.context_parallel"][0], "on a CPU there is one"
     monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
-    text, is_lacking = found("trainer.nproc=4")["actor.count"]
+    assert found(*wanted) == {}
+
+
+def test_the_cuda_build_of_vllm_does_not_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_installed", lambda name: name == "vllm")
+    text, is_lacking = found()["actor.engine"]
     assert is_lacking
-    assert "4 trainer ranks and 1 actor of 1 GPU need 5 GPUs, and 2 GPUs are here" in text
+    assert "'vllm': is built for CUDA here and needs a GPU, and no NVIDIA GPU is here" in text
+    assert text.endswith("for the CPU: make clean && make install")
+    monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
+    assert found() == {}
 
 
 def test_a_task_whose_environment_gives_the_reward_shares_only_what_it_heeds() -> None:
