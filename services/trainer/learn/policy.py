@@ -71,6 +71,7 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         self.device: torch.device = model.device
         self.max_logits: int | None = None
+        """Maximum number of logits in a block; None = the device's default."""
         self.compiled_head = False
         self.part: RowPart | None = None
         """This rank's part of each row; None if each rank has whole rows."""
@@ -399,6 +400,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same as `_block_sums`, but leave the logits unchanged."""
     largest = logits.amax(1)
     shifted = logits - largest[:, None]
     exponentials = shifted.exp()

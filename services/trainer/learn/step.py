@@ -1,4 +1,5 @@
-"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
+"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks. It reads no stream and
+sends no weights. The caller chooses the groups, counts the versions, and handles the sequences of a skipped step.
 
 A step is planned and packed once, in NumPy, before any device is used. Token weights come from totals of the whole step, so
 that losses and gradients of all shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks
@@ -76,6 +77,7 @@ class PreparedStep:
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
+    """Seconds in `plan` and `build`, which run during the previous step."""
     sampled: Mapping[str, NDArray[np.int64]]
     """Positions of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
     actors: tuple[str, ...]
@@ -92,7 +94,8 @@ class PreparedStep:
 
 
 class Learner:
-    """A policy and its optimizer on one rank. Rank 0 decides; the others call the same methods on its orders."""
+    """A policy and its optimizer on one rank, and with `kl_coefficient` > 0 a frozen reference policy. Rank 0 decides; the
+    others call the same methods in the same order, on its orders."""
 
     def __init__(
         self,
