@@ -35,6 +35,8 @@ class MemberChange:
 
 @dataclass
 class UpdateRecord:
+    """Figures of the update to one version, in seconds and bytes. Dictionaries are by actor."""
+
     version: int
     num_bytes: int = 0
     transfer_s: float = 0.0
@@ -110,6 +112,7 @@ class Roster:
         return [MemberChange("left" if left else "evicted", known.member, epoch, version, reason)]
 
     def put_out(self, evicted: Evicted, version: int) -> list[MemberChange]:
+        """Record that an actor was removed from an epoch, whether or not it served a version."""
         known = self._actors.get(evicted.actor)
         if known is None:
             return []
@@ -133,7 +136,7 @@ class Roster:
         return changes
 
     def serving(self, version: int) -> dict[str, Member]:
-        """Return the actors that are known to serve `version`. May be called on any thread."""
+        """Return the actors that are known to serve `version`; empty if it is negative. May be called on any thread."""
         actors = list(self._actors.values())
         return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 
