@@ -83,6 +83,7 @@ class ActorClient:
         self._tls_dir, self._tls_name = tls_dir, tls_name
 
     async def __aenter__(self) -> ActorClient:
+        """Raises `ServiceError` if the certificates cannot be used."""
         try:
             self._channel = open_channel(self.address, self._tls_dir, self._tls_name)
         except FieldError as error:
@@ -291,6 +292,7 @@ class Evaluator:
         )
 
     def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
+        """Return whether a completion failed or is entirely from `version`. Raises `MessageError` if it cannot be read."""
         branches = branches_of(completion)
         if completion.failure:
             log.warning("held-out problem %s failed: %s", completion.id, completion.failure)
@@ -387,6 +389,7 @@ class Evaluator:
         return compare(served, trained, self.tolerance, of_median=self._of_median, base=base) if served else None
 
     async def _score(self, name: str, address: str, version: PolicyVersion) -> Scored | None:
+        """Return the actor's scores; None if the actor does not answer or serves another version."""
         try:
             async with self._client(name, address) as actor:
                 scored = await actor.score(self.probe, SCORE_TIMEOUT_S)

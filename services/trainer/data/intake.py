@@ -192,6 +192,7 @@ class Intake:
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
+        """Return the sequence in a log entry. Return None if the entry is unusable and matches no pending sample."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:

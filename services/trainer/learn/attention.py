@@ -104,6 +104,8 @@ class Collected(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class RowPart:
+    """Rank `index` of the `ranks` that share each row. `group`: their process group."""
+
     index: int
     ranks: int
     group: Any

@@ -143,6 +143,7 @@ class LayerAdapter:
 
 
 def layer_adapters(model: nn.Module) -> dict[str, LayerAdapter]:
+    """Return the adapter of each adapted layer, by the layer's original name."""
     if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer

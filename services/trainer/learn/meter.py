@@ -86,6 +86,7 @@ def _windowed_layers(text: Any) -> int:
 
 
 def _feed_forward(text: Any) -> list[int]:
+    """Return, for each layer, the number of feed-forward weights that one token uses."""
     dense = 3 * text.hidden_size * text.intermediate_size
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not experts:
@@ -273,6 +274,7 @@ def token_figures(
 
 
 def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
+    """Return 1 − Var(R − v) / Var(R) for `baseline` v and `returns` R, each [C]; None if all returns are equal."""
     spread = float(np.var(returns.astype(np.float64)))
     return 1 - float(np.var(returns - baseline)) / spread if spread > 0 else None
 

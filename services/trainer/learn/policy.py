@@ -90,6 +90,7 @@ class Policy(nn.Module):
 
     @property
     def row_multiple(self) -> int:
+        """Return the number that a row's length in tokens must be a multiple of."""
         return 1 if self.part is None else self.part.ranks
 
     @property
@@ -117,6 +118,7 @@ class Policy(nn.Module):
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
     ) -> TokenScores:
+        """Return scores for this rank's part of the row."""
         arguments: dict[str, Any] = {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
@@ -339,10 +341,12 @@ class _Head:
         return torch.empty(len(self.hidden) * words, dtype=self.dtype, device=self.hidden.device)
 
     def view(self, buffer: Tensor, words: slice) -> Tensor:
+        """Return the beginning of `buffer` as [C, words of the block]."""
         shape = (len(self.hidden), words.stop - words.start)
         return buffer[: shape[0] * shape[1]].view(shape)
 
     def logits(self, words: slice, buffer: Tensor) -> Tensor:
+        """Compute the logits [C, words of the block], divided by the temperature, in `buffer`."""
         rows, out = self.weight[words].t(), self.view(buffer, words)
         if self.rounded:
             out.copy_(self.hidden @ rows if self.bias is None else torch.addmm(self.bias[words], self.hidden, rows))

@@ -89,6 +89,7 @@ class PreparedStep:
         return [batch for share in self.shares for batch in share]
 
     def of_lag_0(self, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+        """Return the `values` [C] of tokens with lag 0, by actor."""
         fresh = np.concatenate([batch.lags for batch in self.batches]) == 0
         return {actor: values[fresh & (self.token_actors == place)] for place, actor in enumerate(self.actors)}
 
@@ -260,6 +261,7 @@ class Learner:
         return there, totals, figures
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(
                 batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0

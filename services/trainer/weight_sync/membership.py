@@ -122,6 +122,7 @@ class Roster:
         return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, evicted.cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
+        """Record that these members received the version, in an epoch or on a side group."""
         changes = []
         self._expect(version)
         for member in members:

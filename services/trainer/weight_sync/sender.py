@@ -140,6 +140,7 @@ class WeightSender:
         return Snapshot(self.manifest, version, stream, self.placement)
 
     def _empty_stream(self) -> Tensor:
+        """Return memory for a snapshot. If groups send from a device, snapshots in host memory are pinned."""
         num_bytes, device, of_groups = self.manifest.total_bytes, self.placement.device, self.group_placement.device
         if device.type == of_groups.type == "cpu":
             return self._memory.take(num_bytes)
