@@ -83,7 +83,8 @@ class KubeError(PipelineRLError):
 
 @dataclass(frozen=True)
 class KubeBackoff(Backoff):
-    """Delays between attempts at the API. After a refusal, which only a person can end, the delay is `denied_s`."""
+    """Delays between attempts at the API. After a refusal, which only a person can end, the delay is `denied_s`. `failures` is
+    the number of failures in a row, this one included."""
 
     first_s: float = 0.5
     most_s: float = 30.0
@@ -183,8 +184,9 @@ class KubeClient:
 
     @asynccontextmanager
     async def watch_pods(self, selector: str, resource_version: str) -> AsyncIterator[AsyncIterator[PodChange]]:
-        """Yield an iterator over the changes after `resource_version`, which ends when the server ends the watch. An error of
-        status 410 says that the server no longer keeps that version: then list again."""
+        """Yield an iterator over the changes after `resource_version`, which ends when the server ends the watch. Leaving the
+        block closes the connection. An error of status 410 says that the server no longer keeps that version: then list
+        again."""
         with _as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):
                 response = await self._respond(

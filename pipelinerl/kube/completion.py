@@ -1,9 +1,10 @@
 """The end of a run on a cluster: publish a state that others can wait for, free the GPUs, and keep the report.
 
-The state is a ConfigMap of the release, whose `data.phase` is `Running`, `Finished` or `Failed`. A finished run is scaled to
-zero: first its actors, whose number is stored in that ConfigMap until the run continues, then the trainer. Replicas that are
-scaled through the subresource have no field manager, so that the manifest of an upgrade sets them again without a conflict. A
-process that is stopped meanwhile begins again: each action may run twice. All calls wait for the API.
+Nothing here decides that a run is finished. The state is a ConfigMap of the release, whose `data.phase` is `Running`,
+`Finished` or `Failed`. A finished run is scaled to zero: first its actors, whose number is stored in that ConfigMap until the
+run continues, then the trainer. Replicas that are scaled through the subresource have no field manager, so that the manifest of
+an upgrade sets them again without a conflict. A process that is stopped meanwhile begins again: each action may run twice. All
+calls wait for the API.
 """
 
 from __future__ import annotations

@@ -365,6 +365,7 @@ def read_completion(message: CompletionMessage, kind: str, prefix: str = "") -> 
 
 
 def _finish_reason(number: int, kind: str) -> FinishReason:
+    """Convert a finish reason. Raises `MessageError` for an unknown number (0, or one of a newer version)."""
     reason = FINISH_REASON_FROM_PROTO.get(number)
     if reason is None:
         raise MessageError(kind, "finish_reason", f"{number} names no finish reason")

@@ -1,7 +1,8 @@
 """Compute accuracy on held-out problems with one or more answers each: mean, pass@k and 95 % intervals. Pure.
 
 Intervals are Wilson's (1927), which also hold near 0 and 1. They count problems, because answers to one problem are not
-independent trials; with several answers per problem they are conservative.
+independent trials; with several answers per problem they are conservative, because the variance of a share between 0 and 1 is
+at most p (1 - p).
 """
 
 from __future__ import annotations

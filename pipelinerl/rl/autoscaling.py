@@ -4,13 +4,14 @@
 sequences excluded. Without waiting the trainer would consume `C = n / s` a second. C is the median over the last steps.
 
 **Production.** A busy actor finishes `p` sequences per second with at most H in progress. Its rate with all H is measured when
-its slots are nearly full. With a share `o` of the slots in use, p is too low by a factor between 1 (already saturated) and
-1 / o (batching costs nothing). Until the actors have once been full, the estimate is the middle, `p / sqrt(o)`: fewer actors
-are then wanted, their slots fill up, and the next measurement is better.
+its slots are nearly full, and kept until they are full again, since actors finish fewer if the bound gives them less work. With
+a share `o` of the slots in use, p is too low by a factor between 1 (already saturated) and 1 / o (batching costs nothing).
+Until the actors have once been full, the estimate is the middle, `p / sqrt(o)`: fewer actors are then wanted, their slots fill
+up, and the next measurement is better.
 
 **Replicas.** If P is the rate of a full actor, `C / P` actors keep up with the trainer. More than `ceil(M / H)` would leave
 slots empty, where M is the number of sequences that the lag bound allows in flight: (1 + max_lag) * B, or G * B in conventional
-mode.
+mode. At least one actor is wanted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag.
+"""Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag. This
+module does not choose problems, and does not record outcomes (`ledger.py`).
 
 **The feeder's bound.** Every step consumes exactly K = B / n groups, even if some of their samples failed. The bound counts
 groups because a count of sequences would loosen with every failed sample. Let N(v) be the groups issued and not *lost*; a group
@@ -25,8 +26,8 @@ group. When an actor leaves, the limit returns to its ceiling: the actor's sampl
 without more samples the other actors would run out of work.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
-version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no
-longer exists, although the number will be used again.
+version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no longer
+exists, although the number will be used again.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def groups_per_step(recipe: Recipe) -> int:
 
 
 def issue_limit(recipe: Recipe, version: int) -> int:
-    """Return N(`version`), at most what the run's steps consume."""
+    """Return how many groups may be issued and not lost by `version`, counted from the start of the run; at most what its steps
+    consume."""
     max_lag, phase_steps = recipe.algorithm.max_lag, recipe.algorithm.conventional_g
     if recipe.mode == "conventional":
         steps = (version // phase_steps + 1) * phase_steps
@@ -232,8 +234,9 @@ FIRST_INCARNATION = Lineage()
 def stale_reason(
     spans: tuple[VersionSpan, ...], version: int, algorithm: AlgorithmConfig, lineage: Lineage = FIRST_INCARNATION
 ) -> StaleReason | None:
-    """Return why a sequence must not be trained on at policy version `version`, or None if it may be. Its lag, which
-    `algorithm.max_lag` bounds, is that of its oldest token or the mean over its tokens (`max_lag_of`)."""
+    """Return why a sequence must not be trained on at policy version `version`, or None if it may be. It is stale if its lag
+    (of its oldest token or the mean over its tokens, see `max_lag_of`) is above `algorithm.max_lag`, or if one of its tokens
+    has a version that a restart undid or that this run has not made."""
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
         if reason is not None:

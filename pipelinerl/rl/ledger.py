@@ -183,7 +183,8 @@ class SequenceTracker:
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
-        samples of a complete group are closed. Raises `MessageError` if the sequence contradicts its group's size."""
+        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence contradicts its
+        group's size."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()

@@ -9,7 +9,8 @@ best-fit decreasing allows, and nearly equal costs within each slot. Costs are F
 else tokens; planning only needs their proportions.
 
 Sequences of one prompt that share a micro-batch can also share the prompt's tokens, so that each further sequence costs only
-its completion. They are planned as pieces that stay together. Equal inputs give equal plans.
+its completion. They are planned as pieces that stay together. Equal inputs give equal plans. Padding to multiples, memory
+traffic and kernels are not modelled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The life of a service process: signals become one event, errors become exit codes, /readyz and /healthz get their answers."""
+"""The life of a service process: signals become one event, errors become exit codes, /readyz and /healthz get their answers.
+Signal handlers are only installed inside `run_service` and `stop_event`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Structured logs on the standard library: one line per event, as text for people or as JSON for a cluster.
 
 Every line has run, service, instance and, once known, the policy version. The items of a call's `extra={...}` become fields of
-the line. Text has its control characters escaped, since it may quote model output and users' code.
+the line. Text has its control characters escaped, since it may quote model output and users' code. Rotating and collecting logs
+is left to the runner or the cluster.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class RepetitionFilter(logging.Filter):
 
 
 def take_over(*libraries: str) -> None:
-    """Make imported libraries log only through the root logger. Loggers that a library makes later are not changed."""
+    """Make imported libraries log only through the root logger; their levels stay. Loggers that a library makes later are not
+    changed."""
     for name in (*libraries, *logging.root.manager.loggerDict):
         if name.partition(".")[0] in libraries:
             logger = logging.getLogger(name)

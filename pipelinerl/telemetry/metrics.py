@@ -87,7 +87,8 @@ Labels = Mapping[str, Sequence[str] | str]
 
 @dataclass(frozen=True)
 class Family:
-    """Description of one exported metric, a `gauge`, `counter` or `histogram`, for the reference."""
+    """Description of one exported metric, a `gauge`, `counter` or `histogram`, for the reference. `name` is the one that
+    Prometheus stores; a counter's ends with `_total`."""
 
     name: str
     kind: str

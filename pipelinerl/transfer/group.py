@@ -1,4 +1,5 @@
-"""A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive.
+"""A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive. This module does not decide
+on membership, and sends any tensors.
 
 A group is built from a key-value store that the trainer hosts, without torch's global process group, so that several groups (of
 successive epochs, or side groups of joiners) can coexist in one process. Every wait has a deadline. A group that failed is
@@ -254,7 +255,8 @@ class WeightGroup:
         placement: Placement = HOST,
         patience_s: float | None = None,
     ) -> WeightGroup:
-        """Meet the other `spec.world - 1` ranks. `patience_s`: on rank 0, maximum wait for the next rank after one came.
+        """Meet the other `spec.world - 1` ranks. `patience_s`: on rank 0, maximum wait for the next rank after one came, if all
+        ranks are expected at once.
 
         `given_up` ends the wait early; if set on rank 0, for all ranks. With NCCL it also ends later broadcasts at once. Raises
         DeadlineExceeded if ranks are missing after `timeout_s` (on rank 0 RanksMissing, which names them), TransferAborted if

@@ -1,8 +1,9 @@
 """The manifest, on which both ends of a weight transfer agree, and the errors of a transfer. No torch: dtypes are names.
 
 The manifest says which tensors are sent, in which form, and how they are cut into chunks. It is fixed for a run, so that an
-update carries only its id. The tensors are laid out one after another in a flat stream of bytes, each at a multiple of
-`ALIGNMENT`. A chunk is a piece of the stream with as many whole tensors as fit, or a part of one tensor that does not fit.
+update carries only its id; it holds no weights or checksums. The tensors are laid out one after another in a flat stream of
+bytes, each at a multiple of `ALIGNMENT`. A chunk is a piece of the stream with as many whole tensors as fit, or a part of one
+tensor that does not fit.
 """
 
 from __future__ import annotations

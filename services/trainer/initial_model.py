@@ -55,6 +55,7 @@ def make_model() -> None:
 
 
 def gguf_file() -> Path:
+    """Return the package's weight file. Raises `FieldError`, with the command that installs the package, if it is missing."""
     spec = find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for folder in folders for file in sorted(Path(folder).rglob("*.gguf"))]

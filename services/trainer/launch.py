@@ -1,5 +1,6 @@
 """Start the trainer's ranks on this node under torchrun's elastic agent, and end when they have ended. If a rank dies, the
-other ranks of this node are killed at once, and those of other nodes fail at their next communication."""
+other ranks of this node are killed at once, and those of other nodes fail at their next communication. Ranks are not
+restarted."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def launch_ranks() -> int | None:
 
 
 def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
-    """Return the trainer's number of ranks over all nodes. Raises `FieldError`."""
+    """Return the trainer's number of ranks over all nodes. Raises `FieldError` if several nodes have no rendezvous, or the node
+    number is too high."""
     if settings.nodes > 1 and not settings.rendezvous:
         raise FieldError("PIPELINERL_RENDEZVOUS", "", "several nodes need host:port of node 0 here")
     if settings.node >= settings.nodes:

@@ -166,13 +166,15 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Send heartbeats to any other ranks, since this rank may wait long. Raises `RuntimeError` if one is gone."""
+        """Send heartbeats to any other ranks until cancelled, since this rank may wait long. Raises `RuntimeError` if one is
+        gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.heartbeat)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError`."""
+        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError` if it cannot
+        be written, or if the run has ended."""
         try:
             if self._closed:
                 raise ServiceError(RUN_ENDED)

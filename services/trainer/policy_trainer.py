@@ -83,6 +83,7 @@ class PolicyTrainer:
         self.num_ranks = learner.world.layout.size
         self._converted = frozenset() if sends_adapter(recipe) else converted_parameters(learner.policy.model)
         self._version: int | None = None
+        """Version of the weights; None before this process's first step."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
@@ -112,9 +113,9 @@ class PolicyTrainer:
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
         """Copy the training state and the export of the current weights, which must be of `version`, on all ranks.
 
-        Return a function that writes both into an existing folder. Call it at most once, before the next checkpoint begins, on
-        a thread that does not compute. When it returns, the state is durable, but the caller must sync the files of the export.
-        It raises `OSError`, and `ServiceError` if a rank cannot write.
+        Return a function that writes the export into an existing folder, and the state into `resume/state` below it. Call it at
+        most once, before the next checkpoint begins, on a thread that does not compute. When it returns, the state is durable,
+        but the caller must sync the files of the export. It raises `OSError`, and `ServiceError` if a rank cannot write.
         """
         assert self._version in (None, version), f"weights of {self._version}, the rest of version {version}"
         self._state.stage()
@@ -259,7 +260,8 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
 
 
 def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
-    """Raise `FieldError` if this rank's device cannot hold its part. Warn if it leaves little for activations."""
+    """Raise `FieldError` if this rank's device cannot hold its part of weights, gradients and optimizer state. Warn if it
+    leaves little for activations. A CPU is not checked."""
     if world.device.type != "cuda":
         return
     parameters = sum(parameter.numel() for parameter in whole.parameters())
@@ -287,7 +289,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
     """Shard `policy` over the ranks of `world`, which all must call this. The policy then computes in `dtype`. `reshard`: drop
     gathered weights after each forward pass and gather them again for the backward pass, which saves memory but costs traffic.
-    Raises `FieldError` if the model cannot be sharded."""
+    Raises `FieldError` if the model has no list of layers, or if ranks cannot share rows of it."""
     assert world.mesh is not None, "one rank alone has nothing to shard"
     model = policy.model
     model.config.use_cache = False
@@ -314,7 +316,8 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
 
 
 def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
-    """Return this rank's part of each row; None if each rank has whole rows. Raises `FieldError`."""
+    """Return this rank's part of each row; None if each rank has whole rows. Raises `FieldError` if ranks cannot share rows of
+    this model."""
     layout = world.layout
     if layout.sequence_ranks == 1:
         return None

@@ -1,7 +1,7 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
 The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has
-a name, and a failed check says where to look. The run is not changed.
+a name, and a failed check says where to look. The run is not changed. Its streams are present only if NATS has its volumes.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ async def check_episodes(address: str) -> str:
 
 
 async def check_policies(closed: str) -> str:
-    """Check that an address, which serves only actors and the trainer, is closed to this pod."""
+    """Check that an address, which serves only actors and the trainer, is closed to this pod. Another check tests that it is
+    up."""
     if not await answers(closed, CLOSED_S):
         return f"{closed} is closed to this pod"
     raise ServiceError(

@@ -262,7 +262,7 @@ class TrainingRun:
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
-        """Update the actor's entry in `loads` until cancelled. After an error, open a new channel."""
+        """Update the actor's entry in `loads` over one channel until cancelled. After an error, open a new channel."""
         while True:
             try:
                 async with self._actor_client(name, address) as client:
@@ -298,8 +298,8 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:
-    """Remove an actor as soon as its pod is deleted, instead of when its heartbeat expires. Without access to the API,
-    membership relies on heartbeats alone, and one warning is logged."""
+    """Until cancelled, remove an actor as soon as its pod is deleted, instead of when its heartbeat expires. Without access to
+    the API, membership relies on heartbeats alone, and one warning is logged. Return at once if pods cannot be watched."""
     client = in_cluster(settings)
     if client is None:
         return

@@ -1,7 +1,8 @@
 """TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
 
-A policy that the run built is sent in chunks to actors that share no disk with the trainer. Actors load a hub model or a user's
-folder themselves, so for these the call is refused.
+A policy that the run built is sent in chunks to actors that share no disk with the trainer. It is one folder with one name, so
+that callers cannot request other files. Actors load a hub model or a user's folder themselves, so for these the call is
+refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """Yield the files of folder `source`, each as at least one chunk. Raises `ServiceError` if another model is `asked` for."""
+    """Yield the files of folder `source`, each as at least one chunk. Raises `ServiceError` if another model is `asked` for, or
+    the run built none."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
@@ -38,7 +40,7 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
 
 class StepFeed:
     """The run's step records, for any number of readers at their own pace. All records (a few kilobytes per step) are kept, so
-    that a late reader gets them, too. Use it on one event loop."""
+    that a late reader gets them, too. The feed ends with the run. Use it on one event loop."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._records = list(records)
@@ -73,7 +75,8 @@ class StepFeed:
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """`status()` describes the run now. `request_checkpoint()` returns once a checkpoint is written. `source`: folder or hub id
-    of the initial policy. CheckpointNow and GetInitialModel fail with FAILED_PRECONDITION."""
+    of the initial policy. CheckpointNow fails with FAILED_PRECONDITION if no checkpoint can be written, or the run has ended;
+    GetInitialModel if this trainer does not have the requested model."""
 
     def __init__(
         self,

@@ -28,7 +28,8 @@ FULL_SHARE = 0.5
 
 
 class StreamUpkeep:
-    """Purges SEQUENCES up to where a trainer may resume from one of `checkpoints`, and ends lost groups."""
+    """Purges SEQUENCES up to where a trainer may resume from one of `checkpoints`, and ends lost groups. If the log fills up
+    before a checkpoint is due, it requests one."""
 
     def __init__(
         self, bus: Bus, tracker: SequenceTracker, intake: Intake, recorder: Recorder, checkpoints: Checkpointer
@@ -40,7 +41,8 @@ class StreamUpkeep:
         """For each group that left PROMPTS: when that was first noticed, and the end of the log at that time."""
 
     async def run(self) -> None:
-        """Work until cancelled. Raises `UserError` as `Intake` does, and `BusError` if a stream is gone."""
+        """Work until cancelled. Raises `UserError` as `Intake` does, and `BusError` if a stream is gone: the next trainer then
+        creates it and publishes open groups again."""
         while True:
             try:
                 prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()

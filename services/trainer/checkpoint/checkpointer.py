@@ -2,7 +2,7 @@
 
 Tensors and other state are captured at the same moment between two steps: no step, from its computation to its entry into the
 tracker, overlaps with the copying. Checkpoints are written one at a time on a separate thread, beside the next steps, to a
-hidden folder, which is then renamed.
+hidden folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
 
 `PolicyExport` stages the policy in host memory while training waits, and writes the Hugging Face folder while training
 continues. Everything else that transformers needs to write a model (class, configuration, ties, conversions) is in a second
@@ -60,8 +60,8 @@ class WrittenCheckpoint:
 def write_checkpoint(
     run_dir: Path, keep: int, write_tensors: WriteTensors, state: RunState, before_rename: Callable[[], None] = lambda: None
 ) -> WrittenCheckpoint:
-    """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `before_rename` runs when only the
-    rename is left; an error in it makes the checkpoint fail."""
+    """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `write_tensors` and `state` must be
+    of the same version. `before_rename` runs when only the rename is left; an error in it makes the checkpoint fail."""
     began_s = time.monotonic()
     folder = run_dir / CHECKPOINTS / f"step-{state.policy_version}"
     with replacing(folder) as partial:
@@ -100,7 +100,7 @@ class Checkpointer:
         self._boundary = asyncio.Lock()
         self._over = False
         self._interrupted = False
-        """True if a step failed. The weights may then be ahead of the tracker."""
+        """True if a step was cancelled or failed. The weights may then be ahead of the tracker."""
 
     @property
     def _busy(self) -> bool:
@@ -148,6 +148,7 @@ class Checkpointer:
         return await asyncio.shield(task)
 
     async def _idle(self) -> None:
+        """Wait until no checkpoint is being written, since the next one is copied into the same memory."""
         while self._newest is not None and not self._newest[1].done():
             await asyncio.wait({self._newest[1]})
 
@@ -242,12 +243,14 @@ class PolicyExport:
 
 
 def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
+    """Write the value head's `weights`: `weight` [1, hidden size] and `bias` [1]."""
     file.parent.mkdir(exist_ok=True)
     save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
 
 
 def load_value_head(policy: Policy, folder: Path) -> bool:
-    """Load a value head from a checkpoint's `folder`, if there is one. Raises `FieldError` for another shape."""
+    """Load a value head from a checkpoint's `folder`, and return whether there is one. Raises `FieldError` for another
+    shape."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return False
     try:

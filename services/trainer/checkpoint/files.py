@@ -64,7 +64,8 @@ _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new path, which replaces `folder` if the block succeeds. `tidy` cleans up after a crash."""
+    """Yield a new path, which replaces `folder` if the block succeeds, and is removed otherwise. `tidy` cleans up after a
+    crash."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     replaced = folder.with_name(f".{folder.name}{_REPLACED}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -89,7 +90,8 @@ def tidy(parent: Path) -> None:
 
 
 def link_export(step_folder: Path, folder: Path) -> Path:
-    """Make `folder` the policy's export from a checkpoint, without the training state."""
+    """Make `folder` the policy's export from a checkpoint, without the training state. Files are hard links if possible,
+    otherwise copies."""
     with replacing(folder) as partial:
         link_tree(step_folder, partial, RUN_STATE.parent.name)
     return folder

@@ -40,7 +40,8 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """Return the lineage; None if no trainer has started in this folder. Raises `FieldError` if it is another run's folder."""
+    """Return the lineage; None if no trainer has started in this folder. Raises `FieldError` if it is another run's folder, and
+    `UserError` if the file is malformed."""
     if not (run_dir / LINEAGE).is_file():
         return None
     try:
@@ -73,7 +74,7 @@ def read_training_began(run_dir: Path) -> float | None:
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
-    """Record on disk when training began. Only the first call of a run counts."""
+    """Record on disk when training began. Only the first call of a run counts, and only after `write_lineage`."""
     content = _lineage_file(run_dir)
     if content and read_training_began(run_dir) is None:
         write_json_durably(run_dir / LINEAGE, {**content, BEGAN: now_s})
@@ -128,6 +129,7 @@ class RunState:
     """Figures of the run's recorder and intake."""
 
     def save(self, folder: Path) -> None:
+        """Write both files into `folder`. The caller must sync them to disk."""
         held = self.held
         good = [sequence for group in held.taken for sequence in group.sequences]
         good += [sequence for group in held.ready for sequence in group]
@@ -141,7 +143,7 @@ class RunState:
 
 
 def load_run_state(folder: Path) -> RunState:
-    """Load the state. Raises `ServiceError`, with the folder's path."""
+    """Load the state. Raises `ServiceError`, with the folder's path, if there is no complete state of this format."""
     try:
         content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
         if content.pop("format") != STATE_FORMAT:
@@ -212,6 +214,7 @@ class Start:
 
     @property
     def journal_bytes(self) -> int:
+        """Return the number of journal bytes that are still valid."""
         return self.state.journal_bytes if self.state else 0
 
     @property
@@ -220,8 +223,8 @@ class Start:
 
 
 def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
-    """Return a start from the newest checkpoint, or from version 0. Clean up after a killed trainer. Raises `UserError`, and as
-    `read_lineage` and `load_run_state` do."""
+    """Return a start from the newest checkpoint, or from version 0. Clean up after a killed trainer. Raises `UserError` if the
+    recipe changed in a way that is not allowed, and as `read_lineage` and `load_run_state` do."""
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
     try:

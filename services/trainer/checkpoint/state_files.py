@@ -200,7 +200,8 @@ FOLDER, DISCARD = "folder", "discard"
 
 class StateSaver:
     """One rank's part in saving. A state is staged on all ranks, then written or abandoned. The next state reuses its memory.
-    Rank 0 decides; other ranks stage on its order, and `follow` its decision about the staged state."""
+    Rank 0 decides; other ranks stage on its order, and `follow` its decision about the staged state. If a state cannot be
+    written, rank 0 reports that, and training continues."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
@@ -220,7 +221,8 @@ class StateSaver:
         self._waits = True
 
     def write(self, folder: Path) -> None:
-        """Write the staged state, and block until it is durable on all ranks. Raises `ServiceError`."""
+        """Write the staged state, and block until it is durable on all ranks. Call this on any thread. Raises `ServiceError` if
+        a rank cannot write."""
         begun = self._begin()
         assert begun, "a staged state is written once"
         try:
@@ -248,6 +250,7 @@ class StateSaver:
             self._free.set()
 
     def end(self) -> None:
+        """Wait for a state that is being written. Drop a state that is only staged."""
         self.abandon()
         self._free.wait()
 

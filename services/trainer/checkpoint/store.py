@@ -55,8 +55,8 @@ Digest: TypeAlias = tuple[int, str]
 
 
 def put_model(folder: Path, url: str) -> int:
-    """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes.
-    Raises `ServiceError`, and the store's `OSError`."""
+    """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes. A
+    model already at `url` counts as incomplete from the start. Raises `ServiceError`, and the store's `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -77,7 +77,8 @@ def put_model(folder: Path, url: str) -> int:
 
 def fetch_model(url: str, folder: Path) -> str:
     """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of its actual folder. Raises
-    `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged, and the store's `OSError`."""
+    `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged or is being replaced, and the
+    store's `OSError`."""
     store, root = _open(url)
     parent, _, name = root.rpartition("/")
     try:
@@ -280,6 +281,7 @@ class Uploads:
         self._arrived.set()
 
     async def all_done(self) -> None:
+        """Wait until every accepted checkpoint, or a later one, has been uploaded."""
         await self._done.wait()
 
     async def _run(self) -> None:

@@ -83,6 +83,7 @@ class ActorClient:
         self._tls_dir, self._tls_name = tls_dir, tls_name
 
     async def __aenter__(self) -> ActorClient:
+        """Raises `ServiceError` if the certificates cannot be used."""
         try:
             self._channel = open_channel(self.address, self._tls_dir, self._tls_name)
         except FieldError as error:
@@ -180,7 +181,8 @@ GENERATION_SHARE = 0.9
 @dataclass(frozen=True)
 class HeldoutResult:
     """Accuracy over the tasks' problems. `sets`: accuracy of each set, by name. `num_tokens`: sampled tokens. `samples`: some
-    answers; an answer without a verdict has a `failure`."""
+    answers; an answer without a verdict has a `failure`. An answer gets no verdict if the completion was late, the actor or the
+    reward failed, or the verifier did not answer in time."""
 
     version: int
     accuracy: float
@@ -216,7 +218,8 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version` within the timeout. Raises `ServiceError` if no problem has a verdict by then."""
+        """Evaluate `version` within the timeout. The caller must hold commits of later versions meanwhile. Raises
+        `ServiceError` if no problem has a verdict by then."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             began_at = asyncio.get_running_loop().time()
             generated_by = began_at + GENERATION_SHARE * self._timeout_s
@@ -270,7 +273,8 @@ class Evaluator:
         return list(found.values())
 
     def _sampling(self, problem: EncodedProblem) -> SamplingParams:
-        """Return the settings of training, but with the evaluation's temperature and the task's `max_tokens`."""
+        """Return the settings of training, but with the evaluation's temperature and the task's `max_tokens`. If the prompt
+        leaves less room, the actor truncates the completion."""
         as_trained = sampling_of(self._recipe, problem)
         temperature = self._recipe.evaluation.temperature
         return replace(as_trained, temperature=temperature, max_tokens=problem.share.max_tokens)
@@ -288,6 +292,7 @@ class Evaluator:
         )
 
     def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
+        """Return whether a completion failed or is entirely from `version`. Raises `MessageError` if it cannot be read."""
         branches = branches_of(completion)
         if completion.failure:
             log.warning("held-out problem %s failed: %s", completion.id, completion.failure)
@@ -384,6 +389,7 @@ class Evaluator:
         return compare(served, trained, self.tolerance, of_median=self._of_median, base=base) if served else None
 
     async def _score(self, name: str, address: str, version: PolicyVersion) -> Scored | None:
+        """Return the actor's scores; None if the actor does not answer or serves another version."""
         try:
             async with self._client(name, address) as actor:
                 scored = await actor.score(self.probe, SCORE_TIMEOUT_S)
@@ -448,7 +454,8 @@ def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
     """Compare the actors' answers, by name, with the trainer's. Log each problem as an error. `of_median`: apply the tolerance
-    to the median token. `base`: log-probabilities before training; actors must serve the whole change since."""
+    to the median token instead of every token. `base`: log-probabilities before training; actors must serve the whole change
+    since, even if it is smaller than the tolerance."""
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():

@@ -105,8 +105,9 @@ class GroupTokens:
 
 
 class Feeder:
-    """Issues prompt groups. `updater`: knows the actors and the version that all serve. `journal`: records which group numbers
-    may be published. `next_group`: the only state needed to resume, because group i always holds problem i."""
+    """Issues prompt groups. `updater`: knows the actors and the version that all serve. `journal`: records on disk which group
+    numbers may be published, before any of them is. `next_group`: the only state needed to resume, because group i always holds
+    problem i."""
 
     def __init__(
         self,
@@ -159,7 +160,8 @@ class Feeder:
         return self.tracker.issued_groups - self.tracker.lost_groups
 
     def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
-        """Record that a step has its batch, for which it waited `wait_share` of the time since the last step."""
+        """Record that a step has its batch, for which it waited `wait_share` of the time since the last step. `for_max_lag`:
+        `max_lag` caused the wait."""
         open_groups = self.tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
@@ -186,6 +188,7 @@ class Feeder:
         }
 
     def look_again(self) -> None:
+        """Check the allowance again. Call this after a change of the version, the tracker or a limit."""
         self._look.set()
 
     async def run(self) -> None:
@@ -331,8 +334,8 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
-    """Encode the prompt in the task's style. For an episode it is empty, since the environment makes it. Raises `FieldError` if
-    a chat template is needed and the tokenizer has none."""
+    """Encode the prompt in the task's style, as int32[tokens]. For an episode it is empty, since the environment makes it.
+    Raises `FieldError` if a chat template is needed and the tokenizer has none."""
     config = share.task
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)
     end = answer_end(tokenizer) if in_chat else None

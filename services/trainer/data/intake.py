@@ -1,9 +1,10 @@
 """Turn the SEQUENCES log into batches of complete groups.
 
-`Intake.run` reads the log from a position, checks every sequence and produces ready groups; it waits for actors. `take_batch`
-takes ready groups, drops those that are too old for the requested version, and waits until a batch is full. The feeder replaces
-lost groups, so that this wait ends. After too many consecutive lost groups the run ends with an error, since it would never
-train. Stale groups do not count, because groups sampled by newer versions are not stale.
+`Intake.run` reads the log from a position, checks every sequence and produces ready groups; it waits for actors. Every sequence
+that is dropped is closed in the tracker. `take_batch` takes ready groups, drops those that are too old for the requested
+version, and waits until a batch is full. The feeder replaces lost groups, so that this wait ends. After too many consecutive
+lost groups the run ends with an error, since it would never train. Stale groups do not count, because groups sampled by newer
+versions are not stale.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All sequences that have arrived but have no outcome yet, by progress."""
+    """All sequences that have arrived but have no outcome yet, by progress. The objects are never changed."""
 
     taken: tuple[TrainingGroup, ...] = ()
     """Groups for the next step, or in conventional mode for the current phase."""
@@ -109,7 +110,7 @@ class Intake:
         self._handed_out: list[TrainingGroup] = []
         """The last batch that `take_batch` returned."""
         self.position = 0
-        """Position of the last message read."""
+        """Position of the last message read. After a restart, reading continues after it."""
         self._lost_in_a_row = 0
         self._lost_reasons: Counter[str] = Counter()
         self.tokens_arrived = 0
@@ -186,11 +187,12 @@ class Intake:
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Fail the missing samples of an open group, which will never come."""
+        """Fail the missing samples of an open group, which will never come. The other samples are trained on if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
+        """Return the sequence in a log entry. Return None if the entry is unusable and matches no pending sample."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -241,7 +243,8 @@ class Intake:
         self._feeder.look_again()
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError`."""
+        """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError` if too many
+        consecutive groups were lost."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < groups.smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")
@@ -307,6 +310,7 @@ QUARANTINED = "actor_quarantined"
 
 
 def bound_of(recipe: Recipe) -> float:
+    """Return the allowed difference between log π and log μ of one token, in nats."""
     if recipe.actor.engine.quantization:
         return BOUND_QUANTIZED
     return BOUND_16_BIT if in_sixteen_bits(recipe) else BOUND_FLOAT32
@@ -316,8 +320,8 @@ class Quarantine:
     """Actors whose log μ does not match the policy version that they claim. Their sequences are no longer trained on.
 
     A token of lag 0 was sampled by the version that trains on it, so that actor and trainer compute the same probability, up to
-    rounding. Other tokens are not checked. Actors are identified by the name in their sequences. Checkpoints do not contain the
-    quarantine.
+    rounding. Other tokens are not checked, and some actors may send none of lag 0. Actors are identified by the name in their
+    sequences. Checkpoints do not contain the quarantine.
 
     `share`: share of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = no actor is quarantined.
     """

@@ -1,7 +1,8 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
 Ranks that share the tokens of a row have consecutive numbers, and so do ranks that share one copy of the weights: these
-communicate most, and consecutive ranks are usually on one node. A message has a kind, small fields and arrays, encoded in the
+communicate most, and consecutive ranks are usually on one node. Separate groups exist for orders (host memory), tensors,
+checkpoints, and each shared row; a single rank has no groups. A message has a kind, small fields and arrays, encoded in the
 safetensors format (never pickle).
 """
 
@@ -82,7 +83,8 @@ class Message:
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
-"""Maximum wait of a rank for rank 0's next message. It ends ranks whose rank 0 vanished without closing connections."""
+"""Maximum wait of a rank for rank 0's next message. Rank 0 sends one every `loop.HEARTBEAT_S` unless it computes or writes a
+checkpoint. So this only ends ranks whose rank 0 vanished without closing connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum time of a tensor collective, in which ranks may wait for a rank that still computes."""
 
@@ -142,7 +144,8 @@ class World:
         return self.layout.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the rows computed at the same time. The first rank of each row contributes."""
+        """Return the sum of `values` over the rows computed at the same time, on every rank. The first rank of each row
+        contributes."""
         if self.mesh is None:
             return values
         total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)
@@ -150,6 +153,7 @@ class World:
         return total
 
     def broadcast(self, tensor: Tensor) -> None:
+        """Copy rank 0's values into every rank's `tensor`."""
         if self.mesh is not None:
             dist.broadcast(tensor, 0)
 

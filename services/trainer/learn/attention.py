@@ -41,7 +41,8 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
     """Return `values` on `device`, with the same dtype, without waiting for the device. On the CPU they share memory. For a GPU
-    they are first put into pinned memory, since otherwise the host would wait for all queued work."""
+    they are first put into pinned memory, since otherwise the host would wait for all queued work. Torch keeps that memory
+    until the copy is done."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -103,6 +104,8 @@ class Collected(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class RowPart:
+    """Rank `index` of the `ranks` that share each row. `group`: their process group."""
+
     index: int
     ranks: int
     group: Any
@@ -316,6 +319,7 @@ def _attend(
 
 
 def register() -> None:
+    """Register `VARLEN` with transformers. Further calls change nothing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(VARLEN, varlen_attention)

@@ -102,7 +102,8 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0."""
+    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0. All sampled tokens of a
+    branch are in one micro-batch."""
 
     row: TokenRow
     predictors: Tensor
@@ -166,7 +167,8 @@ def host_microbatch(
     has_gradient: bool = True,
 ) -> HostMicroBatch:
     """Pack `branches`, in `row_order`, with their `advantages` and `weights` [S], for the gradient at policy version `version`.
-    `share_prompts`: put a common prompt into the row once. Without branches, the row is only padding."""
+    `share_prompts`: put a common prompt into the row once. Without branches, the row is only padding: a rank may run out of
+    branches before the others."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]

@@ -143,6 +143,7 @@ class LayerAdapter:
 
 
 def layer_adapters(model: nn.Module) -> dict[str, LayerAdapter]:
+    """Return the adapter of each adapted layer, by the layer's original name."""
     if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -164,6 +165,7 @@ def peft_config(model: nn.Module) -> peft.LoraConfig:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Disable the adapters inside the block. Their weights still require gradients."""
     adapters = layer_adapters(model).values()
     for adapter in adapters:
         adapter.layer.enable_adapters(False)
@@ -177,14 +179,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parameter) of `served_weights`, without merged adapters. A single rank may call this."""
+    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, without merged adapters. A single rank may
+    call this."""
     return ((name, parameter) for name, parameter, _ in _served(model))
 
 
 @torch.no_grad()
 def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each parameter; tied parameters come once. With sharded weights every rank must iterate to the
-    end, since each item gathers one parameter and its adapter."""
+    """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
+    weights every rank must iterate to the end, since each item gathers one parameter and its adapter."""
     for name, parameter, adapter in _served(model):
         weight = whole(parameter)
         if adapter is not None:

@@ -7,7 +7,8 @@ token, and are reported unclamped in any case.
 A mask excludes tokens from the policy loss if π has moved too far from μ, by policy lag or by the numerical difference between
 actor and trainer. Masked tokens still count in the denominators, in ESS and in the KL and entropy terms.
 
-Losses and masks over whole sequences treat each branch separately, with its sampled tokens over all turns.
+Losses and masks over whole sequences treat each branch separately, with its sampled tokens over all turns; a branch is always
+in one micro-batch.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ, float32[C], to bool[C]: True excludes the token. NaN is never excluded: the step is skipped."""
+"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is never excluded: the step is
+skipped."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -104,7 +106,8 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5). This
     is the token form (section 4.3): all tokens of a branch share the value s, but its gradient in a token's log π flows only
-    through that token's term."""
+    through that token's term. With equal advantages in a branch, the gradient is that of the sequence form; a masked token has
+    none."""
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)
     own_gradient = logprobs - logprobs.detach()

@@ -4,8 +4,8 @@ Model FLOPs count matrix products only, with 2 per multiply-add: projections, fe
 experts that a token visits), attention over the pairs that a causal query sees, and the head at predicted tokens. A training
 step counts three forward passes, one for the forward and two for the backward pass, even if activations are recomputed: model
 FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. PaLM's formula ignores causality, so this figure is lower. A shared
-prompt counts once, and a micro-batch without a backward pass counts one of the three passes. If only adapters are trained,
-frozen products count two of the three.
+prompt counts once, and a micro-batch without a backward pass counts one of the three passes. Norms, activations, the optimizer
+and a KL reference's forward pass are not counted. If only adapters are trained, frozen products count two of the three.
 
 Per-token results stay on the device until one transfer at the end of the step. NumPy computes the figures from the unclamped
 weights of all ranks. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks.
@@ -48,7 +48,8 @@ GATED_MODELS = frozenset(
 
 def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
     """Return the FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths. For an unknown
-    architecture, each token costs twice `num_parameters`; attention is left out, and all experts of a mixture count."""
+    architecture, each token costs twice `num_parameters` (a tied embedding counts once); attention is left out, and all experts
+    of a mixture count."""
     text: Any = config.get_text_config()
     if text.model_type not in GATED_MODELS:
         return CostModel(per_token=2.0 * num_parameters)
@@ -69,7 +70,8 @@ def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
 
 def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
     """Return a third of a training step's cost, with the weights of `forward` frozen and `num_trained` adapter weights trained.
-    Frozen weights get no gradients, so their matrix products take two passes instead of three."""
+    Frozen weights get no gradients, so their matrix products take two passes instead of three. Every token uses the adapters.
+    Attention has no weights, so its cost does not change."""
     share = (TRAINING_PASSES - 1) / TRAINING_PASSES
     return replace(
         forward, per_token=share * forward.per_token + 2.0 * num_trained, per_output_token=share * forward.per_output_token
@@ -84,6 +86,7 @@ def _windowed_layers(text: Any) -> int:
 
 
 def _feed_forward(text: Any) -> list[int]:
+    """Return, for each layer, the number of feed-forward weights that one token uses."""
     dense = 3 * text.hidden_size * text.intermediate_size
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not experts:
@@ -97,7 +100,8 @@ def _feed_forward(text: Any) -> list[int]:
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each. None if the peak is unknown."""
+    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each. None if the peak is unknown or no time
+    has passed."""
     if peak is None or seconds <= 0:
         return None
     return flops / (seconds * num_devices * peak)
@@ -147,6 +151,7 @@ class HostMark:
         return True
 
     def elapsed_time(self, end: Any, /) -> float:
+        """Return milliseconds from this mark to `end`."""
         assert isinstance(end, HostMark)
         return 1000 * (end._at_s - self._at_s)
 
@@ -269,6 +274,7 @@ def token_figures(
 
 
 def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
+    """Return 1 − Var(R − v) / Var(R) for `baseline` v and `returns` R, each [C]; None if all returns are equal."""
     spread = float(np.var(returns.astype(np.float64)))
     return 1 - float(np.var(returns - baseline)) / spread if spread > 0 else None
 

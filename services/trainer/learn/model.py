@@ -27,7 +27,8 @@ def load_policy(
     source: str, config: ModelConfig, trainer: TrainerConfig = DEFAULTS, device: torch.device | str = "cpu"
 ) -> Policy:
     """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`. If
-    `trainer` has adapters, insert new ones. Raises `FieldError` if the model does not load or suit the recipe."""
+    `trainer` has adapters, insert new ones. Raises `FieldError` if the model does not load or suit the recipe: no causal
+    language model, missing weights, a context shorter than `max_context`, or no such attention."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
@@ -101,7 +102,8 @@ def frozen_copy(policy: Policy) -> Policy:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers in order of depth: those that transformers marks, or else the longest list of modules."""
+    """Return the decoder layers in order of depth: those that transformers marks, or else the longest list of modules. Empty if
+    there is neither."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]
@@ -113,7 +115,8 @@ def compile_policy(policy: Policy, device: torch.device) -> None:
 
     Each layer is compiled separately and in place, so that weights keep their names. All layers share the first layer's code,
     so compiling takes seconds to a minute once. Shapes are dynamic, since lengths of packed rows differ. This project's
-    attention is not compiled, because its layout differs by row. The layers of a copy are not compiled either. Raises
+    attention is not compiled, because its layout differs by row. The layers of a copy are not compiled either, nor embedding
+    and optimizer, which consist of a few large operations. Activation checkpointing wraps the compiled layer. Raises
     `FieldError` if this machine cannot compile, or if the model's layers cannot be found.
     """
     layers = decoder_layers(policy.model)

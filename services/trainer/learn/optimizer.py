@@ -95,7 +95,7 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
 
 
 RATE_FACTOR = "rate_factor"
-"""Key in a parameter group for its learning rate relative to the policy's."""
+"""Key in a parameter group for its learning rate relative to the policy's. 1 if missing."""
 VALUE_RATE_FACTOR = 10.0
 """Default without `trainer.value_learning_rate`. The head is one linear layer that starts at 0 and must follow the policy."""
 
@@ -169,6 +169,7 @@ class PolicyOptimizer:
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:
+        """Return AdamW's own tensors of a parameter, by `MOMENTS`. They exist after `begin_moments` or a step."""
         state = self._adamw.state[stepped]
         return {name: state[name] for name in MOMENTS}
 

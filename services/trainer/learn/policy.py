@@ -71,6 +71,7 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         self.device: torch.device = model.device
         self.max_logits: int | None = None
+        """Maximum number of logits in a block; None = the device's default."""
         self.compiled_head = False
         self.part: RowPart | None = None
         """This rank's part of each row; None if each rank has whole rows."""
@@ -89,6 +90,7 @@ class Policy(nn.Module):
 
     @property
     def row_multiple(self) -> int:
+        """Return the number that a row's length in tokens must be a multiple of."""
         return 1 if self.part is None else self.part.ranks
 
     @property
@@ -116,6 +118,7 @@ class Policy(nn.Module):
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
     ) -> TokenScores:
+        """Return scores for this rank's part of the row."""
         arguments: dict[str, Any] = {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
@@ -338,10 +341,12 @@ class _Head:
         return torch.empty(len(self.hidden) * words, dtype=self.dtype, device=self.hidden.device)
 
     def view(self, buffer: Tensor, words: slice) -> Tensor:
+        """Return the beginning of `buffer` as [C, words of the block]."""
         shape = (len(self.hidden), words.stop - words.start)
         return buffer[: shape[0] * shape[1]].view(shape)
 
     def logits(self, words: slice, buffer: Tensor) -> Tensor:
+        """Compute the logits [C, words of the block], divided by the temperature, in `buffer`."""
         rows, out = self.weight[words].t(), self.view(buffer, words)
         if self.rounded:
             out.copy_(self.hidden @ rows if self.bias is None else torch.addmm(self.bias[words], self.hidden, rows))
@@ -399,6 +404,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same as `_block_sums`, but leave the logits unchanged."""
     largest = logits.amax(1)
     shifted = logits - largest[:, None]
     exponentials = shifted.exp()

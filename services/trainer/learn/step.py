@@ -1,4 +1,5 @@
-"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
+"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks. It reads no stream and
+sends no weights. The caller chooses the groups, counts the versions, and handles the sequences of a skipped step.
 
 A step is planned and packed once, in NumPy, before any device is used. Token weights come from totals of the whole step, so
 that losses and gradients of all shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks
@@ -76,6 +77,7 @@ class PreparedStep:
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
+    """Seconds in `plan` and `build`, which run during the previous step."""
     sampled: Mapping[str, NDArray[np.int64]]
     """Positions of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
     actors: tuple[str, ...]
@@ -87,12 +89,14 @@ class PreparedStep:
         return [batch for share in self.shares for batch in share]
 
     def of_lag_0(self, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+        """Return the `values` [C] of tokens with lag 0, by actor."""
         fresh = np.concatenate([batch.lags for batch in self.batches]) == 0
         return {actor: values[fresh & (self.token_actors == place)] for place, actor in enumerate(self.actors)}
 
 
 class Learner:
-    """A policy and its optimizer on one rank. Rank 0 decides; the others call the same methods on its orders."""
+    """A policy and its optimizer on one rank, and with `kl_coefficient` > 0 a frozen reference policy. Rank 0 decides; the
+    others call the same methods in the same order, on its orders."""
 
     def __init__(
         self,
@@ -257,6 +261,7 @@ class Learner:
         return there, totals, figures
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(
                 batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0

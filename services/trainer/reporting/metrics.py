@@ -35,7 +35,8 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return the counter of rank 0's orders, which the first rank of each further node exports for its pod."""
+    """Return the counter of rank 0's orders, which the first rank of each further node exports for its pod. The thread that
+    executes the orders increments it."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
     )
@@ -195,7 +196,7 @@ class CheckpointMetrics:
 
     def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
         """`checkpoint`: version of the checkpoint that this trainer resumes from. `since_s`: when it was written; without a
-        checkpoint, when the run first started; None for the run's first trainer."""
+        checkpoint, when the run first started; None for the run's first trainer, whose time `training_begins` sets."""
         self._planned.set(planned_steps)
         self._version.set(checkpoint)
         self._at.set(since_s)
@@ -389,12 +390,14 @@ class TrainerMetrics:
         return None if self._run is None else state.read(self._run)
 
     def _unread(self, run: RunView) -> int | None:
+        """Return the number of unread messages: those at the last check of the stream, less those read since."""
         log = self.streams.seen.get("sequences")
         return None if log is None else max(0, log.last_position - run.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
-    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler. It has no value until enough is measured."""
+    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler. It has no value until enough is measured; until then, the
+    autoscaler keeps the current replicas."""
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )

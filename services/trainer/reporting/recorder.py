@@ -63,7 +63,7 @@ class Recorder:
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """A sink that is None is off. Without a `tokenizer`, samples have no tokens."""
+        """A sink that is None is off. Without a `tokenizer`, samples have no tokens. The caller opens and closes the sinks."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
         self._trackers = trackers or RunTrackers()
@@ -73,7 +73,7 @@ class Recorder:
         self._used_up: int | None = None
         self._warned_of_lag = False
         self._cut: deque[float] = deque(maxlen=CUT_STEPS)
-        """Fraction of tokens that the loss clipped in each recent step."""
+        """Fraction of tokens that the loss clipped in each recent step. Empty if the loss does not clip."""
         self._warned_of_range = False
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
@@ -90,7 +90,7 @@ class Recorder:
         )
 
     def watch(self, view: Callable[[], RunView]) -> None:
-        """Set `view`, which returns the run's current state."""
+        """Set `view`, which returns the run's current state. The page, scrapes and gRPC callers read it on demand."""
         self._view = view
         metrics, start = self.metrics, self._start
         metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
@@ -99,6 +99,7 @@ class Recorder:
         metrics.watch(view, lambda: self._phase_of(view()))
 
     def to_state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON-compatible values."""
         return {"time_s": time.monotonic() - self._started_at, "totals": self.totals.to_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -115,7 +116,8 @@ class Recorder:
         self.metrics.checkpoints.training_begins()
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
-        """Complete the record of one optimizer step on `batch`, pass it to every sink and return it."""
+        """Complete the record of one optimizer step on `batch`, pass it to every sink and return it. SAMPLED_WEIGHTS is used
+        for samples only, and left out of the record."""
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = no_events()
         self.totals.add_step(record)
@@ -158,10 +160,12 @@ class Recorder:
         self.totals.add_events({"parity_failures": len(parity.problems), "logprob_mismatch": parity.mismatch})
 
     def commits_held(self, seconds: float) -> None:
+        """Record the end of a measurement (evaluation or probe) that held commits of later versions for `seconds`."""
         self._arrived["commits_held_s"] += seconds
         self.totals.add_events({"commits_held_s": seconds})
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
+        """Record the end of the run in every sink. Call this last."""
         shown = {"finished": finished, "steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]}
         log.info("run ended", extra=shown)
         self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
@@ -247,7 +251,7 @@ class Recorder:
         )
 
     async def publish_state(self) -> None:
-        """Update the page's state about once a second, if there is a page."""
+        """Update the page's state about once a second until cancelled. Return at once if there is no page."""
         while self._board is not None:
             self._tell_page(lambda board: board.state(self._page_state()))
             await asyncio.sleep(PAGE_STATE_EVERY_S)

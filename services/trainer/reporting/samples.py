@@ -120,8 +120,8 @@ def without_tokens(sample: Sample) -> Sample:
 def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
     """Split `text`, the decoded `token_ids`, by token: return the piece of text that each of the first `limit` tokens adds.
 
-    If several tokens make one character, the last of them gets it. Return None if tokens and text cannot be matched: without a
-    tokenizer, if it is not from the tokenizers library, or if it fails.
+    Special tokens have no text. If several tokens make one character, the last of them gets it. Return None if tokens and text
+    cannot be matched: without a tokenizer, if it is not from the tokenizers library, or if it fails.
     """
     pieces = _pieces(tokenizer, token_ids[:limit], skip_special_tokens=True)
     return pieces if pieces is not None and text.startswith("".join(pieces)) else None

@@ -85,7 +85,7 @@ Call = Callable[[Tracker], None]
 
 
 class TrackerThread:
-    """Makes the queued calls in order. `lost`: points that the tracker has not accepted."""
+    """Makes the queued calls in order. `lost`: points that the tracker has not accepted, including one in progress."""
 
     def __init__(self, name: str, run: TrackedRun, open_this: Callable[[], Tracker]) -> None:
         """`open_this`: makes the tracker, and imports its library, which may be missing."""
@@ -281,7 +281,8 @@ def open_tracker(name: str) -> Tracker:
 
 
 def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
-    """Return the run's id at a tracker, which is kept in the run directory so that a later trainer continues the same run."""
+    """Return the run's id at a tracker, which is kept in the run directory so that a later trainer continues the same run. If
+    there is none yet, store and return the result of `make`. Raises `ValueError` or `KeyError` if the file is malformed."""
     path = run_dir / "trackers" / f"{tracker}.json"
     if path.is_file():
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])

@@ -33,7 +33,7 @@ TRAINER = ""
 
 @dataclass(frozen=True)
 class Member:
-    """One actor process. `ranks`: its number of ranks in the group."""
+    """One actor process. `ranks`: its number of ranks in the group, which is the tensor-parallel size."""
 
     actor: str
     process: str
@@ -55,7 +55,7 @@ class MemberUp:
 
 @dataclass(frozen=True)
 class MembersDown:
-    """Actors removed their registrations, or their heartbeats expired."""
+    """Actors removed their registrations, or their heartbeats expired. They share an event, so that one new epoch is enough."""
 
     actors: tuple[str, ...]
 
@@ -72,7 +72,8 @@ class MembersLeaving:
 
 @dataclass(frozen=True)
 class MemberReady:
-    """An actor serves a version that it got on a side group, and may be in the next epoch."""
+    """An actor serves a version that it got on a side group, and may be in the next epoch. `process` distinguishes processes of
+    the same actor."""
 
     actor: str
     process: str
@@ -246,6 +247,7 @@ class Coordinator:
 
     @property
     def held(self) -> bool:
+        """Return whether the version in transfer may be staged, but not committed yet."""
         return self._under_way and self._held_above is not None and self.version > self._held_above
 
     def step(self, event: Event) -> list[Action]:
@@ -388,7 +390,8 @@ class Coordinator:
         return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
 
     def _eligible(self) -> dict[str, Member]:
-        """Newcomers are included only if nobody else is available."""
+        """Return the members of an epoch that begins now, in order of their ranks. Newcomers are included only if nobody else
+        is available."""
         able = {actor: member for actor, member in sorted(self.present.items()) if actor not in self._benched}
         return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
 

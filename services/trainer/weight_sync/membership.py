@@ -35,6 +35,8 @@ class MemberChange:
 
 @dataclass
 class UpdateRecord:
+    """Figures of the update to one version, in seconds and bytes. Dictionaries are by actor."""
+
     version: int
     num_bytes: int = 0
     transfer_s: float = 0.0
@@ -110,6 +112,7 @@ class Roster:
         return [MemberChange("left" if left else "evicted", known.member, epoch, version, reason)]
 
     def put_out(self, evicted: Evicted, version: int) -> list[MemberChange]:
+        """Record that an actor was removed from an epoch, whether or not it served a version."""
         known = self._actors.get(evicted.actor)
         if known is None:
             return []
@@ -119,6 +122,7 @@ class Roster:
         return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, evicted.cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
+        """Record that these members received the version, in an epoch or on a side group."""
         changes = []
         self._expect(version)
         for member in members:
@@ -133,7 +137,7 @@ class Roster:
         return changes
 
     def serving(self, version: int) -> dict[str, Member]:
-        """Return the actors that are known to serve `version`. May be called on any thread."""
+        """Return the actors that are known to serve `version`; empty if it is negative. May be called on any thread."""
         actors = list(self._actors.values())
         return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 

@@ -51,7 +51,8 @@ def as_in_files(
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters that differ in the files of `model`. It takes 10 to 50 µs for each; call this once."""
+    """Return the parameters that differ in the files of `model`. It takes 10 to 50 µs for each; call this once, and not while
+    the optimizer waits for a snapshot."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
@@ -133,12 +134,13 @@ class WeightSender:
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
         """Copy the parameters (such as `model.named_parameters()`). On a device, change them only by work queued afterwards on
-        the caller's stream. Raises ManifestDiffers."""
+        the caller's stream. Raises ManifestDiffers if the parameters do not match the manifest."""
         with self.placement.beside():
             stream = pack(self.manifest, parameters, self._empty_stream())
         return Snapshot(self.manifest, version, stream, self.placement)
 
     def _empty_stream(self) -> Tensor:
+        """Return memory for a snapshot. If groups send from a device, snapshots in host memory are pinned."""
         num_bytes, device, of_groups = self.manifest.total_bytes, self.placement.device, self.group_placement.device
         if device.type == of_groups.type == "cpu":
             return self._memory.take(num_bytes)
@@ -146,7 +148,8 @@ class WeightSender:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
-        """Start meeting the ranks of a new `epoch`. `patience_s`: maximum wait for each further rank after one."""
+        """Start meeting the ranks of a new `epoch`. `patience_s`: maximum wait for each further rank once one has connected;
+        None = until the deadline."""
         assert self._store is not None
         spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), on_device(self.group_placement.device)
@@ -157,7 +160,8 @@ class WeightSender:
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
-        """Start sending on `group`, on a separate thread. A failure, or setting `given_up`, closes the group."""
+        """Start sending on `group`, on a separate thread. Until that ends, no other code may use the group. A failure closes
+        the group; setting `given_up` makes it fail within the stall timeout."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         chunks = snapshot.manifest.chunks
         ready: Generator[tuple[Tensor, int], None, None] = (snapshot.ready(chunk, placement) for chunk in chunks)

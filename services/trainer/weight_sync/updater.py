@@ -63,6 +63,7 @@ class TransferSession:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, version: int, snapshot: Snapshot) -> None:
+        """Set the version that the next `VersionReady` sends."""
         self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
         about: a.Attributes = {a.VERSION: version, **({a.ACTOR: self.joiner.actor} if self.joiner else {})}
         self._span = root("weight_update", attributes=about)
@@ -75,6 +76,7 @@ class TransferSession:
         return actions
 
     async def close(self) -> None:
+        """End running operations, in bounded time."""
         if self._timer is not None:
             self._timer.cancel()
         await self._stop_transfer()
@@ -208,7 +210,8 @@ class TransferSession:
 
 class WeightUpdater:
     """Sends versions to all actors. `join_timeout_s`: limit from the offer of the first version until it is served. `on_change`
-    is called when a version is served, and when an actor is gone."""
+    is called when a version is served, and when an actor is gone. Besides the snapshot in transfer, the updater keeps that of
+    the newest served version for joiners."""
 
     def __init__(
         self,
@@ -248,6 +251,7 @@ class WeightUpdater:
 
     @property
     def serving(self) -> dict[str, c.Member]:
+        """Return the actors that are known to serve `served_version`. While commits are held, they can be measured."""
         return self.roster.serving(self.served_version)
 
     @property
@@ -290,6 +294,7 @@ class WeightUpdater:
 
     @property
     def commit_held(self) -> bool:
+        """Return whether `hold_when_served` keeps the version in transfer from being served."""
         return self._main.coordinator.held
 
     async def all_served(self) -> None:
