@@ -513,8 +513,8 @@ class EngineConfig(Section):
         None,
         gt=0,
         le=1,
-        description="Share of GPU memory that vLLM may take. `auto`: 0.9, or what weight updates and, on the same GPU, the "
-        "trainer leave.",
+        description="Share of GPU memory that vLLM may take. `auto`: 0.9; in a local run at most what weight updates and, on "
+        "the same GPU, the trainer leave.",
     )
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")

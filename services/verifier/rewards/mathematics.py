@@ -423,7 +423,8 @@ def _alarm(seconds: float) -> Iterator[None]:
         raise TimeoutError
 
     before = signal.signal(signal.SIGVTALRM, ring)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    # It rings again a second later, since Python ignores an exception that is raised in a callback of its garbage collector.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
     try:
         yield
     finally:
