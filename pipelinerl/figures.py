@@ -35,7 +35,7 @@ class Figure:
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Label of the metric if the value is a mapping, and the keys of that."""
     stays: bool = False
-    """True if a step without the figure leaves the metric unchanged; otherwise the metric then has no series."""
+    """True if the metric keeps its value at a step without the figure. If False, it has no series after such a step."""
     on_page: bool = False
     event: type | None = None
     """Type of the empty value if the figure tells of events since the previous step; None if it is the step's own."""

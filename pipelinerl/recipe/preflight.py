@@ -63,7 +63,7 @@ except ValueError as error:
 sys.exit({_IMPORTED})
 """
 VERIFIERS = Path(sys.prefix, "verifiers")
-"""Folder of `make verifiers`, with the package verifiers and its dependencies in other releases than this environment's."""
+"""Folder that `make verifiers` fills with verifiers and its dependencies, whose releases differ from this environment's."""
 VERIFIERS_MISSING = (
     "the package is not installed here; run make verifiers or, in an environment without vLLM, pip install "
     "'pipelinerl[verifiers]'"

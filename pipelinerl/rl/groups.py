@@ -93,7 +93,7 @@ class IssueBounds:
         return max(0, issue_limit(self._recipe, version) - unlost)
 
     def held_by_max_lag(self, version: int, unlost: int) -> bool:
-        """Return whether the staleness bound allows no more groups because of `max_lag`, not because the run ends."""
+        """Return whether the staleness bound allows no more groups because of `max_lag`, and not because the run is ending."""
         max_lag, steps = self._recipe.algorithm.max_lag, self._recipe.trainer.steps
         bounded = self._recipe.mode == "pipeline" and max_lag is not None and version + 1 + max_lag < steps
         return bounded and self.by_version(version, unlost) == 0

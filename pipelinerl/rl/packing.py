@@ -74,9 +74,9 @@ class CostModel:
     per_output_token: float = 0.0
     """The output head, which is computed only for predicted tokens."""
     per_pair: float = 0.0
-    """Attention scores and their product with the values, over the layers with full attention."""
+    """The attention score and its product with the value, summed over the layers with full attention."""
     per_windowed_pair: float = 0.0
-    """Attention scores and their product with the values, over the layers with windowed attention."""
+    """The attention score and its product with the value, summed over the layers with windowed attention."""
     window: int = 0
     """Tokens that a query of a windowed layer attends to, itself included; 0 if the model has no such layers."""
 

@@ -107,9 +107,9 @@ async def serve_http(
 ) -> AsyncIterator[int]:
     """Serve `app` and yield the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
 
-    `names`: further hosts by which a request may call a loopback interface. `on_this_loop`: run the application on this event
-    loop, with which it shares data; otherwise it has a thread, and answers even while this loop is blocked. Raises
-    `ServiceError` if the port cannot be bound or the application does not start.
+    `names`: further hosts that a request's Host header may name if `host` is a loopback interface. `on_this_loop`: run the
+    application on this event loop, because they share data; otherwise it runs in its own thread, and answers even while this
+    loop is blocked. Raises `ServiceError` if the port cannot be bound or the application does not start.
     """
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})

@@ -150,8 +150,8 @@ _LONGEST = 400
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` on one line of at most 400 characters. Logins in addresses become `***`, and so do values of variables
-    whose names say that they are secret, or that are addresses with a login. Pure."""
+    """Return `text` on one line of at most 400 characters, with `***` for logins in addresses and for values of secret
+    variables: those whose name says so, or whose value is an address with a login. Pure."""
     secrets = [
         value
         for name, value in environment.items()

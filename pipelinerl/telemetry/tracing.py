@@ -5,8 +5,8 @@ one. A trace is handed from task to task as data, with its sequence or message, 
 process. OpenTelemetry's global provider and current span are left alone: libraries that trace by themselves (vLLM) see neither.
 
 Spans are sent only if OpenTelemetry's own environment variables ask for it; otherwise the SDK is not loaded. This module reads
-the variables that choose the exporter, the SDK the others. Spans wait in a bounded queue and leave on a separate thread. If the
-collector is away, spans are lost, the work goes on, and the process ends at most `END_WITHIN_S` later.
+the variables that choose the exporter, and the SDK reads the others. Spans wait in a bounded queue and are sent by a separate
+thread. If the collector is away, spans are lost, the work goes on, and the process ends at most `END_WITHIN_S` later.
 """
 
 from __future__ import annotations

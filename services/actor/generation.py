@@ -80,8 +80,8 @@ class Sampler:
         keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None,
         stopped: asyncio.Event | None = None,
     ) -> None:
-        """`episodes`: needed if samples of a task are episodes. `metrics`: None = count nothing. `keep(group, partial)` is
-        called with all usable tokens of a sample that is finished or interrupted. `stopped` ends episodes."""
+        """`episodes`: required for episodic tasks. `metrics`: None counts nothing. `keep(group, partial)` is called with all
+        usable tokens of a sample when it finishes or is interrupted. Setting `stopped` ends the episodes in progress."""
         self._engine, self._gate, self._instance, self._max_context = engine, gate, instance, max_context
         self._split, self._episodes, self._metrics, self._keep = split, episodes, metrics, keep
         self._places = asyncio.Semaphore(places)

@@ -179,9 +179,9 @@ async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
 def messages_of(
     group: PromptGroup, missing: Sequence[int], partials: Collection[PartialSequence], max_bytes: int
 ) -> tuple[list[bytes], int]:
-    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence. A
-    message of more than `max_bytes` is split in half. A single sample that is still too long starts again from the prompt; the
-    second value counts the tokens that are dropped for this. Raises `MessageError`. Pure."""
+    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence. If a
+    message exceeds `max_bytes`, its samples are divided between two messages. If one sample alone is too long, it starts again
+    from the prompt, and the second value counts its discarded tokens. Raises `MessageError`. Pure."""
     others = tuple(sorted(set(range(group.num_samples)) - set(missing)))
     mine = tuple(sample for sample in partials if sample.sample_index in missing)
     payload = encode_group(replace(group, partials=mine, done_samples=others))

@@ -306,7 +306,7 @@ class OptimizerLoop:
         self._feeder.look_again()
 
     async def _offer_when_measured(self) -> None:
-        """Send the version that was not sent before, if the measurement ends before the next batch is ready."""
+        """Send the version that `_offer` passed over, if the measurement ends before the next batch is ready."""
         assert self._next is not None, "the last version is measured, and never passed over"
         assert self._measuring is not None, "a measurement is why it was passed over"
         with measured(self._carried_s, "wait"):

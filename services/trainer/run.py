@@ -298,8 +298,8 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:
-    """Until cancelled, remove an actor as soon as its pod is deleted, instead of when its heartbeat expires. Without access to
-    the API, membership relies on heartbeats alone, and one warning is logged. Return at once if pods cannot be watched."""
+    """Until cancelled, remove an actor as soon as its pod ends or is deleted, before its heartbeat expires. Return at once
+    outside Kubernetes or without a selector. If the API cannot be used, warn, keep trying, and rely on heartbeats meanwhile."""
     client = in_cluster(settings)
     if client is None:
         return

@@ -29,7 +29,7 @@ MOST_PROCESSES, MOST_THREADS = 64, 512
 """Limits of one sandboxed program, reward worker or episode, over all its processes. Simultaneous calls may exceed them by a
 few, because a new process or thread is counted only once it exists."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
-"""SECCOMP_IOCTL_NOTIF_RECV and _SEND, of 80 and 24 bytes."""
+"""SECCOMP_IOCTL_NOTIF_RECV and SECCOMP_IOCTL_NOTIF_SEND. Their structures have 80 and 24 bytes."""
 _GO_ON = 1
 MIB = 1024**2
 libc = ctypes.CDLL(None, use_errno=True)

@@ -119,8 +119,8 @@ class RewardPool:
     async def score(
         self, items: Iterable[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
     ) -> list[verifier_pb2.VerifyResult]:
-        """Return one result per item, in order; `on_result` gets each at once. If `QueueFull` is raised, no item is queued. If
-        the call is cancelled, its items leave the queue."""
+        """Return one result per item, in order. `on_result` gets each result as soon as it is ready. If `QueueFull` is raised,
+        no item is queued. If the call is cancelled, its items leave the queue."""
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
         if len(self._jobs) + len(jobs) > self.max_queue:

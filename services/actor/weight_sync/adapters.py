@@ -93,7 +93,7 @@ class AdaptedLinearMethod(LinearMethodBase):
 
 
 def plain_method(method: Any) -> Any:
-    """Return the method of a layer without its adapter."""
+    """Return the layer's original method if `method` adds an adapter to it, and otherwise `method` itself."""
     return method.plain if isinstance(method, AdaptedLinearMethod) else method
 
 

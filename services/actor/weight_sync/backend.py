@@ -31,7 +31,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Arguments of `WeightUpdateClient` for the workers. `socket_path`: socket of the actor's process."""
+    """What `WeightUpdateClient` passes to the workers. `socket_path`: the socket on which the actor's process listens."""
 
     socket_path: str
     manifest: bytes
@@ -66,7 +66,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Between two decode steps, check the manifest and start the transfer thread. `Hello` reports a mismatch."""
+        """Between two decode steps, check the manifest and start the transfer thread, whose `Hello` reports any mismatch."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         self._sends_adapter, problem, reason = bool(manifest.low_rank), "", ""
@@ -104,7 +104,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Check the version to serve. Raises NothingStaged if another one, or none, is staged."""
+        """Check that the version to serve is the one that is staged. Raises NothingStaged if it is not."""
         assert self._worker is not None, "init_transfer_engine comes first"
         self._worker.check_staged(parse_version(update_info.version))
 

@@ -63,7 +63,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """Join a transfer group, at the rank in `group` plus the worker's own."""
+    """Join a transfer group. A worker's rank in the group is `group.rank` plus its own rank."""
 
     group: GroupSpec
     timeout_s: float

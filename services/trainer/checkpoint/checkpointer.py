@@ -249,8 +249,8 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def load_value_head(policy: Policy, folder: Path) -> bool:
-    """Load a value head from a checkpoint's `folder`, and return whether there is one. Raises `FieldError` for another
-    shape."""
+    """Load the value head from a checkpoint's `folder`. Return False if the folder or `policy` has none. Raises `FieldError`
+    if it does not fit the model."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return False
     try:

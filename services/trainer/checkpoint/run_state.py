@@ -59,7 +59,7 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
 
 
 def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
-    """Write the lineage and the recipe to disk. Keep the time at which training began."""
+    """Write the lineage and the recipe to disk. If the file already says when training began, keep that time."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
     began = {BEGAN: began_s} if (began_s := read_training_began(run_dir)) is not None else {}

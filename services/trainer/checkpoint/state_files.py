@@ -77,7 +77,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Return whether the tensor is a quantised one of torchao, without importing torchao."""
+    """Return whether the tensor is one of torchao's quantised tensors. This check does not import torchao."""
     return type(local_part(tensor)) is not Tensor
 
 

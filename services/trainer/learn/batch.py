@@ -57,7 +57,7 @@ class TokenRow:
     input_ids: Tensor
     """int64[1, T]"""
     position_ids: Tensor
-    """int64[1, T], from 0 in each branch. A completion's positions continue those of its prompt."""
+    """int64[1, T]: position of each token in its branch, from 0. Positions continue from a prompt into its completion."""
     layout: PackedLayout
     predictors: NDArray[np.int64] | None = None
     """Host copy of the predictors of `HostMicroBatch`, to read without waiting for the device."""

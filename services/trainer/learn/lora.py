@@ -179,8 +179,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, without merged adapters. A single rank may
-    call this."""
+    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, but without merging in the adapters. One
+    rank may call this without the others."""
     return ((name, parameter) for name, parameter, _ in _served(model))
 
 

@@ -251,7 +251,7 @@ class Float32Head(nn.Linear):
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Return whether `head` is only a matrix product and a bias, without subclass, hooks or patched forward."""
+    """Return whether `head` is exactly a linear layer: not of a subclass, without hooks, and with its `forward` unpatched."""
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     return type(head) is nn.Linear and not any(hooks) and "forward" not in vars(head)
 

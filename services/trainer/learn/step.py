@@ -43,7 +43,7 @@ from services.trainer.learn.policy import Policy, add_value_head
 TRAIN = "train"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches for the ranks that share a row. All shares of a step have the same number."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step contain equally many."""
 
 
 def train_order(version: int, share: Share) -> Message:

@@ -224,10 +224,10 @@ class Coordinator:
         self.present: dict[str, Member] = {}
         """All registered actors."""
         self._newcomers: set[str] = set()
-        """Actors that came after the first version was offered. Until `MemberReady`, they are not in an epoch with others."""
+        """Actors that came after the first offer. Until `MemberReady`, an epoch includes them only if nobody else is left."""
         self._benched: dict[str, int] = {}
-        """Failure order per actor. A failed actor rejoins through a side group. If nobody else is left, failed actors are tried
-        one at a time at their heartbeats, from the one that failed longest ago."""
+        """Failed actors, each with the number of its last failure. A failed actor rejoins through a side group. If no other is
+        left, the one that failed longest ago is tried again, alone, at its next heartbeat."""
         self._failures = itertools.count()
         self._group_stands = False
         self._answered: dict[str, int] = {}

@@ -122,7 +122,7 @@ class Roster:
         return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, evicted.cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
-        """Record that these members received the version, in an epoch or on a side group."""
+        """Record that these members received `version` in `epoch`, the epoch of the main group or of a side group."""
         changes = []
         self._expect(version)
         for member in members:
@@ -150,7 +150,7 @@ class Roster:
         return all(known is not None and known.met for known in map(self._process, members))
 
     def side_failed(self, member: Member) -> None:
-        """Record that an actor's side group failed. The actor rests for 1, 2, 4, … `MOST_RESTED` heartbeats."""
+        """Record that an actor's side group failed. Each failure in a row doubles its wait, up to `MOST_RESTED` heartbeats."""
         known = self._process(member)
         if known is not None:
             _rest(known)

@@ -68,7 +68,7 @@ def _shapes(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:
-    """Return the manifest for sending adapter factors, and how receivers merge them."""
+    """Return the manifest for sending adapter factors. Its `low_rank` says how the factors change the weights."""
     factors, low_rank = [], []
     for name, adapter in layer_adapters(model).items():
         (a, b), dtype = factor_names(name), dtype_name(adapter.weight.dtype)

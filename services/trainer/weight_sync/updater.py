@@ -375,7 +375,7 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer for this incarnation to its epoch's session. The main session ignores past epochs."""
+        """Post this incarnation's answer to the side session of its epoch, else to the main one, which ignores old epochs."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, control.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
