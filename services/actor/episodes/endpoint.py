@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Maximum size of a request, with room for a context of about a million tokens."""
 BODY_WITHIN_S = 30.0
+"""Time within which a request must arrive completely."""
 KEEP_ALIVE_S = 2.0
 """Time until a stream's head is sent, and between the comments that keep clients with short timeouts waiting."""
 MAX_STOPS = 16
