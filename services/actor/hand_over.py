@@ -1,4 +1,5 @@
-"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor."""
+"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor. This module neither generates nor
+stops generation."""
 
 from __future__ import annotations
 

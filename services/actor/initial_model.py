@@ -2,7 +2,7 @@
 
 The actor's pod runs this first. It does nothing for a hub model or a folder, or if the model is already in
 PIPELINERL_MODEL_CACHE. It waits without limit for a trainer that is not up yet, or still serves another recipe's model, because
-a cluster starts both at once.
+a cluster starts both at once. It loads no model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The `_read` thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. A Discard
 also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. Tensors are loaded
 directly into the engine's layout beside the live weights (`loaders.py`), so that no further copy of all bytes is held. This
-module does not decide what happens after a failed transfer.
+module does not depend on vLLM, and does not decide what happens after a failed transfer.
 """
 
 from __future__ import annotations
