@@ -137,7 +137,8 @@ def resume(
     run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
 ) -> tuple[Recipe, list[str]]:
     """Prepare the folder for a new start with its own recipe or another `recipe`; return that, and notes for the user. Raises
-    `UserError`, with nothing changed."""
+    `UserError`, with nothing changed, if the run is running or finished, or if recipe or machine do not allow it to
+    continue."""
     old = _with_auto(read_recipe(run_dir.recipe), read_json(run_dir.placement).get("automatic") or [])
     if not recipe:
         recipe_of_run(run_dir.recipe)  # whose problems come before those of the overrides

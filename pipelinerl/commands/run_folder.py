@@ -153,7 +153,8 @@ _STORE = "jetstream"
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
-    """Return how to open the streams of `run`, on the server of the arguments, the folder or the environment; else None."""
+    """Return how to open the streams of `run`, on the server of the arguments, the folder or the environment; else None. Raises
+    `FieldError` for an invalid run name."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and _holds_streams(args.run_dir):

@@ -1,6 +1,7 @@
 """Write the results of a run that has ended: summary.json, report.html, and the last lines on the terminal.
 
-The report is one page that needs no network. Model output in it is data, never markup: it stands in a JSON block without `<`.
+The report is one page that needs no network. Model output in it is data, never markup: it stands in a JSON block without `<`,
+and the page inserts it as text.
 """
 
 from __future__ import annotations

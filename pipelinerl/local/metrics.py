@@ -44,7 +44,8 @@ class RunnerMetrics:
 
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
-    """Serve /metrics, /targets and the health paths on loopback, at `port` or, if it is 0, at any. Raises `ServiceError`."""
+    """Serve /metrics, /targets and the health paths on loopback, at `port` or, if it is 0, at any. The run directory holds the
+    address meanwhile. Raises `ServiceError` if it cannot listen there."""
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)

@@ -237,6 +237,7 @@ class LocalRun:
             raise trainer.process.died()
 
     async def _watch_disk(self) -> None:
+        """Check the disk until cancelled. Raises `ServiceError` if it has too little space for one more checkpoint."""
         while True:
             next_bytes = next_checkpoint_bytes(self.run_dir, self.recipe.checkpoint.keep, self._first_checkpoint)
             free, needed = free_bytes(self.run_dir.path), self.reserve_bytes + next_bytes
@@ -250,7 +251,8 @@ class LocalRun:
     # Starting and stopping.
 
     async def _start_nats(self) -> Service:
-        """Start NATS. A restart keeps its port and its streams; meanwhile the services keep their data, wait and reconnect."""
+        """Start NATS. A restart keeps its port and its streams; meanwhile the services keep their data, wait and reconnect. The
+        address file exists while NATS runs."""
         self._set_phase("starting nats-server")
         store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
         server = NatsServer(store, extra=self._nats_security, log_file=log_file)
@@ -371,6 +373,7 @@ class LocalRun:
         return Service(name, prepare, replace(self.restarts), follows_run)
 
     async def _start(self, service: Service) -> ServiceProcess:
+        """Start a service. Raises `ServiceError` if its command cannot be executed."""
         if service_of(service.name) in ("actor", TRAINER):
             await self._restore_cache()
         process = await service.start()
@@ -381,6 +384,7 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
+        """Recreate the parts of the cache that a service needs, if they were removed. Raises `ServiceError` if that fails."""
         async with self._making_model:  # several services may start at once
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)
@@ -445,7 +449,8 @@ class LocalRun:
         return min(wanted, most)
 
     async def _keep_actors(self) -> None:
-        """Keep the wanted number of actors running. Raises the last `ServiceDied` when every actor is given up."""
+        """Keep the wanted number of actors running until cancelled. Raises the last `ServiceDied` when every actor is given
+        up."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)
@@ -471,7 +476,8 @@ class LocalRun:
 
     async def _scale(self, count: int) -> None:
         """Start or stop actors until there are `count`. Actors that were given up are removed first, then the highest numbers;
-        new actors get the lowest free numbers, and need not serve yet on return."""
+        new actors get the lowest free numbers, and need not serve yet on return. Raises `ServiceError` if one cannot be
+        executed."""
         if count == 0:
             self._note("no actors are wanted: nothing is generated until you run `pipelinerl scale actors 1`, or more")
         ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))

@@ -50,8 +50,9 @@ class ThreadPlan:
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores (rounded down) to the trainer and the rest to the actors. Numbers above 0 are the recipe's own.
-    `take_turns`: each side gets all cores, less one for the process that feeds an engine."""
+    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. Numbers above
+    0 are the recipe's own. `take_turns`: the two sides never compute at the same time, so that each gets all cores; each actor
+    leaves one core of its share to the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))

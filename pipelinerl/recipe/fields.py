@@ -1,7 +1,8 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
-A recipe does not say where it runs, so that the same file trains on a laptop and on a cluster. Each field declares its meaning,
-its bounds and whether it may change on resume. The first functions inspect the models, for errors, overrides and docs.
+A recipe does not say where it runs (addresses, ports and folders are settings of the services), so that the same file trains on
+a laptop and on a cluster. Each field declares its meaning, its bounds and whether it may change on resume. Unknown keys are
+errors. The first functions inspect the models, for errors, overrides and docs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Load a recipe from a name or file with `--set` overrides into a validated `Recipe`, describe every wrong field, and write
 YAML. Also compare the recipe that started a run with the one that resumes it.
 
-The loader is stricter than PyYAML: a repeated key is an error, and `1e-6` is a number. `preflight` checks the machine.
+The loader is stricter than PyYAML: a repeated key is an error, and `1e-6` is a number, which PyYAML reads as a string.
+`preflight` checks the machine.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """Return the field's path and the value of `a.b=value`, typed as in YAML. In fields for text or lists of text, a value
-    stays text if it is empty, is no YAML or would be a comment in YAML, such as `#(\\d+)$`. Raises `FieldError`."""
+    stays text if it is empty, is no YAML or would be a comment in YAML, such as `#(\\d+)$`. Raises `FieldError` without a `=`,
+    for an empty name and for a value that is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -169,7 +171,8 @@ def _folders() -> tuple[Path, ...]:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the validated recipe of a file or name, with `a.b=value` overrides. Raises `UserError` with all wrong fields."""
+    """Return the validated recipe of a file or name, with `a.b=value` overrides. Raises `FieldError` (no such recipe),
+    `YamlError` (with the line) and `RecipeError` (with all wrong fields)."""
     path = find_recipe(name)
     return recipe_from_data(read_recipe(path), str(path), overrides)
 
@@ -221,7 +224,8 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
 
 
 def _read_chat_template(data: dict[str, Any]) -> None:
-    """Replace the name of an existing file in `model.chat_template` by its text, for services on other machines."""
+    """Replace the name of an existing file in `model.chat_template` by its text, for services on other machines. Raises
+    `FieldError` if the file cannot be read or is no template."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):
@@ -306,7 +310,8 @@ def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
 
 def recipe_changes(old: Mapping[str, Any], new: Recipe) -> list[Change]:
     """Return all fields that differ, in the recipe's order. `old` may be from another version of the program: a field that it
-    lacks counts as today's default, and one that today's recipe lacks is `UNKNOWN`."""
+    lacks counts as today's default, and one that today's recipe lacks is `UNKNOWN`. A section that is null in only one of the
+    two is one change."""
     algorithm = old.get("algorithm")
     if isinstance(algorithm, Mapping):  # a loss changes defaults to published values
         old = {**old, "algorithm": {**PUBLISHED.get(str(algorithm.get("loss")), {}), **algorithm}}

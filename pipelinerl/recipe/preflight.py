@@ -84,9 +84,9 @@ sys.exit({_IMPORTED})
 
 
 def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
-    """Import `pkg.module:name` like the verifier, but in a separate process, since a user's module may do anything, and check
-    a tool's parameters and an environment's methods. `config`: `task.config` as JSON. Raises `MissingPackage` if a module is
-    not installed here, else `UserError`."""
+    """Import `pkg.module:name` like the verifier, with the current folder on the path, but in a separate process, since a
+    user's module may do anything. The object is not called; a tool's parameters and an environment's methods are checked.
+    `config`: `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, else `UserError`."""
     command = [sys.executable, "-c", code, path, field, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)

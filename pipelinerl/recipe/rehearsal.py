@@ -187,7 +187,8 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text."""
+    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text, so that nothing could be
+    learned. Scorers that do not accept the bare reference as an answer may give it nothing."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)

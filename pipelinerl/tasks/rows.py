@@ -1,6 +1,7 @@
 """Rows of a data set: from files (JSONL, JSON, CSV, Parquet, compressed or not) and from the Hugging Face hub.
 
-A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once.
+A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once. This module does not
+interpret prompts and answers.
 """
 
 from __future__ import annotations
@@ -75,13 +76,15 @@ def value_in(row: Any, name: str) -> Any:
 
 
 def rows_of(config: TaskConfig) -> Iterator[Row]:
-    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `UserError`."""
+    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `UserError`: `MissingPackage` without a
+    reader's library, `Lacking` if the hub cannot be reached."""
     rows = _hub_rows(config) if config.source == "hub" else (row for path in files_at(config.path) for row in _file_rows(path))
     yield from islice(rows, config.max_rows or None)
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the sorted files of a name, a folder or a pattern. Raises `FieldError`, also for a folder with several splits."""
+    """Return the sorted files of a name, a folder or a pattern. Raises `FieldError`, also if the files of a folder have several
+    formats or splits, because it is then unclear which of them hold the problems."""
     given = Path(path)
     if given.is_dir():
         visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
@@ -260,7 +263,8 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     """Read a data set of the hub, or a local folder in its form, with the library `datasets`, which takes the token from the
-    environment and refuses a set that wants to run code. If the hub cannot be reached, only the library's cache is used."""
+    environment and refuses a set that wants to run code. If the hub cannot be reached, only the library's cache is used. With
+    `task.max_rows`, rows are streamed, so that a large set is not fetched whole."""
     try:
         import datasets
     except ImportError as error:
@@ -308,7 +312,8 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of the revision; None if the hub cannot be reached. Raises `FieldError` if the hub refuses it."""
+    """Return the commit of the revision, so that all readers of a run get the same rows; None if the hub cannot be reached.
+    Raises `FieldError` if the hub refuses it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -5,8 +5,9 @@ from a number. Held-out problems never occur in training. Rows of files or of th
 draws the held-out ones, since files are often sorted, and shuffles the others for each pass.
 
 A family of reasoning-gym, ours included, generates blocks of `BLOCK` problems from a seed that is derived from the run's seed,
-the split and the block's number. A few families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in
-0.1.25) iterate over sets, so another process generates the same problems only with the same PYTHONHASHSEED.
+the split and the block's number. A training problem whose question is held out is replaced by the next candidate. A few
+families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets, so another
+process generates the same problems only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Source(Protocol):
 
 class Interleaving:
     """Assign a run's problems to several tasks by their weights, as a pure function of the problem's number: in order, each
-    task takes its evenly spaced share of the problems that earlier tasks have left."""
+    task takes its evenly spaced share of the problems that earlier tasks have left. Among the first n problems, each task has
+    its share, off by at most half the number of tasks."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]

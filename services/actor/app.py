@@ -1,8 +1,8 @@
 """Assemble the actor from engine, streams, weight updates, gRPC and HTTP, and run it between start and stop.
 
-Order of start: servers (so that probes answer while vLLM loads), engine, membership, then generation once a version is
-served. Order of stop: take no new groups, leave, interrupt generation, let the finisher store finished sequences (for at most
-`DRAIN_S`), hand the rest over to another actor, end. The end of the run does not stop actors.
+Order of start: servers (so that probes answer while vLLM loads), engine, membership, then generation once a version is served.
+Order of stop: take no new groups, leave, interrupt generation, let the finisher store finished sequences (for at most
+`DRAIN_S`), hand the rest over to another actor, end. The end of the run does not stop actors; the runner or the cluster does.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate up to the completion's end or an abort. Raises `EngineError` if it is refused or the engine died."""
+        """Generate up to the completion's end or an abort. Raises `EngineError` if the request is refused (its prompt is too
+        long) or the engine died."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Make the `generate` calls of these requests return at once, with their tokens so far. Ids that the engine does not
@@ -135,7 +136,8 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
     """If a stop string begins in the first `carried` tokens of a sample or turn, cut at the token that completes it, because an
-    engine looks for stop strings only in the tokens that it samples itself."""
+    engine looks for stop strings only in the tokens that it samples itself. Dropping the tokens after the string changes no
+    probability: the rest is what a single actor would have sampled."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made

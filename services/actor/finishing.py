@@ -45,7 +45,7 @@ class FinishedSample:
 class Finisher:
     """Gets a reward from the verifier for each finished sample, then publishes it on SEQUENCES and calls `on_published(group,
     sample_index)`. If verifier or stream are unavailable, the bounded buffer fills, generation slots stay taken, and nothing is
-    dropped."""
+    dropped. The verifier unblocks it by answering, the trainer by reading."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Finisher:
         self._buffer: asyncio.Queue[FinishedSample] = asyncio.Queue(maxsize=buffer_size)
 
     async def put(self, sample: FinishedSample) -> None:
+        """Add a sample; wait while the buffer is full."""
         await self._buffer.put(sample)
 
     async def run(self) -> None:
@@ -103,6 +104,7 @@ class Finisher:
             return [*done, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
+        """Return the samples with the verifier's rewards. Raises `ServiceError`, `MessageError`."""
         if not samples:
             return []
         started = time.monotonic()

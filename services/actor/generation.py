@@ -96,7 +96,8 @@ class Sampler:
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """End sampling for good and keep the unfinished sequences, unless the engine does not answer within `timeout_s`."""
+        """End sampling for good and keep the unfinished sequences. If the engine does not answer within `timeout_s`, they are
+        lost and an error is logged."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -195,9 +196,10 @@ class GenerationLoop:
     """Keeps H sequences decoding, one in each place of its sampler.
 
     Consumes prompt groups from PROMPTS, produces finished samples for the finisher. Waits for the serving gate (a commit opens
-    it), for a free slot (the finisher frees it) and for a group (the trainer's feeder issues it). If the gate closes while a
-    group is admitted, its remaining samples go back to PROMPTS. With episodes, there are more slots than places, because an
-    episode takes one of the H places only while it decodes a turn.
+    it), for a free slot (the finisher frees it) and for a group (the trainer's feeder issues it). Groups are admitted sample by
+    sample, so that a large group never leaves slots empty. If the gate closes while a group is admitted, its remaining samples
+    go back to PROMPTS. With episodes, there are more slots than places, because an episode takes one of the H places only while
+    it decodes a turn.
     """
 
     def __init__(
@@ -282,7 +284,8 @@ class GenerationLoop:
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
         """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences and
-        acknowledge it when all are stored. `group` None: not identifiable."""
+        acknowledge it when all are stored. A letter that is too large is stored without the message. Without a stored letter
+        the message is not given up, and is delivered again. `group` None: not identifiable."""
         letter = DeadLetter(
             run=self._bus.run,
             msg_id=delivery.msg_id,

@@ -1,4 +1,5 @@
-"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor."""
+"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor. This module neither generates nor
+stops generation."""
 
 from __future__ import annotations
 
@@ -122,9 +123,9 @@ ANSWER_WITHIN_S = 1.0
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
-    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens, then acknowledge
-    the old messages. Waits for the stream for little more than `timeout_s`. A group that cannot be stored in time is given back
-    or redelivered without its tokens, and the loss is logged."""
+    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens, and only then
+    acknowledge the old messages, so that no group is lost. Waits for the stream for little more than `timeout_s`. A group that
+    cannot be stored in time is given back or redelivered without its tokens, and the loss is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:
@@ -166,7 +167,8 @@ async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], ins
 
 
 async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
-    """Acknowledge or give back the group's messages. If that fails, they are redelivered after their deadline."""
+    """Acknowledge or give back the group's messages. If that fails, they are redelivered after their deadline, which repeats
+    work but loses nothing."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             for message in held.messages.values():

@@ -2,7 +2,7 @@
 
 The actor's pod runs this first. It does nothing for a hub model or a folder, or if the model is already in
 PIPELINERL_MODEL_CACHE. It waits without limit for a trainer that is not up yet, or still serves another recipe's model, because
-a cluster starts both at once.
+a cluster starts both at once. It loads no model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
 
 async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
     """Write the model's files into the empty `folder` and return the number of bytes. Raises `FieldError` on `tls_dir`,
-    `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk."""
+    `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk. gRPC ends the stream in order only after
+    the last chunk. Each call opens a channel, which looks up the trainer's name again."""
     received = 0
     async with open_channel(settings.trainer, settings.tls_dir) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)

@@ -135,8 +135,8 @@ async def start_engine(
 ) -> AsyncIterator[VllmEngine]:
     """Start vLLM on a thread (for tens of seconds, while the event loop runs), warm it up, and shut it down at the end.
     `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the other ranks
-    of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model, and `StartStopped` if `stop` is set
-    first."""
+    of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model (its own log says why), and
+    `StartStopped` if `stop` is set first."""
     stop, is_warm = stop or asyncio.Event(), False
 
     def step(decode_s: float | None, kv_cache_usage: float) -> None:

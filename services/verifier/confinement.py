@@ -112,7 +112,8 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
 
 
 def answer_call(listener: int, child: int | None = None) -> None:
-    """Answer whether `child` and its descendants may start another process or thread, or else the asking one a thread."""
+    """Answer whether `child`, or a process below it, may start one more process or thread. Without `child`, answer whether the
+    asking process may start one more thread."""
     call = bytearray(80)
     with contextlib.suppress(FileNotFoundError):  # the asking process was killed meanwhile
         fcntl.ioctl(listener, _RECEIVE_CALL, call)

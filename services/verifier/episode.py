@@ -1,7 +1,7 @@
 """Run one episode: an environment, tools or an agent talks to the actor that samples the policy's turns.
 
 An error of users' code becomes the result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns
-0. The verifier enforces the deadlines (`episode_pool`).
+0. An episode has its own process, and the verifier enforces its deadlines (`episode_pool`).
 """
 
 from __future__ import annotations

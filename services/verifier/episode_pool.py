@@ -1,7 +1,7 @@
 """Run a bounded number of episodes, each in a forked process that is killed at its deadline with all processes it started.
 
 The template is a process that has imported the user's code and forks the episodes (`episode_worker`). If it dies, it is started
-again, and callers must repeat the episodes that were running.
+again, and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """`python -m services.verifier.episode_worker`: fork a process for each episode. The verifier starts it. Linux.
 
 This template process imports the user's code but does not run it, so that a fork takes milliseconds and little memory. It
-consumes orders on a socket and reports there when an episode's process ends. An order to begin comes with a socket, on which
-the verifier sends its request. The episode sends one byte whenever it starts or stops waiting for the policy, and finally its
-result, or its answer for the judge. Frames are those of `multiprocessing.connection`.
+consumes orders on a socket and reports there when an episode's process ends. It waits for the next order, which the verifier
+sends, and for the end of a process. An order to begin comes with a socket, on which the verifier sends its request. The episode
+sends one byte whenever it starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames
+are those of `multiprocessing.connection`.
 
 An episode's process has its own session and limits of address space and CPU time, and dies with the template. When it ends, or
 when the verifier orders its end, all processes that it started are killed.

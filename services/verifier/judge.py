@@ -1,7 +1,8 @@
 """Ask another model to judge a completion, through an OpenAI-compatible chat completions endpoint over HTTP.
 
-The verifier's own process makes the call, since waiting must not occupy a worker. A worker scores the answer, because it is
-untrusted text; the item carries it as `judgement`. Answers are cached by the text of the question; failures are not.
+The verifier's own process makes the call, because URL and template come from the user, and waiting must not occupy a worker. A
+worker scores the answer, because it is untrusted text; the item carries it as `judgement`. An item without it fails and has no
+reward. Answers are cached by the text of the question; failures are not.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from services.verifier.pool import QueueFull, RewardPool
 log = logging.getLogger(__name__)
 
 MOST_ANSWERS = 10_000
+"""Maximum number of cached answers; the least recently used ones are dropped first."""
 ANSWER_CHARACTERS = 8192
 """Number of characters kept from the end of an answer, where models put their verdict."""
 MOST_BYTES = 4 * 1024**2
+"""Maximum number of bytes read of a response."""
 _BACKOFF = Backoff(first_s=0.5, most_s=10.0, jitter=0.5)
 _HEALS = (408, 409, 425, 429)
 """HTTP statuses, in addition to 5xx, after which the call is repeated."""
@@ -61,7 +64,8 @@ class Answer:
 
 
 class Judge:
-    """The judge of one reward, an async context manager. `key`: API key, empty = none; it appears in no log and no message."""
+    """The judge of one reward, an async context manager. `key`: API key, empty = none; it appears in no log and no message.
+    Callers bound the number of calls, since each waits for its answer."""
 
     def __init__(self, reward: RewardConfig, key: str, metrics: VerifierMetrics) -> None:
         assert reward.judge is not None

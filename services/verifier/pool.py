@@ -156,7 +156,8 @@ class RewardPool:
         self._readiness.reason = "" if self._up else NO_WORKER
 
     async def _serve(self, worker: WorkerProcess) -> Loss:
-        """Score items until the worker is lost, and return the reason."""
+        """Score items of the queue, one at a time, until the worker is lost, and return the reason. Waits for an item, which a
+        caller adds, for the worker, and for the reward's deadline."""
         while True:
             while not self._jobs and not worker.ended.done():
                 self._filled.clear()

@@ -455,8 +455,9 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
 
 @cache
 def confinement_missing() -> str:
-    """Return what `confine` needs and this machine lacks; empty if nothing. Linux allows one listener per process, so that a
-    container runtime must not already listen to its calls."""
+    """Return what `confine` needs and this machine lacks; empty if nothing. A confined process must be able to signal only its
+    own processes, which Landlock supports from Linux 6.12 on. Linux allows one listener per process, so that a container
+    runtime must not already listen to its calls."""
     if landlock_version() < _SCOPED:
         return f"Landlock of Linux 6.12 or later is needed; its version here is {landlock_version()}, of {_SCOPED}"
     try:

@@ -1,4 +1,5 @@
-"""The verifier's process: the gRPC service, its workers, its health, and the spans of its calls. It runs no reward itself."""
+"""The verifier's process: the gRPC service, its workers, its health, and the spans of its calls. It runs no reward itself, but
+fetches the answers of judges."""
 
 from __future__ import annotations
 

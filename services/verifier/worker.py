@@ -1,7 +1,9 @@
 """`python -m services.verifier.worker`: score items in a separate process. The verifier starts it. Linux.
 
-It consumes items one after another on its standard input and produces the result of each on its standard output. The process
-limits its address space and CPU time, dies with the verifier, and kills processes that a reward left behind (`confinement`).
+It consumes items one after another on its standard input and produces the result of each on its standard output. Before a
+reward's code is imported, both pipes move to descriptors that its child processes do not inherit, and the reward prints to the
+verifier's log. The process limits its address space and CPU time, dies with the verifier, and kills processes that a reward
+left behind (`confinement`).
 """
 
 from __future__ import annotations

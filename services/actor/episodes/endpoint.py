@@ -1,7 +1,8 @@
 """The HTTP endpoint at which environments and agents request turns: OpenAI's chat completions, or tokens in, tokens out.
 
 Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by its
-probabilities; a request only sets length, stop strings and tools. Answers are sent whole, even as a stream.
+probabilities; a request only sets length, stop strings and tools. Answers are sent whole; a stream's connection is kept alive
+until then.
 
 `Rendering` converts messages to tokens and back. Recorded tokens are never rendered again; only the messages after them are. If
 the model's format cannot do that, or if the request's history was not recorded, the whole history begins a branch.
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Maximum size of a request, with room for a context of about a million tokens."""
 BODY_WITHIN_S = 30.0
+"""Time within which a request must arrive completely."""
 KEEP_ALIVE_S = 2.0
 """Time until a stream's head is sent, and between the comments that keep clients with short timeouts waiting."""
 MAX_STOPS = 16

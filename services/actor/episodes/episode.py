@@ -155,8 +155,9 @@ class Episode:
         stop: tuple[str, ...] = (),
         stop_token_ids: tuple[int, ...] = (),
     ) -> RecordedTurn:
-        """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. Raises `Refused`. If this
-        call is cancelled, the turn counts as not served."""
+        """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. Raises `Refused`.
+        `max_tokens` can only lower the recipe's; `stop` and `stop_token_ids` add to the recipe's. If this call is cancelled,
+        the turn counts as not served."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens, limits = len(context_token_ids), self.limits
@@ -209,7 +210,8 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest turn that the context extends; among equal ones, one that no other turn extends."""
+        """Return the longest turn that the context extends; among equal ones, which parallel requests may have sampled, one
+        that no other turn extends."""
         extended = {id(turn.extends) for turn in self.turns if turn.served}
         known = [(turn, turn.token_ids) for turn in self.turns if turn.served and turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
@@ -292,7 +294,8 @@ def base_path(key: str) -> str:
 
 
 class Episodes:
-    """The running episodes of one recipe's tasks. The caller sets `address`, `host:port` of the endpoint."""
+    """The running episodes of one recipe's tasks. Before the first episode, the caller sets `address`, `host:port` of the
+    endpoint."""
 
     def __init__(
         self, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, decode: Callable[[TokenIds], str]

@@ -6,7 +6,7 @@ extension point, before vLLM compiles the model or captures CUDA graphs. A and B
 overwritten between two decode steps. All requests have the same adapter, unlike in vLLM's own LoRA.
 
 vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several checkpoint layers (q, k and v) stacks
-their A, and holds their B as one block-diagonal matrix.
+their A, and holds their B as one block-diagonal matrix. This module neither receives weights nor knows versions.
 """
 
 from __future__ import annotations

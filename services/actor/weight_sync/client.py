@@ -1,8 +1,9 @@
 """Update a vLLM engine's weights from the actor's process: prepare, join, receive, commit, discard.
 
 `join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, as one JSON object per line, because
-vLLM's own remote calls are only answered between decode steps, and block decoding while they run. `prepare` (once) and `commit`
-are vLLM's calls. vLLM labels tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
+vLLM's own remote calls are only answered between decode steps, and block decoding while they run. The socket also closes if a
+worker dies. `prepare` (once) and `commit` are vLLM's calls. vLLM labels tokens `<incarnation>:<number>`, in
+`outputs[i].weight_versions`. This module does not talk to the trainer, and does not decide which version is served or given up.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerLink:
-    """The actor's end of the socket, at `path`. An order is complete when all workers have replied."""
+    """The actor's end of the socket. Open it with `WorkerLink.listen`, pass `path` to the workers, await `hellos`, then `ask`.
+    An order goes to all workers and is complete when all have replied. If a connection is lost, all waiting calls fail."""
 
     def __init__(self, directory: str, num_workers: int) -> None:
         self.path = os.path.join(directory, "weights.sock")
@@ -259,8 +261,9 @@ class WeightUpdateClient:
         return replace(staged[0], receive_s=receive_s, prepare_s=prepare_s)
 
     async def commit(self, version: PolicyVersion) -> float:
-        """Pause between two decode steps, swap, resume, and return the seconds of the pause. Unfinished sequences continue. A
-        TransferError other than CommitFailed means that `version` was not staged and that the old weights are still served."""
+        """Pause between two decode steps, swap, resume, and return the seconds from the engine's report of idleness to its
+        report of resumption. Unfinished sequences continue. A TransferError other than CommitFailed means that `version` was
+        not staged and that the old weights are still served."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self.swapping:

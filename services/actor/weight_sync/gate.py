@@ -12,8 +12,9 @@ from pipelinerl.messages.sequences import PolicyVersion
 
 class ServingGate:
     """Groups may be taken only while this gate is open: the served version is at most `max_lag` + 1 behind the last announced
-    one, since the trainer announces a version before actors serve it. Before the first commit, when the actor serves weights
-    that no trainer recorded, it is closed. If `max_lag` is None, any served version opens it."""
+    one, since the trainer announces a version before actors serve it. Groups that were taken before it closes continue. Before
+    the first commit, when the actor serves weights that no trainer recorded, it is closed. If `max_lag` is None, any served
+    version opens it."""
 
     def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag

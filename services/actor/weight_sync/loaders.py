@@ -3,7 +3,7 @@
 `ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live ones.
 `InPlaceLoader` prepares the same instance and copies it into the live weights, because CUDA graphs and compiled models hold
 addresses. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither and for
-devices without room for a second instance. Each load is a whole model.
+devices without room for a second instance. Each load is a whole model. Loaders do not receive tensors and do not know versions.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class ShadowLoader:
     building a model sets torch's default dtype.
 
     A swap exchanges parameters and everything that post-processing set on a module (on CPU: the closure `cpu_linear` over a
-    packed oneDNN weight) or on the method of a mixture's experts. `pairs`: every module by name, the live one with its shadow.
+    packed oneDNN weight) or on the method of a mixture's experts. KV caches, attention state and module identity stay with the
+    live modules. `pairs`: every module by name, the live one with its shadow.
     """
 
     mode = "shadow"
@@ -369,9 +370,9 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class PausedLoader:
-    """Loads while generation is paused, with vLLM's layerwise reload, for models that cannot be swapped. All received tensors
-    are held until then; with `on_host` in host memory, so that the device only needs room for one layer and for the chunks in
-    transfer."""
+    """Loads while generation is paused, with vLLM's layerwise reload, for models that cannot be swapped. The pause lasts for
+    the whole load. All received tensors are held until the pause; with `on_host` in host memory, so that the device only needs
+    room for one layer and for the chunks in transfer."""
 
     mode = "paused"
 

@@ -75,7 +75,8 @@ class UpdateListener:
         return "receiving" if receiving is not None and not receiving.done() else "idle"
 
     async def run(self) -> None:
-        """Handle control messages until cancelled. Raises `UserError` if the model does not fit, and `CommitFailed`."""
+        """Handle control messages until cancelled. Waits until the trainer has made the streams. Raises `UserError` if the
+        served model does not fit the trainer's, after a report to the trainer, and `CommitFailed` if a swap failed half-way."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)
@@ -134,7 +135,7 @@ class UpdateListener:
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
         """Join an epoch that includes this process. `alone`: the order is for this actor only, as in a side group, which
-        outlives epochs without this process."""
+        outlives epochs without this process and ends if an epoch includes the process or the trainer leaves it."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:

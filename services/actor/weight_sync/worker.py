@@ -2,7 +2,8 @@
 
 The `_read` thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. A Discard
 also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. Tensors are loaded
-directly into the engine's layout beside the live weights (`loaders.py`), so that no further copy of all bytes is held.
+directly into the engine's layout beside the live weights (`loaders.py`), so that no further copy of all bytes is held. This
+module does not depend on vLLM, and does not decide what happens after a failed transfer.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class StagingMemory:
 
 
 class Receiver:
-    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. The group is in
-    use until `tensors()` is closed, which takes at most the stall timeout.
+    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. Iterate
+    `tensors()` to the end, close it in any case, then call `staged`. The group is in use until it is closed, which takes at
+    most the stall timeout.
 
     `buffers`: chunks held at a time, including the one being loaded. With more than one, a thread receives the next chunks
     while the caller checks and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to
@@ -302,7 +304,8 @@ class TransferWorker:
 def _use_one_core() -> None:
     """Prepare weights with one thread, on any free core, instead of the cores of vLLM's decoding threads. A second team of
     OpenMP threads would make both wait for each other at every barrier: 7.5 s instead of 1.6 to 3.7 s for 135M parameters on
-    two busy cores. vLLM replaces `torch.set_num_threads` on CPU, hence the private call."""
+    two busy cores. vLLM replaces `torch.set_num_threads` on CPU, hence the private call; OpenMP's number of threads is per
+    calling thread."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch._C.set_num_threads(1)

@@ -106,7 +106,8 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the last fenced block marked as Python, or else without a mark, or else all; and a text about its place."""
+    """Return the last fenced block marked as Python, even if it is cut, or else without a mark, or else all; and a text about
+    its place."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:

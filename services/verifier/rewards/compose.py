@@ -5,8 +5,9 @@ reward = correct * score + format_weight * [the format matches] + overlong penal
 With `truncated: zero`, a completion that was cut only gets the penalty, and has a term `truncated`.
 
 A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or a mapping of
-named numbers that are added up. Functions written for verl or TRL are recognised by the names of their parameters and are
-called as these libraries call them.
+named numbers that are added up. It is trusted code that handles untrusted completions, so it runs in a worker process, with a
+deadline and a memory limit. Functions written for verl or TRL are recognised by the names of their parameters and are called as
+these libraries call them.
 """
 
 from __future__ import annotations
@@ -346,7 +347,8 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
 
 
 def judge_scorer(config: JudgeConfig) -> Scorer:
-    """Return a scorer that gives the judge's number over the full marks. An item without a valid number fails."""
+    """Return a scorer that gives the judge's number over the full marks. An item without a valid number fails, since that is
+    not the policy's fault."""
     pattern = re.compile(config.pattern)
 
     def score(item: RewardInput) -> Score:

@@ -1,5 +1,6 @@
 """The input and output of scorers, and the two errors with which they refuse an item. A scorer runs in a worker process, one
-item at a time, on the main thread, under a deadline and a memory limit."""
+item at a time, on the main thread, under a deadline and a memory limit, so that it need not guard against slow or huge answers
+itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 r"""Score mathematics: find the answer in a completion, and compare it with the reference by value.
 
 Two answers are compared as texts first, then by their form: lists and sets in any order; tuples, intervals and matrices part by
-part; equations up to a factor; numbers exactly; other expressions by their values at several points, to 280 digits."""
+part; equations up to a factor; numbers exactly; other expressions by their values at several points, to 280 digits. An answer
+that cannot be parsed earns nothing unless the texts agree."""
 
 from __future__ import annotations
 
@@ -460,9 +461,9 @@ def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
     r"""Return a scorer that gives 1 if answer and reference are mathematically equal, such as `1/2`, `0.5` and `\frac{1}{2}`.
 
     The answer is the content of the last box, or the text after "the answer is", or the last expression. With `boxed`, only the
-    content of the last `\boxed{...}` counts; a text without a box, or cut inside it, is wrong. Thoughts do not count. An answer
-    that cannot be parsed is wrong, and so is one whose comparison takes more CPU time than a quarter of `timeout_s`; SIGVTALRM
-    measures this, so the scorer must run on the main thread.
+    content of the last `\boxed{...}` counts; a text without a box, or cut inside it, is wrong. Thoughts do not count. A
+    comparison that takes more CPU time than a quarter of `timeout_s` makes the answer wrong. SIGVTALRM measures this, so the
+    scorer must run on the main thread; wall-clock time would make right answers wrong on a busy machine.
     """
 
     def score(item: RewardInput) -> Score:

@@ -2,7 +2,8 @@
 
 Some families' scorers call `eval` on text that a model wrote, directly or through SymPy's parser. Such an answer is only scored
 if its family's guard accepts it, a function that parses the text with Python's parser and runs nothing. Accepted answers call
-only known mathematical functions and access no attribute. The worker's deadline limits the time of their evaluation.
+only known mathematical functions and access no attribute. The worker's deadline limits the time of their evaluation. Many
+families give a little credit to wrong answers; `reward.binary` decides whether that counts.
 """
 
 from __future__ import annotations
