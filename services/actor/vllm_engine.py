@@ -243,8 +243,8 @@ class VllmEngine:
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
-        """Generate two tokens for each of H prompts of one token, because vLLM compiles functions of its sampler at their first
-        use, which took 2.5 s. No cached KV is left. Raises `EngineError`."""
+        """Generate two tokens for each of H one-token prompts, because vLLM compiles its sampler functions at their first use,
+        which took 2.5 s. This leaves nothing in the KV cache. Raises `EngineError`."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]
