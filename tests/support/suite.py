@@ -40,7 +40,7 @@ class Suite:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """One worker runs a whole file, so that its fixtures are set up once; `group_of` names what else runs on one worker."""
+        """One worker runs a whole file, so that its fixtures are set up once, and one worker all tests with engines."""
         from xdist.scheduler.loadgroup import LoadGroupScheduling
 
         class FileScheduling(LoadGroupScheduling):
@@ -51,20 +51,18 @@ class Suite:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Begin with whole runs, on one worker, and engines, on another; then come the longest files, so that no worker is left
-        with a long one."""
+        """Run engines first and then the longest files, so that no worker is left with a long one."""
         if not self.is_worker:
             return
         seconds: dict[str, float] = json.loads(DURATIONS.read_text())
 
-        def key(item: pytest.Item) -> tuple[int, float, str]:
+        def key(item: pytest.Item) -> tuple[bool, float, str]:
             name = file_of(item.nodeid)
-            return (("runs", "engines", "").index(group_of(item)), -seconds.get(name, 0.0), name)
+            return (not needs_engine(item), -seconds.get(name, 0.0), name)
 
         items.sort(key=key)
-        for item in items:
-            if group := group_of(item):
-                item.add_marker(pytest.mark.xdist_group(group))
+        for item in filter(needs_engine, items):
+            item.add_marker(pytest.mark.xdist_group("engines"))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
@@ -87,12 +85,9 @@ class Suite:
             Path(path).write_text(json.dumps(slow, indent=1) + "\n", encoding="utf-8")
 
 
-def group_of(item: pytest.Item) -> str:
-    """Return `runs` for a test of a whole run and `engines` for one that starts a vLLM engine; at most one test of each group
-    runs at a time. Return "" for all others."""
-    if item.get_closest_marker("e2e") is not None:
-        return "runs"
-    return "engines" if item.get_closest_marker("engine") is not None else ""
+def needs_engine(item: pytest.Item) -> bool:
+    """Whether it starts a vLLM engine or a whole run: one at a time, beside the tests of other workers."""
+    return item.get_closest_marker("engine") is not None or item.get_closest_marker("e2e") is not None
 
 
 def file_of(nodeid: str) -> str:
