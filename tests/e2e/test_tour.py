@@ -671,7 +671,7 @@ async def test_the_run_goes_on_to_a_later_end_and_leaves_a_complete_folder(resum
     assert summary["lag"]["max"] <= 4
     assert summary["largest_lag"] == records[-1]["largest_lag"] >= 1
     assert all(record["value_loss"] >= 0 for record in records)
-    assert records[-1]["weight_update"]["members"] == 2
+    assert records[-1]["weight_update"]["members"] in (1, 2), "one that starts slowly may come after the last step"
     of_tasks = Counter[str]()
     for record in records:
         of_tasks.update({name: figures["sequences"] for name, figures in record["tasks"].items()})
