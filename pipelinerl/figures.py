@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pipelinerl.rl.groups import LAG_BUCKETS
 
 Reduction = Literal["sum", "ones", "last", "smallest", "largest", "mean", "rate"]
-"""How the run's figure follows from the steps': `ones` counts the steps in which the value is 1 or true, `mean` is weighted by
-`Figure.weight`, and `rate` is the sum of the values over that of the weights."""
+"""Rule that gives the run's figure from the steps': `ones` counts the steps in which the value is 1 or true, `mean` is
+weighted by `Figure.weight`, and `rate` is the sum of the values over that of the weights."""
 
 
 @dataclass(frozen=True)

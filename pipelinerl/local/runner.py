@@ -287,7 +287,8 @@ class LocalRun:
             return
         self._set_phase("starting the engine, which shares the trainer's GPU")
         while True:
-            if all(self.run_dir.address(service.name).is_file() for service in self._actors.values()):
+            starting = [service.name for service in self._actors.values() if not service.given_up]
+            if all(self.run_dir.address(name).is_file() for name in starting):
                 break
             await asyncio.sleep(self.refresh_s)
         self._set_phase("starting the trainer")

@@ -31,7 +31,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What `WeightUpdateClient` passes to the workers. `socket_path`: the socket on which the actor's process listens."""
+    """Arguments that `WeightUpdateClient` passes to workers. `socket_path`: the socket on which the actor's process listens."""
 
     socket_path: str
     manifest: bytes

@@ -222,7 +222,7 @@ class _Waiting:
     version: int
     folder: Path
     since_s: float
-    """When the oldest checkpoint since the last upload was written."""
+    """Time at which the oldest checkpoint since the last upload was written."""
 
 
 class Uploads:
