@@ -29,9 +29,9 @@ from typing import Any
 
 from benchmarks.actor_cases import CASES, Case
 from benchmarks.generation_rounds import VERSION, Round, actor_round, bare_round, renamed
+from benchmarks.nats_server import NatsServer
 from benchmarks.result_files import write_result
 from pipelinerl.bus import jetstream
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import Launch, ServiceProcess
 from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, initial_model, plan_threads
 from pipelinerl.messages.sequences import PromptGroup

@@ -27,10 +27,10 @@ import nats.errors
 import numpy as np
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.bus.reader import BATCH
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import Sequence, VersionSpan, decode_sequence, encode_sequence
 
 RESULTS = Path(__file__).parent / "results" / "bus.json"

@@ -44,13 +44,13 @@ from prometheus_client import CollectorRegistry
 from benchmarks.actor_overhead import verifying
 from benchmarks.episode_cases import CASES, OBSERVATION_WORDS, PROMPT_WORDS, TURNS, build_model, episode_recipe, words
 from benchmarks.generation_rounds import KEEP_ALIVE_S, VERSION
+from benchmarks.nats_server import NatsServer
 from benchmarks.observed_actor import cpu_s
 from benchmarks.result_files import kept_rows, write_result
 from benchmarks.samples import milliseconds
 from benchmarks.waiting_environment import WaitingEnvironment
 from pipelinerl.bus import jetstream
 from pipelinerl.errors import ServiceError
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.services import ServiceLaunches, ThreadPlan, available_cores, plan_threads
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, decode_sequence, encode_group
 from pipelinerl.messages.verification import VerifierClient

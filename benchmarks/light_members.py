@@ -30,11 +30,11 @@ from torch import Tensor
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import TransferError
-from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
 from pipelinerl.transfer.group import WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
+from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import StagedWeights, WeightLoading

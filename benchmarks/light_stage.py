@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.light_members import Break, LightMember, MemberSpec, light_member
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.light_stage import LightStage, StageRecorder, end, light_stage, same_weights
+from benchmarks.nats_server import NatsServer
 from benchmarks.recovery import PRODUCT
 from benchmarks.result_files import write_result
 from benchmarks.samples import milliseconds
 from benchmarks.simulated_members import RUN, Crowd, NoBytesSender, cpu_seconds, crowd
 from pipelinerl.bus.jetstream import connect
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.services import available_cores
 from services.trainer.weight_sync.membership import UpdateRecord
 from services.trainer.weight_sync.updater import WeightUpdater

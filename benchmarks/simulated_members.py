@@ -17,19 +17,10 @@ from typing import Any
 
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.messages.control import (
-    Announce,
-    Backend,
-    Commit,
-    EpochJoined,
-    EpochStart,
-    Registration,
-    Serving,
-    Staged,
-    decode_control,
-)
+from pipelinerl.messages.control import Backend, decode_control
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, TransferResult, build_manifest
+from pipelinerl.v1.control_pb2 import Announce, Commit, EpochJoined, EpochStart, Registration, Serving, Staged
 from services.actor.app import Heartbeat
 from services.actor.weight_sync.gate import ServingGate
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pipelinerl.local.nats import NatsServer
+from benchmarks.nats_server import NatsServer
 from tests.support.runs import write_tiny_model
 from tests.support.suite import Suite
 

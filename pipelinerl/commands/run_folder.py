@@ -11,11 +11,12 @@ import argparse
 import asyncio
 import base64
 import json
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,9 @@ from pipelinerl.bus.protocol import check_run_name, group_id_of
 from pipelinerl.errors import FieldError, MessageError
 from pipelinerl.local.credentials import Credentials
 from pipelinerl.local.ending import write_report
+from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.nats import NatsServer
-from pipelinerl.local.processes import living_names
+from pipelinerl.local.processes import Launch, ServiceProcess, living_names
 from pipelinerl.messages.sequences import DeadLetter, decode_dead_letter, decode_group
 from pipelinerl.run_dir import LINEAGE, NAMED_IN, RunDir, run_name
 from pipelinerl.service.logs import printable
@@ -150,6 +152,7 @@ OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
 """A connected bus; raises `BusError` when NATS does not answer."""
 _STORE = "jetstream"
 """Name of the folder in which nats-server keeps its streams."""
+_STOP_WITHIN_S = 5.0
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
@@ -176,9 +179,9 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
     """Yield a connected bus. Raises `FieldError` if the folder does not tell where the streams are."""
     run, run_dir = run_name(folder), RunDir(folder, "")
     credentials = run_dir.credentials
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         if living_names(run_dir):
-            file = run_dir.address("nats")
+            file = run_dir.address(NATS)
             try:
                 url = str(json.loads(file.read_bytes())["url"])
             except (OSError, ValueError, LookupError, TypeError) as error:
@@ -187,6 +190,10 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
             await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, copy / _STORE)
             credentials = Credentials(copy / "secrets")
-            url = stack.enter_context(NatsServer(copy, extra=credentials.make(run))).url
+            server = NatsServer(copy, extra=credentials.make(run))
+            launch = Launch(NATS, server.prepare(), os.environ, server.log, copy / "address.json")
+            process = await ServiceProcess.start(launch)
+            stack.push_async_callback(process.terminate, _STOP_WITHIN_S)
+            url = await server.reached(process)
         async with connect(url, run, credentials=credentials.nats(ADMIN), tls_dir=credentials.tls_dir) as bus:
             yield bus

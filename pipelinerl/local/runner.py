@@ -82,7 +82,7 @@ STOP_WITHIN_S = 12.0
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
 """Part of `STOP_WITHIN_S` that must be left for the services that stop later."""
-_NATS_READY_S, _VERIFIER_READY_S = 10.0, 120.0
+_VERIFIER_READY_S = 120.0
 _REFRESH_S = 0.5
 _DISK_S = 1.0
 """Seconds between two checks of the free disk space."""
@@ -258,11 +258,7 @@ class LocalRun:
         server = NatsServer(store, extra=self._nats_security, log_file=log_file)
         service = self._service(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
         process = await self._start(service)
-
-        async def reachable() -> str | None:
-            return server.url_of(process.pid)
-
-        self._launches.nats_url = await process.until(reachable, _NATS_READY_S, "is not ready")
+        self._launches.nats_url = await server.reached(process)
         server.port = int(self._launches.nats_url.rpartition(":")[2])
         self._announce_nats()
         return service

@@ -9,27 +9,13 @@ from typing import Literal, TypeVar, get_args
 
 from pipelinerl.errors import MessageError
 from pipelinerl.messages.sequences import check_finite, parse
-from pipelinerl.v1.control_pb2 import (
-    Abort,
-    Announce,
-    Commit,
-    EpochJoined,
-    EpochMember,
-    EpochStart,
-    Registration,
-    RunEnd,
-    Serving,
-    Staged,
-)
+from pipelinerl.v1 import control_pb2 as pb
 
 Phase = Literal["joining", "serving", "draining"]
 Backend = Literal["gloo", "nccl"]
-Control = Registration | EpochStart | EpochJoined | Announce | Staged | Commit | Serving | Abort | RunEnd
-
-__all__ = [
-    "Abort", "Announce", "Backend", "Commit", "Control", "EpochJoined", "EpochMember", "EpochStart", "Phase",
-    "Registration", "RunEnd", "Serving", "Staged", "decode_control",
-]  # fmt: skip
+Control = (
+    pb.Registration | pb.EpochStart | pb.EpochJoined | pb.Announce | pb.Staged | pb.Commit | pb.Serving | pb.Abort | pb.RunEnd
+)
 
 _Control = TypeVar("_Control", bound=Control)
 
@@ -49,12 +35,12 @@ def decode_control(data: bytes, message_type: type[_Control]) -> _Control:
     kind = message_type.__name__
     message = parse(message_type(), data, kind)
     _check_fields(message, kind)
-    if isinstance(message, EpochStart):
+    if isinstance(message, pb.EpochStart):
         _check_ranks(message)
     return message
 
 
-def _check_fields(message: Control | EpochMember, kind: str, prefix: str = "") -> None:
+def _check_fields(message: Control | pb.EpochMember, kind: str, prefix: str = "") -> None:
     for field in message.DESCRIPTOR.fields:
         name, value = field.name, getattr(message, field.name)
         if name in _REQUIRED and not value and (kind, name) not in _MAY_BE_EMPTY:
@@ -68,7 +54,7 @@ def _check_fields(message: Control | EpochMember, kind: str, prefix: str = "") -
             check_finite(value, kind, prefix + name, at_least=0.0)
 
 
-def _check_ranks(start: EpochStart) -> None:
+def _check_ranks(start: pb.EpochStart) -> None:
     """Check that the members' ranks and the trainer's rank 0 fill [0, world_size), each once, and that no actor is listed
     twice."""
     taken = [0]

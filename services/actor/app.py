@@ -26,7 +26,6 @@ from opentelemetry.trace import SpanKind
 from pipelinerl.bus.jetstream import Bus, service_bus
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.initial_model import model_source
-from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import (
     FINISH_REASON_TO_PROTO,
     PolicyVersion,
@@ -54,6 +53,7 @@ from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from pipelinerl.v1.control_pb2 import Registration
 from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, start_of
 from services.actor.episodes.endpoint import Rendering, episode_app
 from services.actor.episodes.episode import Episodes

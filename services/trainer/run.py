@@ -21,7 +21,6 @@ from pipelinerl.errors import BusError, NotPermitted, PipelineRLError, ServiceEr
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import PodWatch, in_cluster
 from pipelinerl.kube.completion import complete, run_goes_on
-from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
@@ -29,6 +28,7 @@ from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
 from pipelinerl.v1.actor_pb2 import ActorState
+from pipelinerl.v1.control_pb2 import RunEnd
 from services.trainer.checkpoint.files import link_export
 from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
 from services.trainer.checkpoint.store import Uploads

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.local.nats import NatsServer
 from tests.support.guarded_nats import LIMITS, connected_in_roles, guarded
 
 RUN = "contract"

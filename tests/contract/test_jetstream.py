@@ -11,11 +11,11 @@ import nats
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import MemberEvent, StreamLimits
 from pipelinerl.errors import BusError, PayloadTooLarge
-from pipelinerl.local.nats import NatsServer
 from tests.contract.test_bus import QUIET_S, SOON_S, is_quiet, soon, take
 from tests.support.guarded_nats import LIMITS, persistently
 from tests.support.machine import free_port

@@ -15,7 +15,8 @@ import torch
 from benchmarks.light_members import LightMember, weights_checksum
 from benchmarks.light_stage import LightStage, Settings, light_stage
 from pipelinerl.bus.protocol import EVERY_ACTOR
-from pipelinerl.messages.control import Commit, EpochStart, Serving, Staged, decode_control
+from pipelinerl.messages.control import decode_control
+from pipelinerl.v1.control_pb2 import Commit, EpochStart, Serving, Staged
 from services.trainer.weight_sync.membership import MemberChange
 
 SETTINGS = Settings(member_ttl_s=1.5, deadline_s=3.0, stall_timeout_s=2.0)

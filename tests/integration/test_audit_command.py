@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.cli import main
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import VersionSpan, decode_group
 from pipelinerl.run_dir import RunDir, write_json
 from tests.unit.builders import RUN, make_group

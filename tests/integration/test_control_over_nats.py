@@ -6,10 +6,10 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import connect
-from pipelinerl.local.nats import NatsServer
-from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.gate import ServingGate

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.cli import main
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import DeadLetter, encode_group
 from tests.unit.builders import make_group
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import nats
 import pytest
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry, Subjects
 from pipelinerl.errors import BusError
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.app import stream_limits
 from tests.support.guarded_nats import LIMITS, persistently

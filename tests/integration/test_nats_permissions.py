@@ -12,14 +12,14 @@ import pytest
 from nats.aio.client import Client
 from nats.js.api import ConsumerConfig, StreamConfig
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_TRAINER, Subjects
 from pipelinerl.errors import BusError, FieldError, NotPermitted
-from pipelinerl.local.nats import NatsServer
-from pipelinerl.messages.control import Registration
 from pipelinerl.messages.sequences import decode_group, encode_group
+from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
 from services.actor.hand_over import HeldGroups
 from services.actor.weight_sync.gate import ServingGate

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, FieldError
-from pipelinerl.local.nats import NatsServer
 from tests.support.certificates import Authority
 from tests.support.guarded_nats import LIMITS, logged, reload
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.die_with_parent import guarded
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import kill_session
 from pipelinerl.messages.sequences import SamplingParams, Sequence, decode_sequence, encode_group
 from pipelinerl.service.grpc import serve_grpc

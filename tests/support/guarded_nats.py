@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import pytest
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_ACTOR, NO_HEADERS, ControlMessage, Headers, StreamLimits
 from pipelinerl.errors import BusError
-from pipelinerl.local.nats import NatsServer
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.local.nats import NatsServer
 from pipelinerl.messages.sequences import (
     Completion,
     PolicyVersion,

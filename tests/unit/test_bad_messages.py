@@ -15,18 +15,6 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.bus.protocol import FROM_TRAINER, ControlMessage
 from pipelinerl.errors import MessageError
-from pipelinerl.messages.control import (
-    Abort,
-    Announce,
-    Commit,
-    EpochJoined,
-    EpochMember,
-    EpochStart,
-    Registration,
-    RunEnd,
-    Serving,
-    Staged,
-)
 from pipelinerl.messages.sequences import (
     PartialSequence,
     PolicyVersion,
@@ -39,6 +27,18 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.transfer.manifest import Manifest
+from pipelinerl.v1.control_pb2 import (
+    Abort,
+    Announce,
+    Commit,
+    EpochJoined,
+    EpochMember,
+    EpochStart,
+    Registration,
+    RunEnd,
+    Serving,
+    Staged,
+)
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener, decode_order

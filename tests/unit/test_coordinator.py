@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
+from pipelinerl.v1.control_pb2 import Abort, EpochJoined, Serving, Staged
 from services.trainer.weight_sync import coordinator as c
 
 MEMBERS = {name: c.Member(name, f"{name}-1") for name in "abcdefgh"}

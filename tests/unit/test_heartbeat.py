@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.messages.control import Registration, decode_control
+from pipelinerl.messages.control import decode_control
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
 from services.actor.weight_sync.gate import ServingGate
 from tests.support.memory_bus import MemoryBus, MemoryServer

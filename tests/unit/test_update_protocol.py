@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
 from pipelinerl.kube.client import PodEnd
-from pipelinerl.messages.control import Backend, EpochJoined, Registration, Staged
+from pipelinerl.messages.control import Backend
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupSpec, Manifest, TransferResult, build_manifest
+from pipelinerl.v1.control_pb2 import EpochJoined, Registration, Staged
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, StagedWeights, WeightLoading
 from services.actor.weight_sync.gate import ServingGate

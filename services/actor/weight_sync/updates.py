@@ -10,24 +10,14 @@ from typing import Any, NoReturn
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import NO_HEADERS, ControlMessage, Headers
 from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, UserError
-from pipelinerl.messages.control import (
-    Abort,
-    Announce,
-    Backend,
-    Commit,
-    EpochJoined,
-    EpochStart,
-    RunEnd,
-    Serving,
-    Staged,
-    decode_control,
-)
+from pipelinerl.messages.control import Backend, decode_control
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
+from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, EpochStart, RunEnd, Serving, Staged
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
 from services.actor.weight_sync.gate import ServingGate

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
+from pipelinerl.v1.control_pb2 import Abort, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
 """Maximum number of retries of one version with the same members. After them, each member must first succeed alone."""

@@ -22,12 +22,13 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import MessageError, ServiceError, TransferError
 from pipelinerl.kube.client import PodEnd
-from pipelinerl.messages import control
+from pipelinerl.messages.control import decode_control
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trace_of
 from pipelinerl.transfer.manifest import RanksMissing
+from pipelinerl.v1 import control_pb2 as pb
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.membership import MemberChange, Roster, UpdateObserver, UpdateRecord
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ANSWER_TYPES = {"joined": control.EpochJoined, "staged": control.Staged, "serving": control.Serving, "failed": control.Abort}
+ANSWER_TYPES = {"joined": pb.EpochJoined, "staged": pb.Staged, "serving": pb.Serving, "failed": pb.Abort}
 MEETING_SHARE = 0.8
 """Share of the phase's deadline in which a group's members must meet, so that only missing members are blamed."""
 PATIENCE_S = 3.0
@@ -83,11 +84,11 @@ class TransferSession:
         self._end_spans("given up")
 
     def _note(self, event: c.Event) -> None:
-        if not isinstance(event, control.Staged | control.Serving) or event.actor == c.TRAINER:
+        if not isinstance(event, pb.Staged | pb.Serving) or event.actor == c.TRAINER:
             return
         if (event.epoch, event.version) != (self.coordinator.epoch, self.record.version):
             return
-        if isinstance(event, control.Staged):
+        if isinstance(event, pb.Staged):
             self.record.receive_s[event.actor], self.record.prepare_s[event.actor] = event.receive_s, event.prepare_s
             self._span.add_event("staged", {a.ACTOR: event.actor, a.BYTES: event.bytes})
         else:
@@ -100,7 +101,7 @@ class TransferSession:
             case c.FormGroup(epoch, members):
                 await self._form_group(epoch, members)
             case c.SendVersion(epoch, version):
-                announce = control.Announce(
+                announce = pb.Announce(
                     incarnation=incarnation,
                     epoch=epoch,
                     version=version,
@@ -114,13 +115,13 @@ class TransferSession:
                 self._task = updater.tasks.create_task(self._broadcast(self._group, self._snapshot, epoch, version))
             case c.SendCommit(epoch, version):
                 self._commit_span = self._order_span("commit", epoch)
-                commit = control.Commit(incarnation=incarnation, epoch=epoch, version=version)
+                commit = pb.Commit(incarnation=incarnation, epoch=epoch, version=version)
                 await self._say("commit", commit, self._commit_span)
             case c.SendAbort(epoch, version, reason):
                 log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
                 self._span.add_event("aborted", {a.REASON: reason})
                 self._end_spans(reason, of_commit_only=True)
-                abort = control.Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
+                abort = pb.Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
                 await self._say("abort", abort)
                 await self._stop_transfer()
             case c.SetDeadline(token):
@@ -147,7 +148,7 @@ class TransferSession:
         patience_s = PATIENCE_S if updater.roster.have_met(members) else None
         group = updater.sender.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
         self._group = group
-        start = control.EpochStart(
+        start = pb.EpochStart(
             incarnation=updater.incarnation,
             epoch=epoch,
             store_address=group.store_address,
@@ -168,7 +169,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error), missing))
         else:
             self._updater.roster.met(members)
-            self._updater.post(self, control.EpochJoined(actor=c.TRAINER, epoch=epoch))
+            self._updater.post(self, pb.EpochJoined(actor=c.TRAINER, epoch=epoch))
 
     async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
         try:
@@ -178,7 +179,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
-        self._updater.post(self, control.Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
+        self._updater.post(self, pb.Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
 
     async def _stop_transfer(self) -> None:
         task, group = self._task, self._group
@@ -347,7 +348,7 @@ class WeightUpdater:
                     self.post(None, c.MembersDown((event.actor,)))
                     continue
                 try:
-                    said = control.decode_control(event.payload, control.Registration)
+                    said = decode_control(event.payload, pb.Registration)
                 except MessageError as error:
                     self.bad_messages += 1
                     log.error("registration of %s is set aside: %s", event.actor, error, extra=AGGREGATED)
@@ -364,7 +365,7 @@ class WeightUpdater:
         async with self.bus.watch_control(tuple(ANSWER_TYPES)) as messages:
             async for message in messages:
                 try:
-                    answer: c.Answer = control.decode_control(message.payload, ANSWER_TYPES[message.kind])
+                    answer: c.Answer = decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
                     self.bad_messages += 1
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error, extra=AGGREGATED)
@@ -377,12 +378,12 @@ class WeightUpdater:
     def _hear(self, answer: c.Answer) -> None:
         """Post this incarnation's answer to the side session of its epoch, else to the main one, which ignores old epochs."""
         ours = answer.incarnation == self.incarnation
-        if isinstance(answer, control.Abort) and (ours or not answer.incarnation):
+        if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
             self._note_reason(answer.actor, answer.reason)
         if not ours:
             return
-        if isinstance(answer, control.EpochJoined):
+        if isinstance(answer, pb.EpochJoined):
             self._reasons.pop(answer.actor, None)
         sides = (session for session in self._sides.values() if session.coordinator.epoch == answer.epoch)
         self.post(next(sides, self._main), answer)
@@ -515,11 +516,11 @@ def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) ->
     return merged
 
 
-def epoch_members(members: tuple[c.Member, ...]) -> tuple[control.EpochMember, ...]:
+def epoch_members(members: tuple[c.Member, ...]) -> tuple[pb.EpochMember, ...]:
     """Return the rank layout: the trainer is rank 0, followed by each actor's ranks in the members' order. Pure."""
     first_ranks = accumulate((member.ranks for member in members), initial=1)
     return tuple(
-        control.EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
+        pb.EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
         for member, first_rank in zip(members, first_ranks, strict=False)  # the last number is not used
     )
 

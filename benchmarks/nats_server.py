@@ -1,0 +1,63 @@
+"""A real nats-server for benchmarks and tests, in a `with` block. A run starts its own as one of its services."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from dataclasses import dataclass, field
+
+from pipelinerl.errors import ServiceError
+from pipelinerl.local import nats
+from pipelinerl.local.die_with_parent import guarded
+
+_POLL_S, _STOP_WITHIN_S = 0.01, 5.0
+
+
+@dataclass
+class NatsServer(nats.NatsServer):
+    """`with NatsServer(folder) as server: connect(server.url)`. It dies with its parent, and can be started again after
+    `stop()`. Raises `ServiceError` if the server is not ready in time."""
+
+    url: str = field(default="", init=False)
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it is running"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the server, and return when clients can connect to `url`. Call it from a thread that outlives the server."""
+        command = guarded(self.prepare())
+        with self.log.open("ab") as log:
+            # Ctrl-C is for the parent, which stops its children in order.
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + nats.READY_WITHIN_S
+        while not (url := self.url_of(self.pid)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_POLL_S)
+                deadline = 0.0
+            if time.monotonic() >= deadline:
+                self.stop()
+                raise ServiceError(f"nats-server is not ready; log: {self.log.read_text()}")
+        self.url = url
+
+    def stop(self) -> None:
+        """Send SIGTERM, then SIGKILL. Does nothing if the server is not running."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process, self.url = None, ""
+
+    def __enter__(self) -> NatsServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
