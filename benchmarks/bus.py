@@ -27,7 +27,7 @@ import nats.errors
 import numpy as np
 from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
 
-from benchmarks.nats_server import NatsServer
+from benchmarks.nats_server import NatsServer, delete_streams
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.bus.reader import BATCH
@@ -100,7 +100,7 @@ async def ours(url: str, run: str, load: Load, concurrency: int) -> float:
                     decode_sequence((await anext(entries)).payload, expected_run=run)
 
         elapsed_s = await timed(publish_all(load.count, concurrency, publish), read())
-        await trainer.delete_streams()
+        await delete_streams(trainer)
     return elapsed_s
 
 

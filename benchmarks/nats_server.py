@@ -7,15 +7,26 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 
+from nats.js.errors import NotFoundError
+
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.bus.link import bus_errors
+from pipelinerl.bus.protocol import Subjects
 from pipelinerl.errors import ServiceError
-from pipelinerl.local import nats
+from pipelinerl.local import nats as local_nats
 from pipelinerl.local.die_with_parent import guarded
 
 _POLL_S, _STOP_WITHIN_S = 0.01, 5.0
 
 
+async def delete_streams(bus: Bus) -> None:
+    for stream in Subjects(bus.run).every_stream:
+        with bus_errors(f"deleting {stream}"), contextlib.suppress(NotFoundError):
+            await bus.connection.js.delete_stream(stream)
+
+
 @dataclass
-class NatsServer(nats.NatsServer):
+class NatsServer(local_nats.NatsServer):
     """`with NatsServer(folder) as server: connect(server.url)`. It dies with its parent, and can be started again after
     `stop()`. Raises `ServiceError` if the server is not ready in time."""
 
@@ -33,7 +44,7 @@ class NatsServer(nats.NatsServer):
         with self.log.open("ab") as log:
             # Ctrl-C is for the parent, which stops its children in order.
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + nats.READY_WITHIN_S
+        deadline = time.monotonic() + local_nats.READY_WITHIN_S
         while not (url := self.url_of(self.pid)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_POLL_S)

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -88,12 +88,8 @@ def create_run_dir(
     if name is not None:
         check_run_name(name, "--name")
     check_space(RunDir(path or Path("runs"), ""), "--run-dir", first_checkpoint_bytes)
-    if path is not None:
-        run = RunDir(path, name or stamped_name(recipe_name, now))
-    elif name is not None:
-        run = RunDir(Path("runs", name), name)
-    else:
-        run = _unused(stamped_name(recipe_name, now))
+    named = name or stamped_name(recipe_name, now)
+    run = RunDir(path or Path("runs", named), named) if path or name else _unused(named)
     _make_empty(run, "--run-dir" if path is not None else "--name")
     for folder in (run.path / "logs", run.path / "addresses"):
         folder.mkdir()
@@ -177,14 +173,11 @@ def run_name(folder: Path, option: str = "RUN_DIR") -> str:
 
 
 def _unused(stamped: str) -> RunDir:
-    name, attempt = stamped, 1
-    while True:
-        try:
+    for name in (stamped, *(f"{stamped}-{attempt}" for attempt in range(2, 1000))):
+        with suppress(FileExistsError):
             Path("runs", name).mkdir(mode=0o700, parents=True)
             return RunDir(Path("runs", name), name)
-        except FileExistsError:
-            attempt += 1
-            name = f"{stamped}-{attempt}"
+    raise AssertionError("a thousand runs began within this second")
 
 
 _UNSTARTED = {

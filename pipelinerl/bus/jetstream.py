@@ -172,11 +172,6 @@ class Bus:
             except nats.js.errors.NotFoundError:
                 await js.add_consumer(subjects.prompts_stream, actors_consumer(self.limits))
 
-    async def delete_streams(self) -> None:
-        for stream in self._subjects.every_stream:
-            with bus_errors(f"deleting {stream}"), contextlib.suppress(nats.js.errors.NotFoundError):
-                await self.connection.js.delete_stream(stream)
-
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         """Publish a prompt group and return its position in the queue. A group that is handed over needs a new `msg_id`. Raises
         `PayloadTooLarge`, `BusError`."""

@@ -9,6 +9,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.devices import find_devices, has_gpu
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import hub_parameters, known_parameters
+from pipelinerl.recipe.rules import value_at
 from pipelinerl.rl.placement import AUTOMATIC, OPTION, Placement, numbered, pinned, place, table
 from pipelinerl.run_dir import RunDir, write_json
 
@@ -28,33 +29,26 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
         return numbered(recipe), None, [f"note: the run uses the CPU: {found.problem}"] if has_gpu() else []
     parameters = known_parameters(recipe.model) or hub_parameters(recipe.model)
     devices = found.devices
-    placed = pinned(recipe, devices, _text(wanted), parameters) if wanted else place(recipe, devices, parameters)
-    lines = [*table(placed, devices)]
+    chosen = pinned(recipe, devices, _text(wanted), parameters) if wanted else place(recipe, devices, parameters)
+    recipe, placement = chosen
+    lines = [*table(placement, devices)]
     if not parameters:
         lines.append("warning: the size of the model is not known, so that its memory was not calculated")
-    recipe = placed.recipe
-    if placed.placement.is_shared and _nccl() < _SHARES_A_GPU:
+    if placement.is_shared and _nccl() < _SHARES_A_GPU:
         why = "NCCL before 2.30 does not connect two processes on one GPU"
         if recipe.weights.backend == "nccl":
             raise FieldError("weights.backend", "nccl", f"{why}; use auto or gloo")
         lines.append(f"note: weights travel by Gloo, since {why}")
         recipe = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"backend": "gloo"})})
-    return recipe, placed.placement, lines
+    return recipe, placement, lines
 
 
 def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None) -> None:
     """Write the placement of `recipe`, the user's, and its fields that are `auto`."""
-    automatic = [field for field in AUTOMATIC if _value(recipe, field) in (None, "auto")]
+    automatic = [field for field in AUTOMATIC if value_at(recipe, field) in (None, "auto")]
     run_dir.placement.unlink(missing_ok=True)
     if placement is not None or automatic:
         write_json(run_dir.placement, {**(placement.model_dump(mode="json") if placement else {}), "automatic": automatic})
-
-
-def _value(recipe: Recipe, field: str) -> object:
-    value: object = recipe
-    for name in field.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _text(wanted: str) -> str:

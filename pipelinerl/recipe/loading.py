@@ -28,12 +28,6 @@ from pipelinerl.recipe.fields import PUBLISHED, Recipe, allowed, field_at, liste
 from pipelinerl.recipe.rules import BrokenRules
 
 
-class MissingField(FieldError):
-    def __init__(self, field: str, fix: str) -> None:
-        super().__init__(field, "(missing)", fix)
-        self.args = (f"{field} is missing: {fix}",)
-
-
 class RecipeError(UserError):
     """A recipe cannot be used. Attributes: `source` (file or name), `problems` (one `FieldError` for each wrong field)."""
 
@@ -59,7 +53,9 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
     if kind == "extra_forbidden":
         return FieldError(dotted, value, unknown_field(path, model))
     if kind == "missing":
-        return MissingField(dotted, f"give {allowed(field)}" if field else details["msg"])
+        missing = FieldError(dotted, "(missing)", f"give {allowed(field)}" if field else details["msg"])
+        missing.args = (f"{dotted} is missing: {missing.fix}",)
+        return missing
     if kind == "value_error":
         return FieldError(dotted, value, str(details["ctx"]["error"]))
     return FieldError(dotted, value, f"use {allowed(field)}" if field else details["msg"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -86,12 +87,11 @@ class Placement(BaseModel):
         return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(group)}
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A placement, and the recipe with numbers instead of `auto`."""
+class Placed(NamedTuple):
+    """The recipe with numbers instead of `auto`, and the placement that they describe."""
 
-    placement: Placement
     recipe: Recipe
+    placement: Placement
 
 
 def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None, share: float | None = None) -> Recipe:
@@ -156,12 +156,12 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int
     return _with_numbers(recipe, placement, devices, parameters)
 
 
-def table(placed: Placed, devices: Sequence[Device]) -> Iterator[str]:
+def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
     """Yield a line for each GPU: its position, name and memory, and the processes on it."""
     users: dict[str, list[str]] = {device.uuid: [] for device in devices}
-    for rank, uuid in enumerate(placed.placement.trainer):
+    for rank, uuid in enumerate(placement.trainer):
         users[uuid].append(f"trainer rank {rank}")
-    for number, group in enumerate(placed.placement.actors):
+    for number, group in enumerate(placement.actors):
         for uuid in group:
             users[uuid].append(f"actor-{number}")
     for number, device in enumerate(devices):
@@ -285,7 +285,7 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
     share = max((room.trainer_share for room in rooms), default=1.0)
     engine = engine.model_copy(update={"gpu_memory_utilization": given or most})
     changed = changed.model_copy(update={"actor": changed.actor.model_copy(update={"engine": engine})})
-    return Placed(placement.model_copy(update={"trainer_share": share}), changed)
+    return Placed(changed, placement.model_copy(update={"trainer_share": share}))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import (
     DEFAULT_CHUNK_BYTES,
@@ -21,7 +22,6 @@ from pipelinerl.transfer.manifest import (
     Manifest,
     ManifestDiffers,
     ParameterSpec,
-    WrongChunk,
     aligned,
     build_manifest,
 )
@@ -79,7 +79,7 @@ def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
 
 
 def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> int:
-    """Return the checksum in the header of `chunk`. Raises WrongChunk if it is no header, or the header of another chunk."""
+    """Return the checksum in the header of `chunk`. Raises TransferError if it is no header, or the header of another chunk."""
     magic, incarnation, number, index, checksum, num_bytes = header.tolist()
     for field, expected, actual in (
         ("magic", f"{MAGIC:#x}", f"{magic:#x}"),
@@ -88,7 +88,7 @@ def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> 
         ("num_bytes", chunk.num_bytes, num_bytes),
     ):
         if expected != actual:
-            raise WrongChunk(f"chunk header: {field} is {actual}, expected {expected}")
+            raise TransferError(f"chunk header: {field} is {actual}, expected {expected}")
     return int(checksum)
 
 

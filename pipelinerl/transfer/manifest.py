@@ -16,7 +16,7 @@ from functools import cached_property
 
 from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import PolicyVersion, parse
+from pipelinerl.messages.sequences import parse
 from pipelinerl.v1.control_pb2 import LowRank, ParameterSpec, WeightManifest
 
 
@@ -49,19 +49,8 @@ class RanksMissing(DeadlineExceeded):
         super().__init__(group, f"connecting {world} ranks, of which {list(ranks)} are missing,", timeout_s)
 
 
-class WrongChunk(TransferError):
-    """A chunk that arrived is not the next one expected, or its bytes do not match the trainer's checksum."""
-
-
 class TransferAborted(TransferError):
     """This side gave up the transfer on request."""
-
-
-class NothingStaged(TransferError):
-    """A commit asked for a version other than the prepared one."""
-
-    def __init__(self, wanted: PolicyVersion, staged: PolicyVersion | None) -> None:
-        super().__init__(f"version {wanted} is to be served, but {staged or 'nothing'} is staged")
 
 
 @dataclass(frozen=True)

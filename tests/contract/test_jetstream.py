@@ -11,7 +11,7 @@ import nats
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from benchmarks.nats_server import NatsServer
+from benchmarks.nats_server import NatsServer, delete_streams
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import MemberEvent, StreamLimits
@@ -207,7 +207,7 @@ async def test_a_reader_goes_on_when_its_consumer_is_deleted_and_leaves_none_beh
 async def test_a_reader_of_a_deleted_stream_is_told(server: NatsServer) -> None:
     async with connected(server) as bus, bus.read_sequences(1) as entries:
         assert await is_quiet(entries)
-        await bus.delete_streams()
+        await delete_streams(bus)
         with pytest.raises(BusError, match="SEQUENCES_demo"):
             await soon(entries)
 

@@ -12,7 +12,7 @@ import pytest
 from nats.aio.client import Client
 from nats.js.api import ConsumerConfig, StreamConfig
 
-from benchmarks.nats_server import NatsServer
+from benchmarks.nats_server import NatsServer, delete_streams
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
@@ -94,7 +94,7 @@ async def test_an_actor_gives_no_orders(server: NatsServer, folder: Path, kind: 
 
 
 FORBIDDEN: dict[str, Callable[[Bus], Awaitable[object]]] = {
-    "$JS.API.STREAM.DELETE.PROMPTS_demo": lambda bus: bus.delete_streams(),
+    "$JS.API.STREAM.DELETE.PROMPTS_demo": delete_streams,
     "$JS.API.CONSUMER.CREATE.KV_members-demo": lambda bus: _first(bus.watch_members()),
     "$JS.API.CONSUMER.CREATE.SEQUENCES_demo": lambda bus: _first(bus.read_sequences(1)),
     "$JS.API.STREAM.PURGE.SEQUENCES_demo": lambda bus: bus.purge_sequences(2),
@@ -134,7 +134,7 @@ async def test_the_trainer_publishes_in_no_actors_name_and_deletes_nothing(serve
             (bus.publish_control("serving", b"forged", "actor-1"), "demo.control.serving.actor-1"),
             (bus.put_member("actor-1", b"forged"), "$KV.members-demo.actor-1"),
             (bus.next_prompt(REQUEST_TIMEOUT_S), "$JS.API.CONSUMER.MSG.NEXT.PROMPTS_demo.actors"),
-            (bus.delete_streams(), "$JS.API.STREAM.DELETE.PROMPTS_demo"),
+            (delete_streams(bus), "$JS.API.STREAM.DELETE.PROMPTS_demo"),
         ):
             error = await refused(call)
             assert (error.user, error.subject) == ("trainer", subject)

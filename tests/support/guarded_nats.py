@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from benchmarks.nats_server import NatsServer
+from benchmarks.nats_server import NatsServer, delete_streams
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
@@ -77,7 +77,7 @@ class RolesBus:
         return getattr(self._actor if name in _BY_ACTOR else self._trainer, name)
 
     async def delete_streams(self) -> None:
-        await self._person.delete_streams()
+        await delete_streams(self._person)
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         issuer = self._actor if "/" in msg_id else self._trainer

@@ -104,7 +104,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Check that the version to serve is the one that is staged. Raises NothingStaged if it is not."""
+        """Check that the version to serve is the one that is staged. Raises TransferError if it is not."""
         assert self._worker is not None, "init_transfer_engine comes first"
         self._worker.check_staged(parse_version(update_info.version))
 

@@ -34,7 +34,7 @@ from pipelinerl.transfer.chunks import (
     version_checksum,
 )
 from pipelinerl.transfer.group import HOST, WeightGroup, on_device
-from pipelinerl.transfer.manifest import Chunk, GroupFailed, Manifest, NothingStaged, TransferAborted, WrongChunk
+from pipelinerl.transfer.manifest import Chunk, GroupFailed, Manifest, TransferAborted
 from services.actor.weight_sync.client import Discard, Hello, Join, Order, Receive, Reply, StagedWeights, as_line
 from services.actor.weight_sync.loaders import Loader
 
@@ -134,7 +134,7 @@ class Receiver:
             actual = checksum(raw)
         if actual != expected:
             problem = f"version {self._version}, chunk {chunk.index}: checksum {actual:08x}, expected {expected:08x}"
-            raise WrongChunk(problem)
+            raise TransferError(problem)
         self._checksums.append(actual)
         self._checked_s += time.monotonic() - started
 
@@ -179,18 +179,20 @@ class TransferWorker:
     # vLLM calls the next three methods on the worker's main thread.
 
     def check_staged(self, version: PolicyVersion) -> None:
-        """Raise NothingStaged if `version` is not the one staged."""
+        """Note the version that `swap` serves. Raises TransferError if it is not the one staged."""
         self._to_swap = version
-        if self._staged != version:
-            raise NothingStaged(version, self._staged)
+        self._check_staged()
+
+    def _check_staged(self) -> None:
+        if self._staged != self._to_swap:
+            raise TransferError(f"version {self._to_swap} is to be served, but {self._staged or 'nothing'} is staged")
 
     def swap(self) -> None:
-        """Serve the version that was checked. Raises NothingStaged if it has been discarded since."""
+        """Serve the version that was checked. Raises TransferError if it has been discarded since."""
         with self._loading:
             self._placement.synchronize()  # no queued work may still read the old weights
             assert self._to_swap is not None, "check_staged comes first"
-            if self._staged != self._to_swap:
-                raise NothingStaged(self._to_swap, self._staged)
+            self._check_staged()
             self._loader.swap()
             self._placement.synchronize()
             self._staged = None
