@@ -286,7 +286,7 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
-    """Simulate the split without evaluations. Return the simulation and the simulated share of the system: a large one is
+    """Simulate the split. Return the simulation and the simulated share of the system: a large one is
     simulated as a part in the same proportions. The part has the same work per actor, step time and so lag as the whole; only
     random variation is larger."""
     warmup_steps = 2 * chosen.largest_lag + 5
@@ -302,7 +302,6 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
             "mode": "pipeline",
             "actor": recipe.actor.model_copy(update={"sequences_in_progress": chosen.sequences_in_progress}),
             "trainer": recipe.trainer.model_copy(update={"batch_size": num_groups * group_size, "steps": 10_000_000}),
-            "evaluation": recipe.evaluation.model_copy(update={"every_steps": 0}),
         }
     )
     played = simulate(

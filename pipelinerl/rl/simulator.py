@@ -1,4 +1,4 @@
-"""Simulate a run: how groups, queues, waiting, weight updates, evaluation and chance change the rates of the closed form.
+"""Simulate a run: how groups, queues, waiting, weight updates and chance change the rates of the closed form.
 
 Actors, feeder, intake and trainer behave as the services do, and ask `groups.py` how much may be issued, which sequences are
 stale and when a phase begins.
@@ -6,8 +6,8 @@ stale and when a phase begins.
 Between two changes of an actor's batch all its decode steps take the same time, so only steps at which something changes are
 events. The cost of a simulation grows with its sequences and weight updates, not with its tokens.
 
-The simulator assumes that all sequences succeed, that verifying and publishing take no time, that actors neither join nor
-leave, and that lengths are independent of each other and do not change with learning.
+The simulator assumes that there are no evaluations, that all sequences succeed, that verifying and publishing take no time,
+that actors neither join nor leave, and that lengths are independent of each other and do not change with learning.
 """
 
 from __future__ import annotations
@@ -19,21 +19,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 
 import numpy as np
 
 from pipelinerl.messages.sequences import VersionSpan
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.groups import (
-    EVALUATION_SLOTS,
-    IssueBounds,
-    groups_before_step,
-    groups_per_step,
-    length_bucket,
-    stale_reason,
-    starts_phase,
-)
+from pipelinerl.rl.groups import IssueBounds, groups_before_step, groups_per_step, length_bucket, stale_reason, starts_phase
 from pipelinerl.rl.throughput import DecodeCurve, Lengths
 
 
@@ -132,15 +124,12 @@ class _Actor:
     since: float = 0.0
     step: float = 0.0
     """Start and duration of the current decode step."""
-    batch: list[tuple[int, int, int, _Group | None]] = field(default_factory=list)
-    """Heap of sequences in progress: (last step, tie-breaker, first step, group); the group is None if it is held-out."""
-    joining: list[tuple[int, _Group | None]] = field(default_factory=list)
+    batch: list[tuple[int, int, int, _Group]] = field(default_factory=list)
+    """Heap of sequences in progress: (last step, tie-breaker, first step, group)."""
+    joining: list[tuple[int, _Group]] = field(default_factory=list)
     """(length, group) of each sequence that begins with the next decode step."""
     samples: deque[tuple[int, _Group]] = field(default_factory=deque)
     """Samples that have no slot yet, of the group that was taken most recently."""
-    heldout: deque[int] = field(default_factory=deque)
-    evaluating: int = 0
-    """Held-out sequences in `batch` or `joining`."""
     swaps: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
     """Decode steps at which a version was swapped in, and these versions."""
     to_swap: int | None = None
@@ -153,23 +142,24 @@ class _Actor:
 
     @property
     def slots_in_use(self) -> int:
-        return len(self.batch) + len(self.joining) - self.evaluating
+        return len(self.batch) + len(self.joining)
 
     def add_up(self, now: float) -> None:
         passed, self.until = now - self.until, now
         self.busy += passed if self.batch else 0.0
-        self.slot_time += passed * (len(self.batch) - min(self.evaluating, len(self.batch)))
+        self.slot_time += passed * len(self.batch)
 
 
 class _Run:
     def __init__(self, recipe: Recipe, timing: Timing, lengths: Lengths, num_actors: int, num_ranks: float, seed: int) -> None:
-        self.recipe, self.timing, self.lengths, self.num_ranks = recipe, timing, lengths, num_ranks
+        self.recipe, self.timing, self.num_ranks = recipe, timing, num_ranks
         self.per_step, self.group_size = groups_per_step(recipe), recipe.sampling.group_size
         self.slots = recipe.actor.sequences_in_progress
-        in_progress = np.arange(1, self.slots + EVALUATION_SLOTS + 1, dtype=np.float64)
+        in_progress = np.arange(1, self.slots + 1, dtype=np.float64)
         self.step_times = [0.0, *timing.decode.step_time(in_progress).tolist()]
         self.random = np.random.default_rng(seed)
-        self.drawn = self._draw()
+        draws = (lengths.sample(self.random, 10_000 + self.group_size).tolist() for _ in repeat(None))
+        self.drawn = chain.from_iterable(draws)
 
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -194,9 +184,6 @@ class _Run:
         self.batch: list[list[_Sample]] = []
         """Fresh samples of each group of the next step or phase."""
         self.offered = self.served = -1
-        self.held_above: int | None = None
-        """Version under evaluation; later versions are not committed meanwhile."""
-        self.heldout_left = 0
         self.counted = Simulation()
         self.computing = 0.0
 
@@ -272,12 +259,8 @@ class _Run:
                 counts.append(actor.count)
                 versions.append(actor.to_swap)
             actor.to_swap = None
-        heldout = sum(group is None for *_, group in finished)
-        actor.evaluating -= heldout
-        self.heldout_left -= heldout
         for end, _, begin, group in finished:
-            if group is not None:
-                self._arrive(group, self._spans(actor, begin, end))
+            self._arrive(group, self._spans(actor, begin, end))
         self._fill(actor)
         for length, group in actor.joining:
             heapq.heappush(batch, (actor.count + length, next(self.numbers), actor.count, group))
@@ -286,9 +269,6 @@ class _Run:
         self._wake(actor)
 
     def _fill(self, actor: _Actor) -> None:
-        while actor.heldout and actor.evaluating < EVALUATION_SLOTS:
-            actor.joining.append((actor.heldout.popleft(), None))
-            actor.evaluating += 1
         self._admit(actor)
         while actor.slots_in_use < self.slots and self.prompts:
             self._take_group(actor)
@@ -312,10 +292,6 @@ class _Run:
             VersionSpan(version, start - begin, stop - begin)
             for version, start, stop in zip(versions[first:last], edges[:-1], edges[1:], strict=True)
         )
-
-    def _draw(self) -> Iterator[int]:
-        while True:
-            yield from self.lengths.sample(self.random, 10_000 + self.group_size).tolist()
 
     def _issue(self) -> None:
         version, unlost = max(0, self.served), self.issued - self.lost
@@ -365,19 +341,18 @@ class _Run:
             self._issue()
 
     def _optimizer_loop(self) -> _Process:
-        """Mirror `services.trainer.loop`: take a batch, compute, offer the version, evaluate it."""
-        steps, every = self.recipe.trainer.steps, self.recipe.evaluation.every_steps
+        """Mirror `services.trainer.loop`: take a batch, compute, offer the version."""
+        steps = self.recipe.trainer.steps
         yield from self._offer()
         yield lambda: self.served == 0
-        self._resume(self._evaluate(0))
-        batch_at, waited = self.now, 0.0
+        batch_at = self.now
         for version in range(steps):
             for_max_lag = self.bounds.held_by_max_lag(self.served, self.issued - self.lost)
             asked_at = self.now
             yield self._has_batch
-            waited += self.now - asked_at
+            waited = self.now - asked_at
             wait_share = waited / (self.now - batch_at) if waited else 0.0
-            batch_at, waited = self.now, 0.0
+            batch_at = self.now
             if self.recipe.mode == "conventional" and starts_phase(self.recipe, version):
                 self.random.shuffle(self.batch)
             batch, self.batch = self.batch[: self.per_step], self.batch[self.per_step :]
@@ -402,18 +377,7 @@ class _Run:
             if self.version == steps:
                 return
             if starts_phase(self.recipe, self.version):
-                measure = every and self.version % every == 0
-                if measure:
-                    yield lambda: self.held_above is None
-                elif self.held_above is not None and self.served != self.offered > self.held_above:  # may skip this version
-                    asked_at = self.now
-                    yield lambda: self.held_above is None or self._has_batch()
-                    waited = self.now - asked_at
-                    if self.held_above is not None:
-                        continue
                 yield from self._offer()
-                if measure:
-                    self._resume(self._evaluate(self.version))
 
     def _count(self, batch: list[list[_Sample]], version: int) -> None:
         self.counted.steps += 1
@@ -434,7 +398,6 @@ class _Run:
 
     def _send(self, version: int) -> _Process:
         yield self.now + self.timing.transfer
-        yield lambda: self.held_above is None or version <= self.held_above
         boundaries = [self._next_boundary(actor) for actor in self.actors]
         for actor in self.actors:
             actor.to_swap = version
@@ -442,17 +405,3 @@ class _Run:
         yield max(boundaries)
         self.served = version
         self._issue()
-
-    def _evaluate(self, version: int) -> _Process:
-        self.held_above = version
-        yield lambda: self.served >= version
-        num_problems = sum(share.task.heldout_problems for share in self.recipe.problem_sets.values())
-        problems = self.lengths.sample(self.random, num_problems * self.recipe.evaluation.samples).tolist()
-        self.heldout_left = len(problems)
-        for number, length in enumerate(problems):
-            self.actors[number % len(self.actors)].heldout.append(length)
-        for actor in self.actors:
-            self._fill(actor)
-            self._wake(actor)
-        yield lambda: self.heldout_left == 0
-        self.held_above = None

@@ -23,7 +23,7 @@ def one_at_a_time(batch_size: int = 1, slots: int = 1, group_size: int = 1, **se
         sampling={"group_size": group_size, "max_tokens": 16},
         trainer={"steps": 100_000, "batch_size": batch_size, "tokens_per_microbatch": 64},
         actor={"sequences_in_progress": slots},
-        **{"evaluation": {"every_steps": 0}} | sections,
+        **sections,
     )
 
 
@@ -64,23 +64,6 @@ def test_actors_that_outrun_the_trainer_idle_instead_of_making_data_old() -> Non
     assert (counted.duration, counted.trainer_idle) == (pytest.approx(1600), pytest.approx(0))
     assert counted.empty_slots == pytest.approx(15 / 16)
     assert sum(lag * tokens for lag, tokens in counted.lag_histogram.items()) / counted.tokens <= 1.5
-
-
-def test_an_evaluation_holds_the_next_version_back() -> None:
-    """65 problems on one actor are 64 and then 1: 8 decode steps. A step trains for 1.5; v1, made at 5.5, is held until 8; v2,
-    made at 9.5, comes in at 10; v3, made at 13.5, would be held until 18."""
-    recipe = one_at_a_time(evaluation={"every_steps": 2}, task={"name": "chain_sum", "heldout_problems": 65})
-    counted = simulated(recipe, Timing(EVEN, training=0.25, step=0.5), warmup_steps=0, steps=4)
-    # Sampled by 0000, 0000, 1122 and 2222, and trained on at 0, 1, 2, 3; the last ends at 16.
-    assert (counted.duration, counted.lag_histogram) == (pytest.approx(17.5), {0: 6, 1: 10})
-
-
-def test_versions_made_while_one_is_held_back_are_passed_over() -> None:
-    """257 problems are 20 decode steps. A step trains for 4.5: v1 is held; v2 and v3, made at 13 and 17.5, are not sent."""
-    algorithm = {"advantage": "value", "max_lag": 8}
-    recipe = one_at_a_time(algorithm=algorithm, task={"name": "chain_sum", "heldout_problems": 257})
-    counted = simulated(recipe, Timing(EVEN, training=1.0, step=0.5), warmup_steps=0, steps=4)
-    assert (counted.duration, counted.lag_histogram) == (pytest.approx(4 + 4 * 4.5), {0: 4, 1: 4, 2: 4, 3: 4})
 
 
 def test_a_conventional_phase_by_hand() -> None:
