@@ -59,7 +59,7 @@ class Profile:
 
     @property
     def completions(self) -> Lengths:
-        return Lengths.of(self.lengths)
+        return Lengths.of_bars((tokens, tokens, weight) for tokens, weight in self.lengths)
 
     def of(self, accelerators: int) -> Profile:
         return replace(self, accelerators=accelerators)

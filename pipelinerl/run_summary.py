@@ -232,14 +232,11 @@ class RunFiles:
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         self.run_dir = run_dir
-        self.kept: list[StepRecord] = []
-        """Records of all earlier steps that count."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        if keep_steps is not None:
-            for name in (METRICS, SAMPLES):
-                cut(run_dir / name, keep_steps)
-            if (run_dir / METRICS).is_file():
-                self.kept = [json.loads(line) for line in (run_dir / METRICS).read_text(encoding="utf-8").splitlines()]
+        for name in (METRICS, SAMPLES) if keep_steps is not None else ():
+            cut(run_dir / name, keep_steps or 0)
+        self.kept: list[StepRecord] = [] if keep_steps is None else read_jsonl(run_dir / METRICS)
+        """Records of all earlier steps that count."""
         self._open = {name: (run_dir / name).open("a", encoding="utf-8") for name in (METRICS, SAMPLES)}
 
     def __enter__(self) -> RunFiles:

@@ -315,7 +315,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
             subjects=[subject],
             max_bytes=max_bytes,
             discard=DiscardPolicy.OLD if name == subjects.dead_stream else DiscardPolicy.NEW,
-            storage=StorageType.MEMORY if limits.in_memory else StorageType.FILE,
+            storage=StorageType.FILE,
             num_replicas=limits.replicas,
             duplicate_window=limits.duplicate_window_s,
             **more,
@@ -354,6 +354,6 @@ def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
         ttl=limits.member_ttl_s,
         max_bytes=limits.max_bytes(1 / 64),
         limit_marker_ttl=max(_SHORTEST_NOTICE_S, limits.member_ttl_s),
-        storage=StorageType.MEMORY if limits.in_memory else StorageType.FILE,
+        storage=StorageType.FILE,
         replicas=limits.replicas,
     )

@@ -33,7 +33,6 @@ class StreamLimits:
     limit: a server that stopped delivering would lose the group silently."""
     member_ttl_s: float = 10.0
     replicas: int = 1
-    in_memory: bool = False
 
     def max_bytes(self, share: float) -> int:
         """Return the bound of a stream other than SEQUENCES, as a share of that one's. All shares together are below a third,

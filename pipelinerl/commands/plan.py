@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field, ValidationError
+
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import RecipeError, load_recipe
+from pipelinerl.recipe.loading import RecipeError, load_recipe, problems_of
 from pipelinerl.rl.groups import length_bucket
 from pipelinerl.rl.memory import ACCELERATORS, Model
 from pipelinerl.rl.planner import Machine, Plan, estimated, make_plan, misfits
@@ -115,35 +117,28 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     return lengths, f"{sum(counts.values()):,} completions of {run_dir}"
 
 
-_MEASURED = {
-    "decode": "points [sequences in progress, tokens/s] of one actor",
-    "trained_tokens_per_s": "completion tokens of one trainer rank",
-    "kv_gib": "for the KV cache of one actor",
-    "memory_gib": "of one trainer rank",
-}
-"""Keys of a file of measured speeds."""
+class MeasuredSpeeds(BaseModel, allow_inf_nan=False):
+    """A file of measured speeds."""
+
+    decode: tuple[tuple[float, float], ...] = Field(description="points [sequences in progress, tokens/s] of one actor")
+    trained_tokens_per_s: float = Field(gt=0, description="completion tokens of one trainer rank")
+    kv_gib: float = Field(gt=0, description="for the KV cache of one actor")
+    memory_gib: float = Field(gt=0, description="of one trainer rank")
 
 
 def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
-    """A known accelerator, or a JSON file with the keys of `_MEASURED`. Raises `FieldError`."""
+    """Return a known accelerator, or one with the speeds in a JSON file. Raises `FieldError`, `RecipeError`."""
     if accelerator := {key.upper(): one for key, one in ACCELERATORS.items()}.get(name.upper()):
         return estimated(accelerator, model, recipe, lengths)
     path = Path(name)
     if not path.is_file():
         raise FieldError("--accelerator", name, f"is neither a file of measured speeds nor one of {', '.join(ACCELERATORS)}")
-    measured = read_json(path)
-    if missing := [key for key in _MEASURED if key not in measured]:
-        raise FieldError("--accelerator", name, f"has no {missing[0]}: {_MEASURED[missing[0]]}")
     try:
-        points = tuple((float(h), float(rate)) for h, rate in measured["decode"])
-        speed, kv_gib, memory_gib = (float(measured[key]) for key in list(_MEASURED)[1:])
-    except (TypeError, ValueError):
-        keys = "; ".join(f"{key}: {meaning}" for key, meaning in _MEASURED.items())
-        raise FieldError("--accelerator", name, f"holds values other than numbers; it needs {keys}") from None
-    if not all(0 < number < math.inf for number in (speed, kv_gib, memory_gib, *(rate for _, rate in points))):
-        raise FieldError("--accelerator", name, "all its numbers must be above 0, and finite")
-    per_actor = recipe.actor.engine.tensor_parallel_size
-    return Machine(path.stem, per_actor, DecodeCurve(points), 1 / speed, kv_gib, memory_gib)
+        speeds = MeasuredSpeeds.model_validate(read_json(path))
+    except ValidationError as error:
+        raise RecipeError(f"--accelerator {name}", problems_of(error, MeasuredSpeeds)) from None
+    per_actor, training = recipe.actor.engine.tensor_parallel_size, 1 / speeds.trained_tokens_per_s
+    return Machine(path.stem, per_actor, DecodeCurve(speeds.decode), training, speeds.kv_gib, speeds.memory_gib)
 
 
 def outline(plan: Plan, source: str) -> list[tuple[str, str]]:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.errors import FieldError, ServiceError, counted
 from pipelinerl.initial_model import COMPILED, cache_folder
@@ -35,6 +34,7 @@ from pipelinerl.recipe.loading import (
     read_recipe,
     recipe_from_data,
     recipe_of_run,
+    set_value,
     understood,
 )
 from pipelinerl.recipe.model_folder import known_parameters
@@ -139,7 +139,9 @@ def resume(
     """Prepare the folder for a new start with its own recipe or another `recipe`; return that, and notes for the user. Raises
     `UserError`, with nothing changed, if the run is running or finished, or if recipe or machine do not allow it to
     continue."""
-    old = _with_auto(read_recipe(run_dir.recipe), read_json(run_dir.placement).get("automatic") or [])
+    old = read_recipe(run_dir.recipe)
+    for field in read_json(run_dir.placement).get("automatic") or []:
+        set_value(old, field.split("."), "auto")  # as it was before a placement replaced it by a number
     if not recipe:
         recipe_of_run(run_dir.recipe)  # whose problems come before those of the overrides
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
@@ -160,18 +162,6 @@ def resume(
     if asked or any(change.field == "actor.count" for change in changes):
         run_dir.scale.unlink(missing_ok=True)  # the number that `scale` set before
     return new, [*_notes(run_dir.name, new, changes, version), *warnings]
-
-
-def _with_auto(data: dict[str, Any], fields: list[str]) -> dict[str, Any]:
-    """Return the recipe's data as it was before numbers replaced `auto` in these fields."""
-    for field in fields:
-        section, _, name = field.rpartition(".")
-        inside: Any = data
-        for part in section.split("."):
-            inside = inside.get(part) if isinstance(inside, dict) else None
-        if isinstance(inside, dict):
-            inside[name] = "auto"
-    return data
 
 
 def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:

@@ -96,29 +96,15 @@ async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
 
 
 def _described(letter: DeadLetter) -> dict[str, Any]:
-    shown: dict[str, Any] = {
-        "time": _date(letter.at_s),
-        "group_id": group_id_of(letter.msg_id),
-        "msg_id": letter.msg_id,
-        "deliveries": letter.deliveries,
-        "actor": letter.actor,
-        "reason": letter.reason,
-        "bytes": len(letter.prompt_group),
-    }
+    shown: dict[str, Any] = {"time": _date(letter.at_s), "group_id": group_id_of(letter.msg_id)}
+    shown |= {name: getattr(letter, name) for name in ("msg_id", "deliveries", "actor", "reason")}
+    shown["bytes"] = len(letter.prompt_group)
     try:
         group = decode_group(letter.prompt_group)
     except MessageError:
         return shown | {"prompt_group_base64": base64.b64encode(letter.prompt_group).decode()}
-    return shown | {
-        "task": group.task,
-        "problem_index": group.problem_index,
-        "num_samples": group.num_samples,
-        "done_samples": list(group.done_samples),
-        "issued_version": group.issued_version,
-        "prompt_text": group.prompt_text,
-        "prompt_token_ids": group.prompt_token_ids.tolist(),
-        "reference_json": group.reference_json,
-    }
+    same = ("task", "problem_index", "num_samples", "done_samples", "issued_version", "prompt_text", "reference_json")
+    return shown | {name: getattr(group, name) for name in same} | {"prompt_token_ids": group.prompt_token_ids.tolist()}
 
 
 def _date(at_s: float) -> str:

@@ -221,15 +221,10 @@ class Service:
     follows_run: bool = False
     """True if progress of the run also resets the restart count, not only a long life of the process."""
     process: ServiceProcess | None = field(default=None, init=False)
-    """The newest process; None before `start`."""
+    """The newest process; None before the first start."""
     keeper: asyncio.Task[None] | None = field(default=None, init=False)
     """Task that restarts an actor."""
     given_up: bool = field(default=False, init=False)
-
-    async def start(self) -> ServiceProcess:
-        """Start the process. Raises `ServiceError` if the command cannot be executed."""
-        self.process = await ServiceProcess.start(self.prepare())
-        return self.process
 
 
 def service_of(name: str) -> str:

@@ -373,8 +373,7 @@ class LocalRun:
         """Start a service. Raises `ServiceError` if its command cannot be executed."""
         if service_of(service.name) in ("actor", TRAINER):
             await self._restore_cache()
-        process = await service.start()
-        self._processes[service.name] = process
+        process = self._processes[service.name] = service.process = await ServiceProcess.start(service.prepare())
         self._write_pids()
         if service.name == NATS:
             self._announce_nats()

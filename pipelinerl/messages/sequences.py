@@ -257,7 +257,7 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
     unfinished = message.failure and message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     sequence = Sequence(
         **{name: getattr(message, name) for name in _SAME_IN_SEQUENCE},
-        prompt_token_ids=token_ids_from_bytes(message.prompt_token_ids, _SEQUENCE, "prompt_token_ids"),
+        prompt_token_ids=array_from_bytes(message.prompt_token_ids, INT32, _SEQUENCE, "prompt_token_ids"),
         **read_completion(message, _SEQUENCE),
         turns=tuple(map(_turn_from_proto, message.turns)),
         branches=tuple(branch_from_proto(branch, _SEQUENCE) for branch in message.branches),
@@ -297,7 +297,7 @@ def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
     message = parse(pb.PromptGroup(), data, _GROUP)
     group = PromptGroup(
         **{name: getattr(message, name) for name in _SAME_IN_GROUP},
-        prompt_token_ids=token_ids_from_bytes(message.prompt_token_ids, _GROUP, "prompt_token_ids"),
+        prompt_token_ids=array_from_bytes(message.prompt_token_ids, INT32, _GROUP, "prompt_token_ids"),
         sampling=sampling_from_proto(message.sampling),
         partials=tuple(_partial_from_proto(partial) for partial in message.partials),
         done_samples=tuple(message.done_samples),
@@ -358,8 +358,8 @@ def read_completion(message: CompletionMessage, kind: str, prefix: str = "") -> 
     """Return tokens, log-probabilities and spans of a message as fields of a `Completion`, checking only the lengths of the
     arrays. Raises `MessageError`."""
     return {
-        "completion_token_ids": token_ids_from_bytes(message.completion_token_ids, kind, f"{prefix}completion_token_ids"),
-        "behaviour_logprobs": logprobs_from_bytes(message.behaviour_logprobs, kind, f"{prefix}behaviour_logprobs"),
+        "completion_token_ids": array_from_bytes(message.completion_token_ids, INT32, kind, f"{prefix}completion_token_ids"),
+        "behaviour_logprobs": array_from_bytes(message.behaviour_logprobs, FLOAT32, kind, f"{prefix}behaviour_logprobs"),
         "spans": tuple(VersionSpan(span.version, span.start, span.end, span.incarnation) for span in message.spans),
     }
 
@@ -404,7 +404,7 @@ def branch_from_proto(message: pb.Branch, kind: str) -> Branch:
     """Convert a branch, checking only the lengths of its arrays. Raises `MessageError`."""
     turns = tuple(map(_turn_from_proto, message.turns))
     return Branch(
-        prompt_token_ids=token_ids_from_bytes(message.prompt_token_ids, kind, "branches.prompt_token_ids"),
+        prompt_token_ids=array_from_bytes(message.prompt_token_ids, INT32, kind, "branches.prompt_token_ids"),
         turns=turns,
         finish_reason=turns[-1].finish_reason if turns else None,
         **read_completion(message, kind, "branches."),
@@ -542,7 +542,8 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
 _Proto = TypeVar("_Proto", bound=Message)
 LOGPROB_ROUNDING = 1e-3
 """A log-probability may exceed 0 by this much (nats): engines compute it in low precision."""
-_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+"""Dtypes of token ids and log-probabilities in messages."""
 
 
 def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
@@ -588,24 +589,15 @@ def _check_names(message: Sequence | PromptGroup, expected_run: str, kind: str) 
             raise MessageError(kind, name, "is empty")
 
 
-def token_ids_from_bytes(data: bytes, kind: str, field: str) -> TokenIds:
-    """Return int32[tokens], read-only. Raises `MessageError` if the length is no multiple of 4 bytes."""
-    return _from_bytes(data, _INT32, kind, field)
-
-
-def logprobs_from_bytes(data: bytes, kind: str, field: str) -> Logprobs:
-    """Return float32[tokens], read-only. Raises `MessageError` if the length is no multiple of 4 bytes."""
-    return _from_bytes(data, _FLOAT32, kind, field)
-
-
-def _from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
+def array_from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
+    """Return [tokens], read-only. Raises `MessageError` if the length is no multiple of the dtype's size."""
     if len(data) % dtype.itemsize:
         raise MessageError(kind, field, f"{len(data)} bytes are not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
 
 
 def check_token_ids(token_ids: TokenIds, kind: str, field: str) -> None:
-    _check_array(token_ids, _INT32, kind, field)
+    _check_array(token_ids, INT32, kind, field)
     if len(token_ids):
         lowest = token_ids.argmin()  # a quarter of the cost of `min`, which matters for short sequences
         if token_ids[lowest] < 0:
@@ -613,7 +605,7 @@ def check_token_ids(token_ids: TokenIds, kind: str, field: str) -> None:
 
 
 def check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
-    _check_array(logprobs, _FLOAT32, kind, field)
+    _check_array(logprobs, FLOAT32, kind, field)
     if not len(logprobs):
         return
     # Written so that NaN fails: argmax finds it, and no comparison with it is true.

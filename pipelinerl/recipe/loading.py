@@ -203,7 +203,7 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
             path, value = parse_override(text)
             if field_at(Recipe, path) is None:
                 raise FieldError(f"--set {'.'.join(path)}", value, unknown_field(path, Recipe))
-            _set(changed, path, value)
+            set_value(changed, path, value)
         except FieldError as error:
             problems.append(error)
     try:
@@ -246,7 +246,7 @@ def no_template_file(path: str) -> FieldError:
     return FieldError("model.chat_template", path, f"{fix}, or its text (helm --set-file recipe.set.model.chat_template=FILE)")
 
 
-def _set(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
+def set_value(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
     """Set a value in plain data, and create missing sections. Raises `FieldError` for a position beyond a list."""
     section: Any = data
     for name, inner in zip(path, [*path[1:], None], strict=True):

@@ -94,9 +94,9 @@ class Placed(NamedTuple):
     placement: Placement
 
 
-def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None, share: float | None = None) -> Recipe:
-    """Return the recipe with these numbers of actors and ranks and this share of memory; None: its own, or those for a CPU."""
-    engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": share or recipe.actor.engine.memory_share})
+def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None) -> Recipe:
+    """Return the recipe with numbers instead of `auto`: these of actors and ranks; None: its own, or those for a CPU."""
+    engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": recipe.actor.engine.memory_share})
     actor = recipe.actor.model_copy(update={"count": recipe.actor.number if count is None else count, "engine": engine})
     trainer = recipe.trainer.model_copy(update={"nproc": ranks or recipe.trainer.ranks})
     return recipe.model_copy(update={"actor": actor, "trainer": trainer})

@@ -77,15 +77,7 @@ class Simulation:
 
 
 def simulate(
-    recipe: Recipe,
-    timing: Timing,
-    lengths: Lengths,
-    *,
-    num_actors: int,
-    num_ranks: float,
-    warmup_steps: int,
-    steps: int,
-    seed: int = 0,
+    recipe: Recipe, timing: Timing, lengths: Lengths, *, num_actors: int, num_ranks: float, warmup_steps: int, steps: int
 ) -> Simulation:
     """Simulate `steps` optimizer steps of a run, after `warmup_steps` that are not counted.
 
@@ -94,7 +86,7 @@ def simulate(
     if all accelerators take part in each phase, count each of them as an actor and as a rank.
     """
     assert 0 <= warmup_steps < warmup_steps + steps <= recipe.trainer.steps
-    return _Run(recipe, timing, lengths, num_actors, num_ranks, seed).result(warmup_steps, warmup_steps + steps)
+    return _Run(recipe, timing, lengths, num_actors, num_ranks).result(warmup_steps, warmup_steps + steps)
 
 
 _Sample = tuple[VersionSpan, ...]
@@ -151,13 +143,13 @@ class _Actor:
 
 
 class _Run:
-    def __init__(self, recipe: Recipe, timing: Timing, lengths: Lengths, num_actors: int, num_ranks: float, seed: int) -> None:
+    def __init__(self, recipe: Recipe, timing: Timing, lengths: Lengths, num_actors: int, num_ranks: float) -> None:
         self.recipe, self.timing, self.num_ranks = recipe, timing, num_ranks
         self.per_step, self.group_size = groups_per_step(recipe), recipe.sampling.group_size
         self.slots = recipe.actor.sequences_in_progress
         in_progress = np.arange(1, self.slots + 1, dtype=np.float64)
         self.step_times = [0.0, *timing.decode.step_time(in_progress).tolist()]
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(0)
         draws = (lengths.sample(self.random, 10_000 + self.group_size).tolist() for _ in repeat(None))
         self.drawn = chain.from_iterable(draws)
 

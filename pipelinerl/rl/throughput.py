@@ -59,23 +59,18 @@ class Lengths:
     shares: Floats
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[int, float]]) -> Lengths:
-        """Make lengths from a histogram of (tokens, weight), in any order. Raises `FieldError` if it is empty or invalid."""
+    def of_bars(cls, bars: Iterable[tuple[int, int, float]]) -> Lengths:
+        """Make lengths from the bars (first, last, weight) of a histogram, in any order; the lengths within a bar are equally
+        frequent. Raises `FieldError` if it is empty or invalid."""
         sums: dict[int, float] = {}
-        for tokens, weight in weights:
-            sums[tokens] = sums.get(tokens, 0.0) + weight
+        for first, last, weight in bars:
+            for tokens in range(first, last + 1):
+                sums[tokens] = sums.get(tokens, 0.0) + weight / (last + 1 - first)
         kept = sorted((tokens, weight) for tokens, weight in sums.items() if weight)
         if not kept or kept[0][0] < 1 or not all(0 < weight < math.inf for _, weight in kept):
             raise FieldError("lengths", dict(kept), "give at least one length above 0, each with a weight above 0")
         shares = np.array([weight for _, weight in kept], dtype=float)
         return cls(np.array([tokens for tokens, _ in kept], dtype=np.int64), shares / shares.sum())
-
-    @classmethod
-    def of_bars(cls, bars: Iterable[tuple[int, int, float]]) -> Lengths:
-        """Make lengths from bars (first, last, weight); the lengths within a bar are equally frequent."""
-        return cls.of(
-            (tokens, weight / (last + 1 - first)) for first, last, weight in bars for tokens in range(first, last + 1)
-        )
 
     @property
     def mean(self) -> float:

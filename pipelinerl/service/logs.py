@@ -113,19 +113,16 @@ class ContextFormatter(logging.Formatter):
 
     def _json(self, record: logging.LogRecord, time: datetime, extras: dict[str, Any]) -> str:
         numbers = {key: str(value) for key, value in extras.items() if isinstance(value, float) and not math.isfinite(value)}
-        line = (
-            extras
-            | numbers
-            | {  # JSON has neither NaN nor infinities
-                "time": time.isoformat(timespec="milliseconds"),
-                "level": record.levelname.lower(),
-                "logger": record.name,
-                "message": record.getMessage(),
-                "run": self._context.run,
-                "service": self._context.service,
-                "instance": self._context.instance,
-            }
-        )
+        line = extras | numbers  # JSON has neither NaN nor infinities
+        line |= {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "run": self._context.run,
+            "service": self._context.service,
+            "instance": self._context.instance,
+        }
         if self._context.policy_version is not None:
             line["policy_version"] = self._context.policy_version
         if record.exc_info:

@@ -50,16 +50,10 @@ class Problem:
     question: str
     reference: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
-    line: int = field(default=0, compare=False)
-    """Number of the problem's line or row, from 1; 0 for a generated problem."""
-    unit: str = field(default="line", compare=False)
+    place: str = field(default="", compare=False)
+    """The problem's place, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
     file: str = field(default="", compare=False)
     """Rest of the file's path after `task.path`, if that stands for several files."""
-
-    @property
-    def place(self) -> str:
-        """The problem's place, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
-        return f"{self.unit} {self.line}{f' of {self.file}' if self.file else ''}" if self.line else ""
 
     @property
     def texts(self) -> list[str]:
@@ -227,8 +221,9 @@ def _problem(given: Row, config: TaskConfig) -> Problem:
     if isinstance(row, BadRow):
         raise row
     question, messages = prompt_of(row, config)
-    place = given.file.removeprefix(config.path)
-    return Problem(question, _reference(row, config), tuple(messages), given.number, given.unit, place)
+    file = given.file.removeprefix(config.path)
+    place = f"{given.unit} {given.number}{f' of {file}' if file else ''}"
+    return Problem(question, _reference(row, config), tuple(messages), place, file)
 
 
 def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any]]:

@@ -165,11 +165,9 @@ class MetricSet:
         made = Histogram(full, text, tuple(labels or ()), registry=self._registry, buckets=tuple(buckets))
         return _with_series(made, labels)
 
-    def histogram_of(
-        self, name: str, text: str, buckets: Sequence[float], make: Callable[[str], _Collector], *, unit: str = ""
-    ) -> _Collector:
+    def histogram_of(self, name: str, text: str, buckets: Sequence[float], make: Callable[[str], _Collector]) -> _Collector:
         """Register a collector of a histogram, which `make` creates from the full name."""
-        collector = make(self._describe(name, "histogram", text, None, unit, buckets))
+        collector = make(self._describe(name, "histogram", text, None, "", buckets))
         self._registry.register(collector)
         return collector
 

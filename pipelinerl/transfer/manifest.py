@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
 from pipelinerl.messages.control import Backend
@@ -144,16 +145,12 @@ class Manifest:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Start of each parameter in the stream, in bytes."""
-        offsets, end = [], 0
-        for size in self.sizes:
-            offsets.append(end)
-            end += aligned(size)
-        return tuple(offsets)
+        return (0, *self.ends[:-1])
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """End of each parameter in the stream, padding included, in bytes."""
-        return tuple(offset + aligned(size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+        return tuple(accumulate(map(aligned, self.sizes)))
 
     @property
     def total_bytes(self) -> int:

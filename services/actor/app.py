@@ -28,13 +28,14 @@ from pipelinerl.errors import BusError, MessageError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages.sequences import (
     FINISH_REASON_TO_PROTO,
+    INT32,
     PolicyVersion,
     PromptGroup,
     TokenIds,
+    array_from_bytes,
     branch_to_proto,
     check_sampling,
     sampling_from_proto,
-    token_ids_from_bytes,
     write_completion,
 )
 from pipelinerl.messages.verification import VerifierClient, result_of
@@ -331,7 +332,7 @@ def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: 
 
 def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds:
     """Return int32[tokens]. Raises `MessageError` with position and value of the first token outside the vocabulary. Pure."""
-    tokens = token_ids_from_bytes(data, kind, field)
+    tokens = array_from_bytes(data, INT32, kind, field)
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
         first = outside[0]

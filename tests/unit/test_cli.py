@@ -122,7 +122,10 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 7B --lengths 1-65", "--lengths = '1-65': is longer than sampling.max_tokens = 64"),
         (f"{PLAN} 7B --lengths 5,1-9000000000", "--lengths = '1-9000000000': is longer than sampling.max_tokens = 64"),
         (f"{PLAN} 7B --lengths 64 --accelerator TPU", "--accelerator = 'TPU': is neither a file of measured speeds nor"),
-        (f"{PLAN} 7B --lengths 64 --accelerator p.jsonl", "has no decode: points [sequences in progress, tokens/s]"),
+        (
+            f"{PLAN} 7B --lengths 64 --accelerator p.jsonl",
+            "decode is missing: give a list (points [sequences in progress, tokens/s] of one actor)",
+        ),
         (f"{PLAN} 7B --lengths 64 --sequences-in-progress 0", "--sequences-in-progress = 0: give a number above 0"),
         (f"{PLAN} 7B --lengths 64 --kv-kib-per-token inf", "--kv-kib-per-token = inf: give a number above 0"),
         (f"{PLAN} 900T --lengths 64", "do not fit 75 GiB; 64, the maximum of an actor, are too few"),

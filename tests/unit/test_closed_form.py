@@ -44,12 +44,12 @@ def test_a_draining_batch_by_hand() -> None:
     """4 sequences on 2 generators, half of them of 1 token and half of 3: one decode step with 2 in progress takes 2 / 1.0, two
     steps with 1 take 1 / 0.8 each; 8 tokens in 4.5."""
     curve = DecodeCurve(((1, 0.8), (2, 1.0)))
-    lengths = Lengths.of([(3, 5.0), (1, 5.0)])
+    lengths = Lengths.of_bars([(3, 3, 5.0), (1, 1, 5.0)])
     assert (lengths.mean, lengths.longest) == (2.0, 3)
     assert generation_rate(curve, lengths, 4, 2) == pytest.approx(8 / 4.5)
     assert conventional_rate(curve, 0.5, lengths, 4, 2) == pytest.approx(1 / (4.5 / 8 + 0.5 / 2))
     # Equal lengths never drain: the generators always have 2.
-    assert generation_rate(curve, Lengths.of([(7, 1.0)]), 4, 2) == pytest.approx(2 * 1.0)
+    assert generation_rate(curve, Lengths.of_bars([(7, 7, 1.0)]), 4, 2) == pytest.approx(2 * 1.0)
 
 
 def test_a_curve_between_and_beyond_its_points() -> None:

@@ -18,7 +18,7 @@ from pipelinerl.rl.planner import Accelerator, Machine, estimated, longest_promp
 from pipelinerl.rl.throughput import DecodeCurve, Lengths, split
 from tests.unit.builders import make_recipe
 
-TWO_LENGTHS = Lengths.of([(10, 1.0), (30, 1.0)])
+TWO_LENGTHS = Lengths.of_bars([(10, 10, 1.0), (30, 30, 1.0)])
 ROUND = Accelerator("", 10.0, name="round", memory_gb=26 * GIB / 1e9, bandwidth=10 * GIB / 0.6)
 
 
@@ -132,8 +132,8 @@ def test_the_command_prints_a_plan_and_its_reasons(
     assert all(f"  - {reason}\n" in said for reason in plan["reasons"])
     for key, value, problem in (
         ("kv_gib", 1e-9, "does not hold one sequence"),
-        ("trained_tokens_per_s", math.inf, "and finite"),
-        ("decode", [[1, math.inf]], "and finite"),
+        ("trained_tokens_per_s", math.inf, "trained_tokens_per_s = inf: use a number, above 0 (completion tokens of one"),
+        ("decode", [[1, math.inf]], "decode.0.1 = inf: Input should be a finite number"),
     ):
         (tmp_path / "mine.json").write_text(json.dumps({**speeds, key: value}).replace("Infinity", "1e999"))
         assert main(command) == 2

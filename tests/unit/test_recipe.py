@@ -661,7 +661,7 @@ def test_a_reward_that_gives_an_empty_text_the_same_is_doubted(
     scorer: str, pattern: str, answers: tuple[float, float], empty: float | None, said: str
 ) -> None:
     share = recipe_from_data(minimal(reward={"scorer": scorer, "answer_pattern": pattern}), "x").sets_by_place[""]
-    problem = Problem("2+2=", {"answer": "4"}, line=7)
+    problem = Problem("2+2=", {"answer": "4"}, place="line 7")
     calls = [Call("", problem, "4", status="ok", reward=reward) for reward in answers]
     calls += [] if empty is None else [Call("", problem, status="ok", reward=empty)]
     doubted = "".join(map(str, unearned("", share, calls)))

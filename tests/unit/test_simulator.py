@@ -14,7 +14,7 @@ from tests.unit.builders import make_recipe
 
 EVEN = DecodeCurve(((200, 200.0),))
 """Each decode step takes 1, up to 200 sequences."""
-FOUR = Lengths.of([(4, 1.0)])
+FOUR = Lengths.of_bars([(4, 4, 1.0)])
 
 
 def one_at_a_time(batch_size: int = 1, slots: int = 1, group_size: int = 1, **sections: Any) -> Recipe:
@@ -89,7 +89,7 @@ def test_sequences_of_one_length_take_exactly_what_the_closed_form_says(phase_st
 def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
     """Two slots, and one sequence in eight is 16 times as long as the others."""
     recipe = one_at_a_time(2, slots=4, algorithm={"advantage": "value", "max_lag": 2})
-    lengths = Lengths.of([(2, 7.0), (32, 1.0)])
+    lengths = Lengths.of_bars([(2, 2, 7.0), (32, 32, 1.0)])
     counted = simulated(recipe, Timing(EVEN, training=0.1), lengths, steps=400)
     assert counted == simulated(recipe, Timing(EVEN, training=0.1), lengths, steps=400)
     assert max(counted.lag_histogram) == 2
@@ -132,7 +132,8 @@ def test_whatever_runs_loses_nothing_and_is_no_faster_than_either_side(
     mode = "pipeline" if pipeline else "conventional"
     recipe = one_at_a_time(batch_size, slots, group_size, mode=mode, algorithm=algorithm)
     recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
-    lengths = Lengths.of([(draw(st.integers(1, 4), "short"), 3.0), (draw(st.integers(1, 200), "long"), 1.0)])
+    short, long = draw(st.integers(1, 4), "short"), draw(st.integers(1, 200), "long")
+    lengths = Lengths.of_bars([(short, short, 3.0), (long, long, 1.0)])
     training, pause = draw(st.sampled_from([0.01, 0.1, 2.0]), "training"), st.sampled_from([0.0, 0.5, 20.0])
     timing = Timing(EVEN, training, *(draw(pause, what) for what in ("step", "snapshot", "transfer")))
     whole = simulated(recipe, timing, lengths, num_actors=num_actors, warmup_steps=0, steps=steps)

@@ -28,6 +28,7 @@ from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.messages.sequences import (
     EMPTY_COMPLETION,
     FINISH_REASON_FROM_PROTO,
+    FLOAT32,
     Branch,
     FinishReason,
     Logprobs,
@@ -35,8 +36,8 @@ from pipelinerl.messages.sequences import (
     SamplingParams,
     Sequence,
     TokenIds,
+    array_from_bytes,
     branch_from_proto,
-    logprobs_from_bytes,
     read_completion,
 )
 from pipelinerl.messages.verification import VerifierClient, judged, status_name
@@ -115,7 +116,7 @@ class ActorClient:
         with self._answers("Score"):
             request = actor_pb2.ScoreRequest(token_ids=token_ids.tobytes())
             response = await self._stub.Score(request, timeout=timeout_s)
-        logprobs = logprobs_from_bytes(response.logprobs, "ScoreResponse", "logprobs")
+        logprobs = array_from_bytes(response.logprobs, FLOAT32, "ScoreResponse", "logprobs")
         return Scored(logprobs, PolicyVersion(response.incarnation, response.policy_version), response.loader)
 
     async def state(self, timeout_s: float) -> actor_pb2.ActorState:
