@@ -29,6 +29,10 @@ STATE_FORMAT = 3
 """Version of a checkpoint's training state. A run cannot continue from another one."""
 
 
+LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
+"""Space that a run needs to start beside a first checkpoint, and space that it leaves to other programs."""
+
+
 @dataclass
 class RunDir:
     """Layout of `runs/<name>/`, for a run on this machine."""
@@ -69,6 +73,54 @@ class RunDir:
         """Return the file to which a service writes `{grpc, http, pid}` once it serves."""
         return self.path / "addresses" / f"{service}.json"
 
+    def checkpoint_bytes(self) -> int:
+        """Return the size of the newest complete checkpoint; 0 without one, or if the trainer is removing it."""
+        found = resumable(self.path)
+        return _bytes_in(found[max(found)].parent.parent) if found else 0
+
+    def checkpoint_under_way(self) -> tuple[int, int] | None:
+        """Return version and bytes so far of the checkpoint that is being written."""
+        for folder in self.checkpoints.glob(".step-*.partial-*"):
+            version = folder.name.removeprefix(".step-").partition(".")[0]
+            return int(version), _bytes_in(folder)
+        return None
+
+    def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
+        """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`. 0
+        while one is being written or an old one removed, since that frees the same space."""
+        is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
+        return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
+
+    def check_space(self, option: str, first_checkpoint_bytes: int) -> None:
+        """Raise `FieldError` if the run's disk has too little space to begin."""
+        free, needed = free_bytes(self.path), LEAST_FREE_BYTES + (self.checkpoint_bytes() or first_checkpoint_bytes)
+        if free < needed:
+            what = f"its disk has {free / 1e6:,.0f} MB free, and a run needs {needed / 1e6:,.0f} MB at least"
+            raise FieldError(option, str(self.path), f"{what}: free some space, or give a folder on another disk")
+
+    @contextmanager
+    def locked(self, option: str = "--resume") -> Iterator[None]:
+        """Lock the folder against a second command. Raises `FieldError` if another one uses it. The kernel releases the lock
+        when the process ends in any way."""
+        # Any user who can read the file could hold the lock.
+        with open(self.path / ".running", "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fix = "another command runs in it; wait for its end, or stop it"
+                raise FieldError(option, str(self.path), fix) from None
+            yield
+
+    def open_to_others(self) -> FieldError | None:
+        """Return a warning if other users can read the folder, which existed before the run, and so the run's texts."""
+        state, value = self.path.stat(), str(self.path)
+        if state.st_uid != os.geteuid():
+            return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
+        if state.st_mode & 0o077:
+            fix = "other users can open it and read prompts, completions and logs; chmod 700 it to keep them out"
+            return FieldError("--run-dir", value, fix)
+        return None
+
 
 def stamped_name(recipe_name: str, now: datetime) -> str:
     """Return `<recipe name>-<YYYYmmdd-HHMMSS>`. The recipe's name is cut to 21 characters, since a run's name has at most
@@ -87,7 +139,7 @@ def create_run_dir(
     """
     if name is not None:
         check_run_name(name, "--name")
-    check_space(RunDir(path or Path("runs"), ""), "--run-dir", first_checkpoint_bytes)
+    RunDir(path or Path("runs"), "").check_space("--run-dir", first_checkpoint_bytes)
     named = name or stamped_name(recipe_name, now)
     run = RunDir(path or Path("runs", named), named) if path or name else _unused(named)
     _make_empty(run, "--run-dir" if path is not None else "--name")
@@ -98,10 +150,6 @@ def create_run_dir(
     return run
 
 
-LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""Space that a run needs to start beside a first checkpoint, and space that it leaves to other programs."""
-
-
 def free_bytes(folder: Path) -> int:
     """Return the free bytes of the disk that the folder is on, or will be on."""
     folder = folder.resolve()
@@ -110,40 +158,11 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def checkpoint_bytes(run: RunDir) -> int:
-    """Return the size of the newest complete checkpoint; 0 without one, or if the trainer is removing it."""
-    found = resumable(run.path)
-    return _bytes_in(found[max(found)].parent.parent) if found else 0
-
-
-def checkpoint_under_way(run: RunDir) -> tuple[int, int] | None:
-    """Return version and bytes so far of the checkpoint that is being written."""
-    for folder in run.checkpoints.glob(".step-*.partial-*"):
-        version = folder.name.removeprefix(".step-").partition(".")[0]
-        return int(version), _bytes_in(folder)
-    return None
-
-
 def _bytes_in(folder: Path) -> int:
     try:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except FileNotFoundError:
         return 0
-
-
-def next_checkpoint_bytes(run: RunDir, keep: int, first_bytes: int = 0) -> int:
-    """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`. 0 while
-    one is being written or an old one removed, since that frees the same space."""
-    is_under_way = any(run.checkpoints.glob(".*")) or len(resumable(run.path)) > keep
-    return 0 if is_under_way else checkpoint_bytes(run) or first_bytes
-
-
-def check_space(run: RunDir, option: str, first_checkpoint_bytes: int) -> None:
-    """Raise `FieldError` if the run's disk has too little space to begin."""
-    free, needed = free_bytes(run.path), LEAST_FREE_BYTES + (checkpoint_bytes(run) or first_checkpoint_bytes)
-    if free < needed:
-        what = f"its disk has {free / 1e6:,.0f} MB free, and a run needs {needed / 1e6:,.0f} MB at least"
-        raise FieldError(option, str(run.path), f"{what}: free some space, or give a folder on another disk")
 
 
 NAMED_IN = ("run.json", "lineage.json")
@@ -187,31 +206,6 @@ _UNSTARTED = {
 """Entries of a run's folder if its trainer never started. Nothing could continue from them."""
 
 
-@contextmanager
-def locked(run_dir: RunDir, option: str = "--resume") -> Iterator[None]:
-    """Lock the folder against a second command. Raises `FieldError` if another one uses it. The kernel releases the lock when
-    the process ends in any way."""
-    # Any user who can read the file could hold the lock.
-    with open(run_dir.path / ".running", "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fix = "another command runs in it; wait for its end, or stop it"
-            raise FieldError(option, str(run_dir.path), fix) from None
-        yield
-
-
-def open_to_others(run_dir: RunDir) -> FieldError | None:
-    """Return a warning if other users can read the folder, which existed before the run, and so the run's texts."""
-    state, value = run_dir.path.stat(), str(run_dir.path)
-    if state.st_uid != os.geteuid():
-        return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
-    if state.st_mode & 0o077:
-        fix = "other users can open it and read prompts, completions and logs; chmod 700 it to keep them out"
-        return FieldError("--run-dir", value, fix)
-    return None
-
-
 def _make_empty(run: RunDir, option: str) -> None:
     """Remove the files of a run whose trainer never started. Raises `FieldError` naming the `option` that chose the folder."""
     path, value = run.path, str(run.path)
@@ -223,7 +217,7 @@ def _make_empty(run: RunDir, option: str) -> None:
     except OSError as error:
         raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error
     if set(held) <= _UNSTARTED and read_json(run.identity).keys() >= {"run", "recipe", "started"}:  # else no run made it
-        with locked(run, option):
+        with run.locked(option):
             for entry in path.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     elif run.recipe.name in held:

@@ -45,13 +45,10 @@ from pipelinerl.run_dir import (
     MOST_ACTORS,
     RunDir,
     check_folder,
-    check_space,
     create_run_dir,
-    locked,
     missing_from,
     newest_checkpoint,
     newest_state,
-    open_to_others,
     read_json,
     run_name,
     write_json,
@@ -114,9 +111,9 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     numbered, placement, gpus = placed_here(recipe, args.placement)
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
-    stack.enter_context(locked(run_dir))
+    stack.enter_context(run_dir.locked())
     write_placement(run_dir, recipe, placement)
-    warnings = [f"warning: {doubt}" for doubt in filter(None, (*doubtful, open_to_others(run_dir)))]
+    warnings = [f"warning: {doubt}" for doubt in filter(None, (*doubtful, run_dir.open_to_others()))]
     title = f"{run_dir.name}: {recipe.description or recipe.name}"
     return numbered, run_dir, placement, [title, *understood(overrides), *warnings, *gpus]
 
@@ -126,7 +123,7 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
         if value is not None:
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
     run_dir = find_run(args.resume)
-    stack.enter_context(locked(run_dir))
+    stack.enter_context(run_dir.locked())
     recipe, notes = resume(run_dir, args.recipe, overrides, args.reward_rows)
     numbered, placement, gpus = placed_here(recipe, args.placement)
     write_placement(run_dir, recipe, placement)
@@ -153,7 +150,7 @@ def resume(
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)
     warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows))]
-    check_space(run_dir, RESUME, checkpoint_bytes(new, known_parameters(new.model)))
+    run_dir.check_space(RESUME, checkpoint_bytes(new, known_parameters(new.model)))
     for name in ("logs", "addresses"):
         (run_dir.path / name).mkdir(exist_ok=True)
     for stale in (run_dir.path / "addresses").glob("*.json"):

@@ -61,15 +61,12 @@ from pipelinerl.run_dir import (
     MOST_ACTORS,
     RESERVE_BYTES,
     RunDir,
-    checkpoint_under_way,
     free_bytes,
     newest_checkpoint,
-    next_checkpoint_bytes,
     read_json,
     write_json,
     write_whole,
 )
-from pipelinerl.run_dir import checkpoint_bytes as written_bytes
 from pipelinerl.run_summary import is_finished, read_jsonl
 from pipelinerl.service.lifecycle import EXIT_FAILURE
 from pipelinerl.service.logs import printable
@@ -239,7 +236,7 @@ class LocalRun:
     async def _watch_disk(self) -> None:
         """Check the disk until cancelled. Raises `ServiceError` if it has too little space for one more checkpoint."""
         while True:
-            next_bytes = next_checkpoint_bytes(self.run_dir, self.recipe.checkpoint.keep, self._first_checkpoint)
+            next_bytes = self.run_dir.next_checkpoint_bytes(self.recipe.checkpoint.keep, self._first_checkpoint)
             free, needed = free_bytes(self.run_dir.path), self.reserve_bytes + next_bytes
             if free < needed:
                 raise ServiceError(
@@ -330,7 +327,7 @@ class LocalRun:
         """Kill a trainer that neither answers nor writes its checkpoint, and would delay the stop for an hour."""
         address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
         while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
-            now = checkpoint_under_way(self.run_dir)
+            now = self.run_dir.checkpoint_under_way()
             if now != written or await asyncio.to_thread(http_status, address, "/healthz", 2.0) is not None:
                 written, seen_s = now, time.monotonic()
             await asyncio.sleep(self.refresh_s)
@@ -353,14 +350,14 @@ class LocalRun:
         now_s, trainer = time.monotonic(), self._processes.get(TRAINER)
         if trainer is None or trainer.returncode is not None:
             phase = "stopping"
-        elif (under_way := checkpoint_under_way(self.run_dir)) is None:
+        elif (under_way := self.run_dir.checkpoint_under_way()) is None:
             passed_s = now_s - self._stop_by_s + self.stop_within_s
             phase = f"stopping: the trainer ends its step and writes a checkpoint, {duration(passed_s)} passed"
         else:
             version, written = under_way
             if self._writing_since is None or self._writing_since[0] != version:
                 self._writing_since = version, now_s
-            total = written_bytes(self.run_dir) or self._first_checkpoint
+            total = self.run_dir.checkpoint_bytes() or self._first_checkpoint
             phase = f"stopping: {checkpoint_text(version, written, total, now_s - self._writing_since[1])}"
         self._set_phase(phase)
 

@@ -8,17 +8,7 @@ import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.run_dir import (
-    RunDir,
-    checkpoint_bytes,
-    create_run_dir,
-    locked,
-    next_checkpoint_bytes,
-    open_to_others,
-    stamped_name,
-    trainer_starts,
-    write_json,
-)
+from pipelinerl.run_dir import RunDir, create_run_dir, stamped_name, trainer_starts, write_json
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -48,11 +38,11 @@ def test_given_name_and_given_folder_which_may_be_there_and_empty(tmp_path: Path
     run = create_run_dir("arithmetic", NOW, name="x", path=tmp_path / "y")
     assert run == RunDir(tmp_path / "y", "x")
     assert run.identity.is_file()
-    assert open_to_others(elsewhere) is None
+    assert elsewhere.open_to_others() is None
     run.path.chmod(0o750)
-    assert "/y': other users can open it and read prompts, completions and logs; chmod 700" in str(open_to_others(run))
+    assert "/y': other users can open it and read prompts, completions and logs; chmod 700" in str(run.open_to_others())
     monkeypatch.setattr("os.geteuid", lambda: run.path.stat().st_uid + 1)
-    assert "/y': belongs to another user" in str(open_to_others(run))
+    assert "/y': belongs to another user" in str(run.open_to_others())
 
 
 def test_a_new_folder_says_which_run_it_is_of() -> None:
@@ -93,11 +83,11 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pyt
     (run.checkpoints / "step-3" / "resume").mkdir(parents=True)
     (run.checkpoints / "step-3" / "resume" / "run.json").write_text("{}")
     (run.checkpoints / "step-3" / "weights").write_bytes(bytes(5000))
-    assert (checkpoint_bytes(run), next_checkpoint_bytes(run, keep=1), next_checkpoint_bytes(run, keep=0)) == (5002, 5002, 0)
+    assert (run.checkpoint_bytes(), run.next_checkpoint_bytes(keep=1), run.next_checkpoint_bytes(keep=0)) == (5002, 5002, 0)
     unsaved = RunDir(Path("runs/unsaved"), "unsaved")
-    assert [next_checkpoint_bytes(each, keep=1, first_bytes=9) for each in (run, unsaved)] == [5002, 9]
+    assert [each.next_checkpoint_bytes(keep=1, first_bytes=9) for each in (run, unsaved)] == [5002, 9]
     (partial := run.checkpoints / ".step-4.partial-7").mkdir()
-    assert next_checkpoint_bytes(run, keep=1) == 0, "its room is taken from what is free"
+    assert run.next_checkpoint_bytes(keep=1) == 0, "its room is taken from what is free"
     partial.rmdir()
     with pytest.raises(FieldError, match="and a run needs 1,000,000,000,268 MB"):
         create_run_dir("arithmetic", NOW, first_checkpoint_bytes=10**18)
@@ -118,7 +108,7 @@ def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on()
     (elsewhere := Path("elsewhere")).mkdir()
     (elsewhere / "kept").touch()
     (failed.path / "models").symlink_to(elsewhere.resolve())
-    with locked(failed), pytest.raises(FieldError, match="--name = 'runs/mine': another command runs in it"):
+    with failed.locked(), pytest.raises(FieldError, match="--name = 'runs/mine': another command runs in it"):
         create_run_dir("arithmetic", NOW, name="mine")
     assert (failed.path / ".running").stat().st_mode & 0o777 == 0o600
     again = create_run_dir("arithmetic", NOW, name="mine")
