@@ -45,6 +45,7 @@ from pipelinerl.v1 import sequence_pb2
 
 LOOK_AGAIN_S = 2.0
 OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
+"""Connects to the streams; raises `BusError` when NATS does not answer."""
 _QUIET_S = 2.0
 """Seconds without a message, after which the remaining messages are checked for a purge."""
 

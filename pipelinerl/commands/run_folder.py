@@ -15,14 +15,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.audit.audit import as_json, audit_run, lines
+from pipelinerl.audit.audit import OpenStreams, as_json, audit_run, lines
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.bus.protocol import check_run_name, group_id_of
@@ -134,8 +134,6 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 # Where the streams are
 
-OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
-"""A connected bus; raises `BusError` when NATS does not answer."""
 _STORE = "jetstream"
 """Name of the folder in which nats-server keeps its streams."""
 _STOP_WITHIN_S = 5.0

@@ -41,27 +41,18 @@ Production = NDArray[np.float64]
 """[3] for one actor between two observations: finished sequences, busy seconds, seconds of used slots."""
 
 
-class _Window:
-    """The newest production of the actors, just long enough for `fewest` sequences and a busy minute."""
-
-    def __init__(self, fewest: int) -> None:
-        self._fewest = np.array((fewest, FEWEST_BUSY_S, -math.inf))
-        self._produced: deque[Production] = deque()
-        self._sum = np.zeros(3)
-
-    def add(self, produced: Production) -> None:
-        self._produced.append(produced)
-        self._sum = self._sum + produced
-        while (self._sum - self._produced[0] >= self._fewest).all():
-            self._sum = self._sum - self._produced.popleft()
-
-    @property
-    def rates(self) -> tuple[float, float] | None:
-        """Sequences per second of a busy actor, and its mean sequences in progress; None without enough production."""
-        if not (self._sum >= self._fewest).all():
-            return None
-        finished, busy_s, slots_s = self._sum.tolist()
-        return finished / busy_s, slots_s / busy_s
+def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:
+    """Return the sequences per second of a busy actor, and its mean sequences in progress, over the newest production, just
+    long enough for `fewest` sequences and a busy minute. Older production is removed. None without enough production."""
+    total = np.zeros(3)
+    for number, one in enumerate(reversed(produced), start=1):
+        total += one
+        finished, busy_s, slots_s = total.tolist()
+        if finished >= fewest and busy_s >= FEWEST_BUSY_S:
+            for _ in range(len(produced) - number):
+                produced.popleft()
+            return finished / busy_s, slots_s / busy_s
+    return None
 
 
 def full_rate(rate: float, occupancy: float, known: float | None) -> float:
@@ -88,11 +79,11 @@ class ReplicasWanted:
     """The number of actors wanted; `wanted` is None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M, or None."""
 
     def __init__(self, *, slots: int, batch_size: int, in_flight: int | None) -> None:
-        self._slots, self._most = slots, most_useful(in_flight, slots)
+        self._slots, self._batch_size, self._most = slots, batch_size, most_useful(in_flight, slots)
         self._consumption: deque[float] = deque(maxlen=STEPS)
         self._warm = False
         self._seen: dict[str, ActorState] = {}
-        self._lately, self._when_full = _Window(batch_size), _Window(batch_size)
+        self._lately, self._when_full = deque[Production](), deque[Production]()
         self.wanted: int | None = None
 
     def step(self, consumed: int, seconds: float) -> None:
@@ -111,9 +102,9 @@ class ReplicasWanted:
             in_progress = (last.sequences_in_progress + now.sequences_in_progress) / 2
             if finished >= 0 and busy_s > 0:  # else it has restarted or was idle
                 produced: Production = np.array((finished, busy_s, busy_s * in_progress))
-                self._lately.add(produced)
+                self._lately.append(produced)
                 if in_progress >= FULL * self._slots:
-                    self._when_full.add(produced)
+                    self._when_full.append(produced)
         self._update()
 
     def finish(self) -> None:
@@ -126,7 +117,7 @@ class ReplicasWanted:
 
     def _full_actor(self) -> float | None:
         """Return the sequences per second of an actor with all slots in use, or None if unknown."""
-        full, lately = self._when_full.rates, self._lately.rates
+        full, lately = (newest_rates(one, self._batch_size) for one in (self._when_full, self._lately))
         known = full[0] if full else None
         if lately is None:
             return known

@@ -35,16 +35,14 @@ ERROR = "error.type"
 
 def messaging(operation: str, destination: str, message_id: str = "", body_bytes: int | None = None) -> Attributes:
     """Return attributes of a message. `operation`: send, receive or process; `destination`: subject of the message."""
-    attributes: Attributes = {
+    about = {
         "messaging.system": "nats",
         "messaging.operation.type": operation,
         "messaging.destination.name": destination,
+        "messaging.message.id": message_id or None,
+        "messaging.message.body.size": body_bytes,
     }
-    if message_id:
-        attributes["messaging.message.id"] = message_id
-    if body_bytes is not None:
-        attributes["messaging.message.body.size"] = body_bytes
-    return attributes
+    return {name: value for name, value in about.items() if value is not None}
 
 
 def rpc(method: str) -> Attributes:

@@ -447,7 +447,7 @@ def test_repeated_prompts_and_empty_answers_are_counted_and_a_byte_order_mark_is
     source = make_source(file_task(path), seed=0)
     assert isinstance(source, FileSource)
     assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (2, "line 11", 1)
-    assert (len(source.problems), [one.line for one in source.unanswered]) == (11, [13])
+    assert (len(source.problems), [one.place for one in source.unanswered]) == (11, ["line 13"])
 
 
 @given(weights=st.lists(st.floats(0.01, 100) | st.integers(1, 9), min_size=1, max_size=6), start=st.integers(0, 10**9))
