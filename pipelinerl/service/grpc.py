@@ -16,8 +16,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pipelinerl.errors import ServiceError, UserError
-from pipelinerl.service.settings import host_port
-from pipelinerl.service.tls import CA, CERTIFICATE, Certificates, read_certificates
+from pipelinerl.service.settings import ServiceAddress, ServiceSettings, announce, host_port
+from pipelinerl.service.tls import CA, CERTIFICATE, Certificates, read_certificates, server_credentials
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,16 @@ async def serve_grpc(
     finally:
         await health_servicer.enter_graceful_shutdown()
         await asyncio.shield(server.stop(stop_grace_s))
+
+
+@asynccontextmanager
+async def serve_calls(
+    settings: ServiceSettings, register: Callable[[aio.Server], None], service: str, http_port: int
+) -> AsyncIterator[ServiceAddress]:
+    """Serve a service's calls at the interface of its settings, and announce its addresses. Raises as `serve_grpc` does."""
+    credentials = server_credentials(settings.tls_dir)
+    async with serve_grpc(register, [service], settings.grpc_host, settings.grpc_port, credentials=credentials) as port:
+        yield announce(settings, port, http_port)
 
 
 def open_channel(target: str, tls: Path | Certificates | None, name_override: str = "", options: Options = ()) -> aio.Channel:

@@ -43,12 +43,11 @@ from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.groups import EVALUATION_SLOTS
-from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.grpc import serve_calls
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, StartStopped, watch_loop
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.settings import ActorSettings, announce, host_port
-from pipelinerl.service.tls import server_credentials
+from pipelinerl.service.settings import ActorSettings, host_port
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
@@ -112,15 +111,8 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
             episodes.address = host_port(settings.advertise_host, episode_port)
             log.info("environments request turns at %s", episodes.address)
         actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes)
-        credentials = server_credentials(settings.tls_dir)
-        served = serve_grpc(
-            lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(actor, server),
-            [SERVICE],
-            settings.grpc_host,
-            settings.grpc_port,
-            credentials=credentials,
-        )
-        address = announce(settings, await stack.enter_async_context(served), http_port)
+        register = partial(actor_pb2_grpc.add_ActorServiceServicer_to_server, actor)
+        address = await stack.enter_async_context(serve_calls(settings, register, SERVICE, http_port))
         await actor.run(address.grpc, readiness)
 
 

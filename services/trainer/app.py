@@ -14,13 +14,12 @@ from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_summary import RunFiles
-from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.grpc import serve_calls
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, StartStopped, unless_stopped, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.service.settings import RankSettings, TrainerSettings, announce
-from pipelinerl.service.tls import server_credentials
+from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.run_state import Start, find_start, write_lineage
 from services.trainer.policy_trainer import PolicyTrainer, load_policy_trainer
@@ -77,12 +76,8 @@ async def serve(
             tokenizer=policy.tokenizer,
         )
         run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder)
-        credentials = server_credentials(settings.tls_dir)
-        grpc_port = await stack.enter_async_context(
-            serve_grpc(run.add_to_server, [SERVICE], settings.grpc_host, settings.grpc_port, credentials=credentials)
-        )
+        await stack.enter_async_context(serve_calls(settings, run.add_to_server, SERVICE, http_port))
         readiness.reason = ""
-        announce(settings, grpc_port, http_port)
         await run.run(stop)
         if board is not None and board.is_read and not stop.is_set():
             await asyncio.sleep(ASKED_WITHIN_S)  # open pages fetch the end of the run

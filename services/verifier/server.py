@@ -21,13 +21,12 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.grpc import serve_grpc
+from pipelinerl.service.grpc import serve_calls
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.service.settings import VerifierSettings, announce
-from pipelinerl.service.tls import server_credentials
+from pipelinerl.service.settings import VerifierSettings
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import before_ns, child, trace_in, trace_of
@@ -213,17 +212,12 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
         watch_loop() as watch,
         serve_http(health_app(readiness, registry, loop_watch=watch), settings.http_host, settings.http_port) as http_port,
         _servicer(recipe, settings, registry, readiness) as servicer,
-        serve_grpc(
-            partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer),
-            [SERVICE_NAME],
-            settings.grpc_host,
-            settings.grpc_port,
-            credentials=server_credentials(settings.tls_dir),
-        ) as grpc_port,
+        serve_calls(
+            settings, partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer), SERVICE_NAME, http_port
+        ) as address,
     ):
-        where = {"grpc_port": grpc_port, "http_port": http_port, "workers": settings.workers}
+        where = {"grpc": address.grpc, "http": address.http, "workers": settings.workers}
         log.info("serving %s", ", ".join(recipe.problem_sets), extra=where)
-        announce(settings, grpc_port, http_port)
         readiness.reason = ""
         await stop.wait()
         readiness.reason = "stopping"
