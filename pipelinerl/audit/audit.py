@@ -20,18 +20,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed
 
 from pipelinerl.audit.journal import JOURNAL, reserved_groups
-from pipelinerl.audit.replay import (
-    Check,
-    CheckResult,
-    Findings,
-    History,
-    Replay,
-    Start,
-    events,
-    group_number,
-    read_history,
-    split_id,
-)
+from pipelinerl.audit.replay import Check, CheckResult, Findings, History, Replay, events, group_number, read_history, split_id
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.link import is_stream_missing
 from pipelinerl.bus.protocol import LogEntry, StreamInfo, group_id_of
@@ -153,10 +142,6 @@ class Audit:
     """None if the streams were not read."""
     waiting: list[str] = field(default_factory=list)
     """Sequences in flight that the trainer publishes now or at its next start."""
-
-    @property
-    def restarts(self) -> list[Start]:
-        return self.history.starts[1:]
 
     @property
     def ended(self) -> bool:
@@ -410,7 +395,7 @@ def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
         "trained": {"branches": replay.trained_branches, "tokens": sum(replay.tokens_by_version.values())},
         "reasons": {outcome.value: dict(replay.reasons[outcome]) for outcome in Outcome},
         "restarts": [
-            {"incarnation": one.incarnation, "version": one.version, **one.undid} for one in audit.restarts
+            {"incarnation": one.incarnation, "version": one.version, **one.undid} for one in audit.history.starts[1:]
         ],
         "trained_per_version": {
             "min": min(trained.values(), default=0),
@@ -454,7 +439,7 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     for outcome in Outcome:
         for reason, count in replay.reasons[outcome].most_common():
             yield f"    {outcome.value.replace('_', ' ')}: {reason}  {number(count)}"
-    for one in audit.restarts:
+    for one in audit.history.starts[1:]:
         undid = (
             f"{one.undid['steps']} steps, {number(one.undid['trained'])} sequences trained, "
             f"{number(one.undid['ended_otherwise'])} ended otherwise, {number(one.undid['groups'])} groups issued"

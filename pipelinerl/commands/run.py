@@ -183,7 +183,7 @@ def find_run(folder: Path) -> RunDir:
 
 
 def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
-    """Raise `FieldError` for a folder that lacks something, `ChangedRecipe` for a recipe that does not fit the checkpoint."""
+    """Raise `FieldError` for a folder that lacks something, `UserError` for a recipe that does not fit the checkpoint."""
     try:
         if missing := missing_from(run_dir.path):
             raise FieldError(RESUME, str(run_dir.path), missing)

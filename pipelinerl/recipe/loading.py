@@ -284,23 +284,15 @@ class Change:
         return f"{self.field}: {_shown(self.old)} → {_shown(self.new)}"
 
 
-class ChangedRecipe(UserError):
-    """A run cannot continue with this recipe. Attribute: `refused`, the forbidden changes."""
-
-    def __init__(self, refused: Sequence[Change]) -> None:
-        self.refused = tuple(refused)
+def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
+    """Return the changes from `old`, a resolved recipe as plain data, to `new`. Raises `UserError` if any is forbidden."""
+    changes = recipe_changes(old, new)
+    if refused := [change for change in changes if not change.allowed]:
         lines = ["these fields cannot change when a run is resumed; put them back, or start a new run:"]
         lines += [f"  - {change}" for change in refused]
         if any(change.new is UNKNOWN for change in refused):
             lines.append("unknown fields cannot be put back: resume with the version that began the run")
-        super().__init__("\n".join(lines))
-
-
-def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """Return the changes from `old`, a resolved recipe as plain data, to `new`. Raises `ChangedRecipe` if any is forbidden."""
-    changes = recipe_changes(old, new)
-    if refused := [change for change in changes if not change.allowed]:
-        raise ChangedRecipe(refused)
+        raise UserError("\n".join(lines))
     return changes
 
 

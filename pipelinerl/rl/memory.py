@@ -36,19 +36,15 @@ class Model:
 
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None) -> Model:
-        """Return the recipe's model. If `kv_bytes` is None, it is estimated by `usual_kv_bytes`."""
-        usual = usual_kv_bytes(parameters) if kv_bytes is None else kv_bytes
-        return cls(parameters, usual, 4 if recipe.model.dtype == "float32" else 2)
+        """Return the recipe's model. If `kv_bytes` is None, it is estimated for a dense 16-bit model with grouped-query
+        attention: Llama 3's 128 KiB at 8B, scaled by the square root of the size (379 KiB at 70B, where Llama 3 has 320).
+        Qwen2.5-7B has 56."""
+        usual = 128 * 1024 * math.sqrt(parameters / 8e9)
+        return cls(parameters, usual if kv_bytes is None else kv_bytes, 4 if recipe.model.dtype == "float32" else 2)
 
     @property
     def weights_bytes(self) -> float:
         return self.parameters * self.dtype_bytes
-
-
-def usual_kv_bytes(parameters: float) -> float:
-    """Estimate the KV cache bytes per token of a dense 16-bit model with grouped-query attention: Llama 3's 128 KiB at 8B,
-    scaled by the square root of the size (379 KiB at 70B, where Llama 3 has 320). Qwen2.5-7B has 56."""
-    return 128 * 1024 * math.sqrt(parameters / 8e9)
 
 
 def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:

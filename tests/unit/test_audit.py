@@ -148,7 +148,7 @@ def test_histories_with_restarts(
     """`undid`: incarnation, version, steps, groups, trained, ended otherwise."""
     found = audit_files(write(tmp_path, *events))
     assert (failures(found), found.replay.counts) == ({}, counts)
-    assert [(one.incarnation, one.version, *one.undid.values()) for one in found.restarts] == undid
+    assert [(one.incarnation, one.version, *one.undid.values()) for one in found.history.starts[1:]] == undid
 
 
 AGAIN = "g00000000.0"

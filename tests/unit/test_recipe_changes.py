@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.errors import UserError
 from pipelinerl.recipe.fields import Recipe, dotted_paths, field_at, may_change
 from pipelinerl.recipe.loading import (
     Change,
-    ChangedRecipe,
     check_resumable,
     parse_yaml,
     recipe_changes,
@@ -60,14 +60,13 @@ def test_what_may_change_is_told_and_let_pass() -> None:
 
 def test_what_must_stay_is_refused_all_at_once_and_the_rest_not_mentioned() -> None:
     new = recipe(trainer={"steps": 200, "batch_size": 64, "lora": {"rank": 8}}, task={"config": {"max_terms": 3}})
-    with pytest.raises(ChangedRecipe) as raised:
+    with pytest.raises(UserError) as raised:
         check_resumable(dumped(), new)
     lines = str(raised.value).splitlines()
     assert lines[0].endswith("put them back, or start a new run:")
     assert lines[1:3] == ['  - task.config: {} → {"max_terms": 3}', "  - trainer.batch_size: 128 → 64"]
     assert lines[3].startswith('  - trainer.lora: null → {"rank": 8, "alpha": 32.0')
     assert len(lines) == 4
-    assert [change.field for change in raised.value.refused] == ["task.config", "trainer.batch_size", "trainer.lora"]
 
 
 def test_several_tasks_are_compared_one_by_one() -> None:
@@ -94,7 +93,7 @@ def test_a_field_that_an_older_version_lacked_had_the_default() -> None:
 def test_a_field_that_this_version_lacks_is_refused_and_said_so() -> None:
     old = dumped()
     old["trainer"]["momentum"] = 0.9
-    with pytest.raises(ChangedRecipe) as raised:
+    with pytest.raises(UserError) as raised:
         check_resumable(old, recipe())
     assert "trainer.momentum: 0.9 → (no such field in this version)" in str(raised.value)
     assert "resume with the version that began the run" in str(raised.value)

@@ -23,7 +23,6 @@ from pipelinerl.audit.journal import JOURNAL, Journal, read_events, reserved_gro
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import ChangedRecipe
 from pipelinerl.rl.groups import Lineage
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.v1 import sequence_pb2
@@ -357,13 +356,13 @@ def test_a_checkpoint_that_is_not_whole_says_which_and_what_to_do(tmp_path: Path
 
 def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path: Path) -> None:
     write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
-    with pytest.raises(ChangedRecipe, match=r"seed: 0 → 7"):  # before the first checkpoint, too
+    with pytest.raises(UserError, match=r"seed: 0 → 7"):  # before the first checkpoint, too
         find_start(tmp_path, RUN, RECIPE.model_copy(update={"seed": 7}))
     recipe = make_recipe(checkpoint={"every_steps": 1})
     write(tmp_path, 2, recipe=recipe.model_dump(mode="json"))
     longer = make_recipe(trainer={"steps": 9, "batch_size": 4, "tokens_per_microbatch": 64})
     assert find_start(tmp_path, RUN, longer).version == 2
-    with pytest.raises(ChangedRecipe, match=r"sampling\.temperature: 1\.0 → 0\.5"):
+    with pytest.raises(UserError, match=r"sampling\.temperature: 1\.0 → 0\.5"):
         find_start(tmp_path, RUN, make_recipe(sampling={"group_size": 2, "max_tokens": 16, "temperature": 0.5}))
 
 
