@@ -145,7 +145,7 @@ def run_trainer(case: Case, pairs: int, steps: int) -> dict[str, Any]:
     learner = Learner(wrap_model(model), AlgorithmConfig(), case.trainer())
 
     def take_step() -> dict[str, Any]:
-        return learner.train_step(groups, VERSION)
+        return learner.step(learner.prepare(groups, VERSION))
 
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         loop, stack = Observed(take_step, groups, Path(folder)), AsyncExitStack()

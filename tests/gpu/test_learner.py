@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pipelinerl.service.settings import RankSettings
-from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.attention import packed_layout, varlen_attention
 from services.trainer.learn.batch import host_microbatch
 from services.trainer.learn.meter import PhaseTimer, mark_for, take_memory_peak
 from services.trainer.learn.policy import linear_scores
 from services.trainer.policy_trainer import load_learner, rank_device, sharded_learner
+from services.trainer.world import join_ranks, leave_ranks
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks
 from tests.unit.test_optimizer import assert_near, step_on

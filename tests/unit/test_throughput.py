@@ -109,10 +109,10 @@ def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:
     group = group_of(sequences_of([(3, 2), (3, 2)]))
     assert learner.prepare([group], 2).flops == 3 * 2 * (4 * 2 * 2 * 7680 + 2 * 2 * 32 * 23 + 10 * 2 * 4 * 32)
     assert learner.peak_flops is None
-    assert learner.train_step([group], version=2)["mfu"] is None
+    assert learner.step(learner.prepare([group], version=2))["mfu"] is None
     learner.peak_flops = 1e12
     for _ in range(2):
-        figures = learner.train_step([group], version=2)
+        figures = learner.step(learner.prepare([group], version=2))
         assert set(figures["compute_s"]) == {"plan", "build", "to_device", "forward_backward", "totals", "optimizer"}
         assert all(0 < seconds < math.inf for seconds in figures["compute_s"].values())
         assert figures["imbalance"] == 0

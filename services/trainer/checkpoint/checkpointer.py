@@ -36,10 +36,10 @@ from pipelinerl.recipe.fields import CheckpointConfig
 from pipelinerl.run_dir import CHECKPOINTS, resumable
 from services.trainer.checkpoint.files import replacing, sync_folder, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState, Start
-from services.trainer.distributed.world import ADAPTER, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.lora import has_adapters, peft_config
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
+from services.trainer.world import ADAPTER, VALUE_HEAD, WEIGHTS
 
 log = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
 from services.trainer.checkpoint.files import sync_folder
-from services.trainer.distributed.world import SAVE, Message
 from services.trainer.learn.step import Learner
+from services.trainer.world import SAVE, Message
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from pipelinerl.messages.sequences import Branch, Logprobs, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.memory import peak_flops
 from pipelinerl.rl.packing import StepPlan, plan_step
-from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
 from services.trainer.learn import meter
 from services.trainer.learn.batch import (
     HostMicroBatch,
@@ -39,6 +38,7 @@ from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy, add_value_head
+from services.trainer.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
 
 TRAIN = "train"
 
@@ -200,9 +200,6 @@ class Learner:
     def order(self, kind: str, **arrays: Any) -> None:
         if self.world.is_first and self.world.links is not None:
             self.world.links.tell_all(Message(kind, arrays=arrays))
-
-    def train_step(self, groups: list[TrainingGroup], version: int) -> dict[str, Any]:
-        return self.step(self.prepare(groups, version))
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
         """Rank 0: take one step on all ranks. Return figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""

@@ -25,10 +25,10 @@ from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Lab
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.store import CHECKPOINT_SECONDS, UploadMetrics
-from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.step import TRAIN
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import MEMBER_STATES, UpdateRecord
+from services.trainer.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 
 PREFIX = "pipelinerl_trainer"
 ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
