@@ -24,7 +24,7 @@ from pipelinerl.kube.completion import complete, run_goes_on
 from pipelinerl.messages.control import RunEnd
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.ledger import Outcome, SequenceTracker
+from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
@@ -100,31 +100,9 @@ class TrainingRun:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     def view(self) -> RunView:
-        loop, updater, feeder, intake, ledger = self.loop, self.updater, self.feeder, self.intake, self.tracker.ledger
-        return RunView(
-            version=loop.version,
-            waiting_for=loop.waiting_for,
-            served_version=updater.served_version if updater.served_version >= 0 else None,
-            epoch=updater.epoch,
-            num_members=len(updater.members),
-            states=updater.states,
-            serving=updater.serving.keys(),
-            evictions=updater.evictions,
-            counts=ledger.counts,
-            reasons={outcome: ledger.reasons(outcome) for outcome in Outcome},
-            tokens=dict(self.tracker.tokens),
-            tokens_arrived=intake.tokens_arrived_here,
-            position=intake.position,
-            bad_messages=intake.bad_messages + updater.bad_messages,
-            failures={**intake.failures, **feeder.refused},
-            quarantined=len(intake.quarantine.actors),
-            ready_groups=intake.num_ready,
-            allowance_by_version=feeder.allowance_by_version,
-            in_flight=feeder.in_flight,
-            in_flight_limit=feeder.in_flight_limit,
-            holds_actors_back=feeder.bounds.holds_actors_back,
-            upload_waiting_s=self.uploads.waiting_s,
-        )
+        loop = self.loop
+        parts = {"updater": self.updater, "feeder": self.feeder, "intake": self.intake, "uploads": self.uploads}
+        return RunView(version=loop.version, waiting_for=loop.waiting_for, **parts)
 
     # --- from start to end -------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ they happen, and states are read at each scrape, on the HTTP thread."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
@@ -19,15 +19,18 @@ from pipelinerl.figures import FIGURES, Figure, plain
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
 from pipelinerl.rl.groups import StaleReason
-from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
 from pipelinerl.run_summary import StepRecord
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
-from services.trainer.checkpoint.store import CHECKPOINT_SECONDS, UploadMetrics
+from services.trainer.checkpoint.store import CHECKPOINT_SECONDS, UploadMetrics, Uploads
+from services.trainer.data.feeder import Feeder
+from services.trainer.data.intake import Intake
 from services.trainer.learn.step import TRAIN
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import MEMBER_STATES, UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
 from services.trainer.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 
 PREFIX = "pipelinerl_trainer"
@@ -270,49 +273,30 @@ class TokenLagHistogram(Collector):
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """State of a run at one moment, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it on any thread."""
+    """State of a run, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it, and any thread may read the parts'
+    plain attributes."""
 
     version: int
     """Optimizer steps taken."""
     waiting_for: str
     """Event or data that the trainer waits for; empty if it is not waiting."""
-    served_version: int | None
-    """Newest version that every member serves; None before the first."""
-    epoch: int
-    num_members: int
-    """Members of the epoch."""
-    states: Mapping[str, str]
-    """State of each registered actor, one of `MEMBER_STATES`."""
-    serving: Collection[str]
-    """Actors that serve the newest served version."""
-    evictions: int
-    counts: LedgerCounts
-    reasons: Mapping[Outcome, Mapping[str, int]]
-    """Sequences of the whole run by outcome and reason. Sequences without a reason are left out."""
-    tokens: Mapping[str, int]
-    """Completion tokens by outcome of their sequence, since this start."""
-    tokens_arrived: int
-    """Completion tokens that reached the trainer since this start."""
-    position: int
-    """Position of the last message read from SEQUENCES."""
-    bad_messages: int
-    failures: Mapping[str, str]
-    """For each reason, one example message of a failed sequence or refused prompt."""
-    quarantined: int
-    """Number of actors in quarantine."""
-    ready_groups: int
-    allowance_by_version: int
-    """Number of groups that the staleness bound alone would allow to issue now."""
-    in_flight: int
-    in_flight_limit: int | None
-    holds_actors_back: bool
-    """True if the freshness limit keeps actors from getting more prompts."""
-    upload_waiting_s: float | None
-    """Time that a checkpoint has been waiting for its upload; None without uploads."""
+    updater: WeightUpdater
+    feeder: Feeder
+    intake: Intake
+    uploads: Uploads
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.feeder.tracker.ledger
+
+    @property
+    def served_version(self) -> int | None:
+        """Return the newest version that every member serves; None before the first."""
+        return self.updater.served_version if self.updater.served_version >= 0 else None
 
     @property
     def member_states(self) -> dict[str, int]:
-        states = list(self.states.values())
+        states = list(self.updater.states.values())
         return {state: states.count(state) for state in MEMBER_STATES}
 
 
@@ -330,32 +314,34 @@ STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
     StateMetric("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
     StateMetric("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
-    StateMetric("epoch", "Epoch: number of the current membership of the transfer group.", lambda run: run.epoch, "epoch"),
-    StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.", lambda run: run.counts.as_dict(),
-                labels={"state": STATES}),
+    StateMetric("epoch", "Epoch: number of the current membership of the transfer group.",
+                lambda run: run.updater.epoch, "epoch"),
+    StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.",
+                lambda run: run.ledger.counts.as_dict(), labels={"state": STATES}),
     StateMetric("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
-                lambda run: run.counts.discrepancy),
-    StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.reasons[Outcome.FAILED]),
+                lambda run: run.ledger.counts.discrepancy),
+    StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
                 labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
     StateMetric("dropped_stale_sequences", "Sequences that were too old for training, by reason.",
-                lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]}, labels={"reason": tuple(_NONE_STALE)}),
-    StateMetric("tokens_total", "Completion tokens by outcome of their sequence, since this start.", lambda run: run.tokens,
-                labels={"outcome": OUTCOMES}),
+                lambda run: {**_NONE_STALE, **run.ledger.reasons(Outcome.DROPPED_STALE)},
+                labels={"reason": tuple(_NONE_STALE)}),
+    StateMetric("tokens_total", "Completion tokens by outcome of their sequence, since this start.",
+                lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": OUTCOMES}),
     StateMetric("tokens_arrived_total", "Completion tokens that reached the trainer, since this start.",
-                lambda run: run.tokens_arrived, "tokens"),
+                lambda run: run.intake.tokens_arrived_here, "tokens"),
     StateMetric("bad_messages", "Messages set aside: sequences since the run began, others since this start.",
-                lambda run: run.bad_messages),
+                lambda run: run.intake.bad_messages + run.updater.bad_messages),
     StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
-                "(weights.verify_logprobs).", lambda run: run.quarantined, "actors"),
+                "(weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
     StateMetric("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series "
-                "without uploads.", lambda run: run.upload_waiting_s),
-    StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.ready_groups),
+                "without uploads.", lambda run: run.uploads.waiting_s),
+    StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready),
     StateMetric("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
-                "bound, up to the run's end.", lambda run: run.allowance_by_version),
+                "bound, up to the run's end.", lambda run: run.feeder.allowance_by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
-                lambda run: run.in_flight),
+                lambda run: run.feeder.in_flight),
     StateMetric("in_flight_limit_sequences", "Maximum of in_flight_sequences by the freshness limit now; none in conventional "
-                "mode.", lambda run: run.in_flight_limit),
+                "mode.", lambda run: run.feeder.in_flight_limit),
 )  # fmt: skip
 
 
@@ -366,8 +352,6 @@ class TrainerMetrics:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
         self._view: Callable[[], RunView] | None = None
-        self._run: RunView | None = None
-        """View shared by all states of one scrape. A scrape reads them in the order of `STATE_METRICS`."""
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
         self.checkpoints = CheckpointMetrics(metrics, clock_s)
         self.uploads = UploadMetrics(metrics, clock_s)
@@ -385,14 +369,12 @@ class TrainerMetrics:
         self._view, self._phase = view, phase
 
     def _read(self, state: StateMetric) -> Values:
-        if self._view is not None and (self._run is None or state is STATE_METRICS[0]):
-            self._run = self._view()
-        return None if self._run is None else state.read(self._run)
+        return None if self._view is None else state.read(self._view())
 
     def _unread(self, run: RunView) -> int | None:
         """Return the number of unread messages: those at the last check of the stream, less those read since."""
         log = self.streams.seen.get("sequences")
-        return None if log is None else max(0, log.last_position - run.position)
+        return None if log is None else max(0, log.last_position - run.intake.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:

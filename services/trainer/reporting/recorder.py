@@ -212,7 +212,7 @@ class Recorder:
             self.metrics.membership.joins.inc()
         if change.cause is not None:
             self.metrics.membership.evictions.labels(change.cause.value).inc()
-        others = set(self._view().serving) - {change.member.actor}
+        others = set(self._view().updater.serving) - {change.member.actor}
         what = {
             "joined": f"joined and serves version {change.version}",
             "left": f"left: {change.reason}",
@@ -243,11 +243,11 @@ class Recorder:
             policy_version=run.version,
             incarnation=self._start.lineage.incarnation,
             total_steps=self._recipe.trainer.steps,
-            sequences=trainer_pb2.SequenceCounts(**run.counts.as_dict()),
-            members=run.num_members,
-            epoch=run.epoch,
+            sequences=trainer_pb2.SequenceCounts(**run.ledger.counts.as_dict()),
+            members=len(run.updater.members),
+            epoch=run.updater.epoch,
             message=f"waiting for {waiting_for}" if waiting_for else "",
-            failures=run.failures,
+            failures={**run.intake.failures, **run.feeder.refused},
         )
 
     async def publish_state(self) -> None:
@@ -266,10 +266,10 @@ class Recorder:
             "served_version": run.served_version,
             "incarnation": status.incarnation,
             "epoch": status.epoch,
-            "members": member_rows(run.states, run.served_version, self._loads),
-            "sequences": run.counts.as_dict(),
-            "actors_held_back": run.holds_actors_back,
-            "reasons": {outcome.value: bounded(run.reasons[outcome]) for outcome in Outcome},
+            "members": member_rows(run.updater.states, run.served_version, self._loads),
+            "sequences": run.ledger.counts.as_dict(),
+            "actors_held_back": run.feeder.bounds.holds_actors_back,
+            "reasons": {outcome.value: bounded(run.ledger.reasons(outcome)) for outcome in Outcome},
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
@@ -354,13 +354,13 @@ class Recorder:
 
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
         run, wall_s = self._view(), time.monotonic() - self._started_at
-        summary = self.totals.summary(self._recipe, run.counts.as_dict())
-        summary["membership"]["evictions"] = run.evictions
+        summary = self.totals.summary(self._recipe, run.ledger.counts.as_dict())
+        summary["membership"]["evictions"] = run.updater.evictions
         summary |= {
             "policy_version": run.version,
             "interrupted": not finished,
             "wall_s": wall_s,
-            "sequence_reasons": {outcome.value: dict(counts) for outcome, counts in run.reasons.items() if counts},
+            "sequence_reasons": {outcome.value: counts for outcome in Outcome if (counts := run.ledger.reasons(outcome))},
             "actor_busy_fraction": self._actor_busy_fraction(),
             "trainer_busy_fraction": self.totals.compute_s / wall_s,
         }
