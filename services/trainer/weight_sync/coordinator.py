@@ -5,7 +5,7 @@ actions to perform, in order. `updater.py` performs them and reports the results
 answers are events, too, and the trainer's own end of the group answers like a member.
 
 The tests check these invariants against every order of events:
-  * `SendCommit(v)` comes only after every remaining member of the epoch has staged v in that epoch with the sender's
+  * `Commit` of v comes only after every remaining member of the epoch has staged v in that epoch with the sender's
     checksum;
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
   * one version is in transfer at a time, and each version that begins ends in `VersionServed`, with the remaining members;
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from pipelinerl.messages.control import Abort, EpochJoined, Serving, Staged
+from pipelinerl.messages.control import Abort, Announce, Commit, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
 """Maximum number of retries of one version with the same members. After them, each member must first succeed alone."""
@@ -133,29 +133,6 @@ class FormGroup:
     members: tuple[Member, ...]
 
 
-@dataclass(frozen=True)
-class SendVersion:
-    """Announce the version, then broadcast it on this epoch's group."""
-
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True)
-class SendCommit:
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True)
-class SendAbort:
-    """Tell the members to discard the version. Close the group, which may be stuck in a collective."""
-
-    epoch: int
-    version: int
-    reason: str
-
-
 class EvictionCause(StrEnum):
     HEARTBEAT = "heartbeat"
     RESTARTED = "restarted"
@@ -197,7 +174,9 @@ class WaitingForMembers:
     version: int
 
 
-Action = FormGroup | SendVersion | SendCommit | SendAbort | Evicted | SetDeadline | VersionServed | WaitingForMembers
+Action = FormGroup | Announce | Commit | Abort | Evicted | SetDeadline | VersionServed | WaitingForMembers
+"""Orders to the members are the protocol's messages, with epoch and version alone. After `Announce`, broadcast the version on
+this epoch's group. With `Abort`, close the group, which may be stuck in a collective."""
 
 
 class Phase(Enum):
@@ -368,7 +347,7 @@ class Coordinator:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             if complete and not self.held:
                 self.phase, self._answered = Phase.COMMITTING, {}
-                return [SendCommit(self.epoch, self.version), self._new_deadline()]
+                return [Commit(epoch=self.epoch, version=self.version), self._new_deadline()]
         if self.phase is Phase.COMMITTING and complete:
             self.phase = Phase.IDLE
             self._breaks = self._breaks and len(self.members) == 1
@@ -397,7 +376,7 @@ class Coordinator:
 
     def _send(self) -> list[Action]:
         self.phase, self._answered, self._left = Phase.SENDING, {}, set()
-        return [SendVersion(self.epoch, self.version), self._new_deadline()]
+        return [Announce(epoch=self.epoch, version=self.version), self._new_deadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
         """Remove members. If the others still lack bytes, or none is left to commit, abort and form a new group."""
@@ -426,7 +405,7 @@ class Coordinator:
         return self._again(reason)
 
     def _again(self, reason: str) -> list[Action]:
-        abort = SendAbort(self.epoch, self.version, reason)
+        abort = Abort(epoch=self.epoch, version=self.version, reason=reason)
         return [abort, *self._form()]
 
     def _new_deadline(self) -> SetDeadline:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
-from google.protobuf.message import Message
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
 from pipelinerl.bus.jetstream import Bus
@@ -95,33 +94,26 @@ class TransferSession:
             self._span.add_event("serving", {a.ACTOR: event.actor, a.STALL_S: event.stall_s})
 
     async def _perform(self, action: c.Action) -> None:
-        updater, incarnation = self._updater, self._updater.incarnation
+        updater = self._updater
         match action:
             case c.FormGroup(epoch, members):
                 await self._form_group(epoch, members)
-            case c.SendVersion(epoch, version):
-                announce = control.Announce(
-                    incarnation=incarnation,
-                    epoch=epoch,
-                    version=version,
-                    manifest_id=updater.sender.manifest.manifest_id,
-                    deadline_s=updater.deadline_s,
-                )
-                with self._order_span("announce", epoch) as span:
-                    await self._say("announce", announce, span)
+            case control.Announce():
+                action.manifest_id, action.deadline_s = updater.sender.manifest.manifest_id, updater.deadline_s
+                with self._order_span("announce", action.epoch) as span:
+                    await self._say("announce", action, span)
                 assert self._group is not None
                 assert self._snapshot is not None
-                self._task = updater.tasks.create_task(self._broadcast(self._group, self._snapshot, epoch, version))
-            case c.SendCommit(epoch, version):
-                self._commit_span = self._order_span("commit", epoch)
-                commit = control.Commit(incarnation=incarnation, epoch=epoch, version=version)
-                await self._say("commit", commit, self._commit_span)
-            case c.SendAbort(epoch, version, reason):
-                log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
-                self._span.add_event("aborted", {a.REASON: reason})
-                self._end_spans(reason, of_commit_only=True)
-                abort = control.Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
-                await self._say("abort", abort)
+                sending = self._broadcast(self._group, self._snapshot, action.epoch, action.version)
+                self._task = updater.tasks.create_task(sending)
+            case control.Commit():
+                self._commit_span = self._order_span("commit", action.epoch)
+                await self._say("commit", action, self._commit_span)
+            case control.Abort():
+                log.warning("version %d is aborted in epoch %d: %s", action.version, action.epoch, action.reason)
+                self._span.add_event("aborted", {a.REASON: action.reason})
+                self._end_spans(action.reason, of_commit_only=True)
+                await self._say("abort", action)
                 await self._stop_transfer()
             case c.SetDeadline(token):
                 if self._timer is not None:
@@ -148,7 +140,6 @@ class TransferSession:
         group = updater.sender.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
         self._group = group
         start = control.EpochStart(
-            incarnation=updater.incarnation,
             epoch=epoch,
             store_address=group.store_address,
             backend=updater.sender.backend,
@@ -190,7 +181,8 @@ class TransferSession:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _say(self, kind: str, order: Message, span: Span = INVALID_SPAN) -> None:
+    async def _say(self, kind: str, order: control.Control, span: Span = INVALID_SPAN) -> None:
+        order.incarnation = self._updater.incarnation
         payload, actor = order.SerializeToString(), self.joiner.actor if self.joiner else ""
         headers, bus = headers_of(trace_of(span)), self._updater.bus
         await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
@@ -453,7 +445,7 @@ class WeightUpdater:
                     self.evictions += cause is not None
                     self._note_reason(actor, reason)
                     self._tell(self.roster.put_out(action, self.served_version))
-                case c.SendAbort():
+                case control.Abort():
                     self._observer.update_aborted()
                 case c.WaitingForMembers(version):
                     log.warning("no actor is left: version %d waits for one to register", version)
@@ -489,7 +481,7 @@ class WeightUpdater:
                     await self._sides.pop(actor).close()
                     self._observer.joined(actor, session.record)
                     self.on_change()
-                case c.SendAbort():
+                case control.Abort():
                     self._observer.update_aborted()
                     continue
                 case c.WaitingForMembers():
