@@ -16,9 +16,8 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from services.trainer.data.evaluation import Evaluator
 from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import LOG_WEIGHTS
+from services.trainer.learn.meter import LOG_WEIGHTS, measured
 from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -50,16 +49,6 @@ HEARTBEAT_S = 30.0
 FIRST_PROBES = 3
 """Maximum number of attempts to probe the first version when no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
-
-
-@contextmanager
-def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the time inside the block to `seconds[phase]`."""
-    began_at = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began_at
 
 
 class OptimizerLoop:

@@ -101,8 +101,7 @@ class TrainingRun:
 
     def view(self) -> RunView:
         loop = self.loop
-        parts = {"updater": self.updater, "feeder": self.feeder, "intake": self.intake, "uploads": self.uploads}
-        return RunView(version=loop.version, waiting_for=loop.waiting_for, **parts)
+        return RunView(loop.version, loop.waiting_for, self.updater, self.feeder, self.intake, self.uploads)
 
     # --- from start to end -------------------------------------------------------------------------------------------
 

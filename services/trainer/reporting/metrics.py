@@ -271,7 +271,7 @@ class TokenLagHistogram(Collector):
         yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunView:
     """State of a run, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it, and any thread may read the parts'
     plain attributes."""
