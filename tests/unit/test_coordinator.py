@@ -34,8 +34,8 @@ def sent(epoch: int = 1, version: int = 1) -> Staged:
     return staged(c.TRAINER, epoch, version)
 
 
-def down(*actors: str) -> c.MembersDown:
-    return c.MembersDown(actors)
+def down(*actors: str) -> c.MembersLeaving:
+    return c.MembersLeaving.unregistered(*actors)
 
 
 def leaving(*members: c.Member, still_running: bool = True) -> c.MembersLeaving:

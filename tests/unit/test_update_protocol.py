@@ -426,15 +426,15 @@ async def test_an_actor_never_goes_back_to_an_older_version() -> None:
 
 def test_departures_that_come_in_a_row_are_taken_together_when_they_are_of_one_kind() -> None:
     formed, sent = EpochJoined(epoch=1), Staged(epoch=1, version=1)
-    down = [c.MembersDown((name,)) for name in "bcd"]
+    down = [c.MembersLeaving.unregistered(name) for name in "bcd"]
     one, two = (c.MembersLeaving((c.Member(name, "p"),), "its pod is being deleted") for name in "ef")
     gone = c.MembersLeaving((c.Member("g", "p"),), "its pod was deleted", still_running=False)
     events: list[c.Event] = [formed, *down[:2], sent, down[2], one, two, gone]
     assert [event for _, event in coalesce_departures([(None, event) for event in events])] == [
         formed,
-        c.MembersDown(("b", "c")),
+        c.MembersLeaving.unregistered("b", "c"),
         sent,
-        c.MembersDown(("d",)),
+        c.MembersLeaving.unregistered("d"),
         c.MembersLeaving((*one.members, *two.members), "its pod is being deleted"),
         gone,
     ]

@@ -336,7 +336,7 @@ class WeightUpdater:
             async for event in events:
                 if event.payload is None:
                     self._draining.discard(event.actor)
-                    self.post(None, c.MembersDown((event.actor,)))
+                    self.post(None, c.MembersLeaving.unregistered(event.actor))
                     continue
                 try:
                     said = control.decode_control(event.payload, control.Registration)
@@ -417,18 +417,13 @@ class WeightUpdater:
         match event:
             case c.MemberUp(member):
                 self.roster.up(member)
-            case c.MembersDown(actors):
-                for actor in actors:
-                    self._gone(actor, "left, or its heartbeat stopped", left=False)
-            case c.MembersLeaving(members, reason):
+            case c.MembersLeaving(members, reason, _, cause):
                 for member in members:
                     if member.actor not in self._main.coordinator.present:  # else another process has the name
-                        self._gone(member.actor, reason, left=True)
+                        changes = self.roster.gone(member.actor, self.epoch, self.served_version, reason, left=cause is None)
+                        self._tell(changes)
+                        self.on_change()
         await self._tend_sides()
-
-    def _gone(self, actor: str, reason: str, *, left: bool) -> None:
-        self._tell(self.roster.gone(actor, self.epoch, self.served_version, reason, left=left))
-        self.on_change()
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
@@ -498,8 +493,6 @@ def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) ->
     for session, event in events:
         before = merged[-1][1] if merged else None
         match before, event:
-            case c.MembersDown(earlier), c.MembersDown(actors):
-                merged[-1] = (None, c.MembersDown(earlier + actors))
             case c.MembersLeaving(earlier), c.MembersLeaving(members) if replace(before, members=members) == event:
                 merged[-1] = (None, replace(before, members=earlier + members))
             case _:
