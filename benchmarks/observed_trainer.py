@@ -121,9 +121,9 @@ class Observed:
         feeder.tracker, feeder.bounds = tracker, bounds
         intake: Any = SimpleNamespace(tokens_arrived_here=1, position=1, bad_messages=0, failures={}, num_ready=1)
         intake.quarantine = SimpleNamespace(actors=())
-        uploads: Any = SimpleNamespace(waiting_s=None)
-        parts = {"updater": updater, "feeder": feeder, "intake": intake, "uploads": uploads}
-        run = RunView(version=1, waiting_for="", **parts)
+        uploads: Any = SimpleNamespace(waiting_s=None, last={})
+        checkpoints: Any = SimpleNamespace(positions={}, saved_at_s=None)
+        run = RunView(1, "", updater, feeder, intake, uploads, checkpoints)
         recorder.watch(lambda: run)
         recorder.training_begins()
 

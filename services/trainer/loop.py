@@ -267,7 +267,7 @@ class OptimizerLoop:
         )
 
     async def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self._recorder.metrics.checkpoints.written(written)
+        self._recorder.metrics.checkpoint_seconds.observe(written.seconds)
         await self._uploads.take(written.folder, written.version)
 
     async def _prepared(self, version: int) -> tuple[list[TrainingGroup], Any]:

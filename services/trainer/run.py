@@ -101,7 +101,7 @@ class TrainingRun:
 
     def view(self) -> RunView:
         loop = self.loop
-        return RunView(loop.version, loop.waiting_for, self.updater, self.feeder, self.intake, self.uploads)
+        return RunView(loop.version, loop.waiting_for, self.updater, self.feeder, self.intake, self.uploads, loop.checkpoints)
 
     # --- from start to end -------------------------------------------------------------------------------------------
 
@@ -163,7 +163,9 @@ class TrainingRun:
             await self._wait_for_actors()
             background.append(tasks.create_task(self.feeder.run()))
             self.recorder.training_begins()
-            await asyncio.to_thread(note_training_began, self._settings.run_dir, time.time())
+            began_s, checkpoints = time.time(), self.loop.checkpoints
+            checkpoints.saved_at_s = began_s if checkpoints.saved_at_s is None else checkpoints.saved_at_s
+            await asyncio.to_thread(note_training_began, self._settings.run_dir, began_s)
             await self.loop.run()
         await self._publish_last()
 

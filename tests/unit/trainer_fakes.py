@@ -238,7 +238,8 @@ def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunVie
         "updater": {"served_version": -1, "epoch": 2, "evictions": 0, "bad_messages": 1, "members": (), "serving": ()},
         "feeder": {"allowance_by_version": 5, "in_flight": 7, "in_flight_limit": 12, "refused": {}},
         "intake": {"tokens_arrived_here": 12, "position": 7, "bad_messages": 0, "failures": {}, "num_ready": 3},
-        "uploads": {"waiting_s": None},
+        "uploads": {"waiting_s": None, "last": {}},
+        "checkpoints": {"positions": {2: 5, 4: 7}, "saved_at_s": 9100.0},
     }
     view: Any = {name: SimpleNamespace(**attributes) for name, attributes in parts.items()}
     view["updater"].states = {f"actor-{number}": "serving" for number in range(4)}

@@ -94,6 +94,8 @@ class Checkpointer:
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
         """For each kept checkpoint by version: the position in SEQUENCES up to which it covers messages."""
+        self.saved_at_s = start.saved_at_s
+        """Unix time of the newest checkpoint; before the first, when training began. None if it has not."""
         self._began_version, self._began_s = start.version, time.monotonic()
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -174,6 +176,7 @@ class Checkpointer:
         except Exception as error:  # from the disk, torch, or another rank: in any case the run goes on
             raise ServiceError(f"the checkpoint of version {version} could not be written: {error or repr(error)}") from error
         log.info("checkpoint of version %d is in %s, after %.2f s", version, written.folder, written.seconds)
+        self.saved_at_s = time.time()
         self.positions.pop(version, None)
         self.positions[version] = written.position
         while len(self.positions) > self._config.keep:

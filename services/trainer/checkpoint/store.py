@@ -26,7 +26,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -188,26 +188,11 @@ CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
 class UploadMetrics:
     """Uploads of checkpointed models to the store in `checkpoint.upload`."""
 
-    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
-        self._clock_s = clock_s
+    def __init__(self, metrics: MetricSet) -> None:
         text, outcomes = "Attempts to upload a checkpoint.", ("uploaded", "failed")
-        self._tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
-        self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
-        self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
+        self.tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
         text = "Time to upload and verify one checkpoint."
-        self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
-
-    def took_over(self, version: int, at_s: float) -> None:
-        self._version.set(version)
-        self._at.set(at_s)
-
-    def uploaded(self, version: int, seconds: float) -> None:
-        self.took_over(version, self._clock_s())
-        self._tries.labels("uploaded").inc()
-        self._seconds.observe(seconds)
-
-    def failed(self) -> None:
-        self._tries.labels("failed").inc()
+        self.seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
 
 
 UPLOADED = "uploaded.json"
@@ -233,7 +218,8 @@ class Uploads:
         self._run_dir, self._aside, self._metrics = run_dir, run_dir / "uploading", metrics
         self._waiting: _Waiting | None = None
         self._trying: Path | None = None
-        self._last: int | None = None
+        self.last: dict[str, Any] = {}
+        """Content of `UPLOADED`; empty before the first upload."""
         self._arrived, self._done, self._changing_files = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._done.set()
 
@@ -254,8 +240,7 @@ class Uploads:
         tidy(self._aside)
         last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
         if str(last.get("url", "")).startswith(f"{self._root}/"):
-            self._last = last["version"]
-            self._metrics.took_over(last["version"], last["at_s"])
+            self.last = last
         if found:
             await self.take(found[max(found)].parent.parent, max(found))
         uploading = asyncio.create_task(self._run())
@@ -267,7 +252,7 @@ class Uploads:
 
     async def take(self, checkpoint: Path, version: int) -> None:
         """Accept a checkpoint. When this returns, its folder may be removed. Errors are logged, and training continues."""
-        if not self._root or version == (self._waiting.version if self._waiting else self._last):
+        if not self._root or version == (self._waiting.version if self._waiting else self.last.get("version")):
             return
         async with self._changing_files:
             try:
@@ -305,12 +290,13 @@ class Uploads:
             last = {"version": tried.version, "url": url, "at_s": time.time()}
             await asyncio.to_thread(write_json_durably, self._run_dir / UPLOADED, last)
         except (ServiceError, OSError):
-            self._metrics.failed()
+            self._metrics.tries.labels("failed").inc()
             raise
         finally:
             self._trying = None
-        self._last, seconds = tried.version, time.monotonic() - began_s
-        self._metrics.uploaded(tried.version, seconds)
+        self.last, seconds = last, time.monotonic() - began_s
+        self._metrics.tries.labels("uploaded").inc()
+        self._metrics.seconds.observe(seconds)
         log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
         async with self._changing_files:
             another = None if self._waiting is tried else self._waiting  # it arrived meanwhile

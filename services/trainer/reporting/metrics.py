@@ -23,7 +23,7 @@ from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
 from pipelinerl.run_summary import StepRecord
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
 from pipelinerl.v1 import trainer_pb2
-from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
+from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.store import CHECKPOINT_SECONDS, UploadMetrics, Uploads
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
@@ -106,6 +106,7 @@ class StepMetrics:
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
         text = "algorithm.max_lag; no series without one, or if it bounds a mean."
         self.lag_bound = metrics.reading("token_lag_bound_steps", text)
+        self.planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
         self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
         text = "Parts of a step, one after the other."
         self._phases = metrics.histogram("step_phase_seconds", text, PHASE_SECONDS, {"phase": STEP_PHASES})
@@ -186,38 +187,6 @@ def phase_name(phase: int) -> str:
 PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() if phase)
 
 
-class CheckpointMetrics:
-    """Metrics of the newest checkpoint. Its age shows how much work a crash would lose."""
-
-    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
-        self._clock_s, self._has_begun = clock_s, False
-        self._planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
-        self._version = metrics.reading("checkpoint_version", "Version of the newest checkpoint; none before the first.")
-        text = "When the newest checkpoint was written, by this or an earlier trainer; before the first, when training began."
-        self._at = metrics.reading("checkpoint_timestamp_seconds", text)
-        self._seconds = metrics.histogram("checkpoint_seconds", "Time to write one checkpoint.", CHECKPOINT_SECONDS)
-
-    def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
-        """`checkpoint`: version of the checkpoint that this trainer resumes from. `since_s`: when it was written; without a
-        checkpoint, when the run first started; None for the run's first trainer, whose time `training_begins` sets."""
-        self._planned.set(planned_steps)
-        self._version.set(checkpoint)
-        self._at.set(since_s)
-        self._has_begun = since_s is not None
-
-    def training_begins(self) -> None:
-        """Start the age of unsaved work, unless an earlier trainer or a checkpoint already did."""
-        if not self._has_begun:
-            self._at.set(self._clock_s())
-            self._has_begun = True
-
-    def written(self, written: WrittenCheckpoint) -> None:
-        self._has_begun = True
-        self._version.set(written.version)
-        self._at.set(self._clock_s())
-        self._seconds.observe(written.seconds)
-
-
 STREAMS = ("prompts", "sequences")
 BY_STREAM = {"stream": STREAMS}
 
@@ -284,6 +253,7 @@ class RunView:
     feeder: Feeder
     intake: Intake
     uploads: Uploads
+    checkpoints: Checkpointer
 
     @property
     def ledger(self) -> Ledger:
@@ -333,6 +303,14 @@ STATE_METRICS = (
                 lambda run: run.intake.bad_messages + run.updater.bad_messages),
     StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
                 "(weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
+    StateMetric("checkpoint_version", "Version of the newest checkpoint; none before the first.",
+                lambda run: max(run.checkpoints.positions, default=None)),
+    StateMetric("checkpoint_timestamp_seconds", "When the newest checkpoint was written, by this or an earlier trainer; before "
+                "the first, when training began.", lambda run: run.checkpoints.saved_at_s),
+    StateMetric("checkpoint_upload_version", "Version of the last upload; none before the first.",
+                lambda run: run.uploads.last.get("version")),
+    StateMetric("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.",
+                lambda run: run.uploads.last.get("at_s")),
     StateMetric("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series "
                 "without uploads.", lambda run: run.uploads.waiting_s),
     StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready),
@@ -353,8 +331,9 @@ class TrainerMetrics:
         self.registry = registry
         self._view: Callable[[], RunView] | None = None
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
-        self.checkpoints = CheckpointMetrics(metrics, clock_s)
-        self.uploads = UploadMetrics(metrics, clock_s)
+        text = "Time to write one checkpoint."
+        self.checkpoint_seconds = metrics.histogram("checkpoint_seconds", text, CHECKPOINT_SECONDS)
+        self.uploads = UploadMetrics(metrics)
         self.steps = StepMetrics(metrics)
         self.streams = StreamMetrics(metrics, clock_s)
         self.membership = MembershipMetrics(metrics)

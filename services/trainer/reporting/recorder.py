@@ -92,8 +92,8 @@ class Recorder:
     def watch(self, view: Callable[[], RunView]) -> None:
         """Set `view`, which returns the run's current state. The page, scrapes and gRPC callers read it on demand."""
         self._view = view
-        metrics, start = self.metrics, self._start
-        metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
+        metrics = self.metrics
+        metrics.steps.planned.set(self._recipe.trainer.steps)
         algorithm = self._recipe.algorithm
         metrics.steps.lag_bound.set(algorithm.max_lag if algorithm.max_lag_of == "oldest_token" else None)
         metrics.watch(view, lambda: self._phase_of(view()))
@@ -113,7 +113,6 @@ class Recorder:
     def training_begins(self) -> None:
         log.info("run %s trains from version %d to %d", self._run, self._start.version, self._recipe.trainer.steps)
         self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
-        self.metrics.checkpoints.training_begins()
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         """Complete the record of one optimizer step on `batch`, pass it to every sink and return it. SAMPLED_WEIGHTS is used
