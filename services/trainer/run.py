@@ -28,11 +28,11 @@ from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
-from pipelinerl.v1.actor_pb2 import ActorState
+from pipelinerl.v1.actor_pb2 import ActorState, GetStateRequest
 from services.trainer.checkpoint.files import link_export
 from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
 from services.trainer.checkpoint.store import Uploads
-from services.trainer.data.evaluation import ActorClient, Evaluator
+from services.trainer.data.evaluation import Evaluator, calls_to
 from services.trainer.data.feeder import Feeder, heldout_problems, training_problems
 from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
@@ -70,7 +70,7 @@ class TrainingRun:
         self._settings, self._recipe, self._bus, self._journal, self._start = settings, recipe, bus, journal, start
         self._incarnation = start.lineage.incarnation
         self._publishing = asyncio.Lock()
-        self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
+        self._calls_to = functools.partial(calls_to, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self.recorder = recorder
         traces = SequenceTraces()
         self.tracker = SequenceTracker(traces.recording(journal.write))
@@ -88,7 +88,7 @@ class TrainingRun:
         self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder.metrics.uploads)
-        self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client)
+        self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._calls_to)
         parts = (self.intake, self.feeder, updater, self.evaluator, recorder, self.uploads)
         self.loop = OptimizerLoop(recipe, run_dir, start, journal, bus, policy, *parts)
         self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)
@@ -244,9 +244,9 @@ class TrainingRun:
         """Update the actor's entry in `loads` over one channel until cancelled. After an error, open a new channel."""
         while True:
             try:
-                async with self._actor_client(name, address) as client:
+                async with self._calls_to(name, address) as stub:
                     while True:
-                        loads[name] = await client.state(timeout_s=ANSWER_WITHIN_S)
+                        loads[name] = await stub.GetState(GetStateRequest(), timeout=ANSWER_WITHIN_S)
                         await asyncio.sleep(LOAD_EVERY_S)
             except ServiceError as error:
                 log.debug("%s reports no load: %s", name, error)
