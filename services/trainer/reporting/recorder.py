@@ -173,7 +173,7 @@ class Recorder:
         self._trackers.end(summary, finished=finished)
         if finished:
             self._replicas.finish()
-        self.feed.end()
+        self.feed.add(None)
 
     # --- its members and weight updates ------------------------------------------------------------------------------
 
