@@ -225,7 +225,8 @@ async def test_heldout_problems_of_such_a_task_are_episodes_that_come_back_with_
             stub = actor_pb2_grpc.ActorServiceStub(channel)
             request = actor_pb2.GenerateRequest(prompts=prompts, sampling=sequence_pb2.SamplingParams(**vars(SAMPLING)), seed=1)
             answers = {one.id: one async for one in stub.Generate(request, timeout=60)}
-            request.prompts[:] = [actor_pb2.GeneratePrompt(task="x")]
+            del request.prompts[:]
+            request.prompts.add(task="x")
             with pytest.raises(grpc.aio.AioRpcError, match="not episodic tasks of the recipe"):
                 _ = [one async for one in stub.Generate(request, timeout=60)]
     good, bad = answers["good"], answers["bad"]

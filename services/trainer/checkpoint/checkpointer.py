@@ -151,7 +151,7 @@ class Checkpointer:
 
     async def _idle(self) -> None:
         """Wait until no checkpoint is being written, since the next one is copied into the same memory."""
-        while self._newest is not None and not self._newest[1].done():
+        while self._newest is not None and self._busy:
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
@@ -160,7 +160,7 @@ class Checkpointer:
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
             newest = self._newest[1]
-            if not newest.done() or (not newest.cancelled() and newest.exception() is None):
+            if self._busy or (not newest.cancelled() and newest.exception() is None):
                 return newest
         self._began_version, self._began_s = version, time.monotonic()
         write_tensors = await self._begin(version)

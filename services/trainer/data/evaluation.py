@@ -33,7 +33,6 @@ from pipelinerl.messages.sequences import (
     FinishReason,
     Logprobs,
     PolicyVersion,
-    SamplingParams,
     Sequence,
     TokenIds,
     branch_from_proto,
@@ -193,7 +192,7 @@ class Evaluator:
         done: dict[str, actor_pb2.GenerateResult] = {}
 
         async def ask(name: str, address: str, asked: list[str]) -> None:
-            sampling = sequence_pb2.SamplingParams(**vars(self._sampling(self._problems[asked[0]])))
+            sampling = self._sampling(self._problems[asked[0]])
             wanted = {answer: self._prompt(answer) for answer in asked}
             request = actor_pb2.GenerateRequest(prompts=wanted.values(), sampling=sampling, seed=self._recipe.seed + 1)
             about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
@@ -230,12 +229,11 @@ class Evaluator:
             found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
         return list(found.values())
 
-    def _sampling(self, problem: EncodedProblem) -> SamplingParams:
+    def _sampling(self, problem: EncodedProblem) -> sequence_pb2.SamplingParams:
         """Return the settings of training, but with the evaluation's temperature and the task's `max_tokens`. If the prompt
         leaves less room, the actor truncates the completion."""
-        as_trained = sampling_of(self._recipe, problem)
-        temperature = self._recipe.evaluation.temperature
-        return replace(as_trained, temperature=temperature, max_tokens=problem.share.max_tokens)
+        changed = {"temperature": self._recipe.evaluation.temperature, "max_tokens": problem.share.max_tokens}
+        return sequence_pb2.SamplingParams(**vars(sampling_of(self._recipe, problem)) | changed)
 
     def _prompt(self, answer: str) -> actor_pb2.GeneratePrompt:
         problem = self._problems[answer]

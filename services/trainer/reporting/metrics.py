@@ -192,23 +192,24 @@ BY_STREAM = {"stream": STREAMS}
 
 
 class StreamMetrics:
-    """Size and age of the streams, as of the last check."""
+    """Size of the streams as of the last check, and age of the oldest message that was there."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
-        self._clock_s = clock_s
         self.seen: dict[str, StreamInfo] = {}
-        self._messages = metrics.reading("stream_messages", "Messages that the stream holds.", BY_STREAM)
-        self._bytes = metrics.reading("stream_bytes", "Bytes that the stream holds.", BY_STREAM)
+        messages = metrics.reading("stream_messages", "Messages that the stream holds.", BY_STREAM)
+        messages.read(lambda: {name: one.messages for name, one in self.seen.items()})
+        held = metrics.reading("stream_bytes", "Bytes that the stream holds.", BY_STREAM)
+        held.read(lambda: {name: one.bytes for name, one in self.seen.items()})
         text = "Age of the stream's oldest message; 0 when it is empty."
-        self._oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
+        oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
+        oldest.read(lambda: {name: _age_s(one, clock_s()) for name, one in self.seen.items()})
 
     def saw(self, stream: str, info: StreamInfo) -> None:
-        self.seen = seen = {**self.seen, stream: info}
-        now_s = self._clock_s()
-        self._messages.set({name: one.messages for name, one in seen.items()})
-        self._bytes.set({name: one.bytes for name, one in seen.items()})
-        ages_s = {name: now_s - one.first_at_s for name, one in seen.items() if one.messages and one.first_at_s}
-        self._oldest.set({name: max(0.0, ages_s.get(name, 0.0)) for name in seen})  # clocks may disagree
+        self.seen = {**self.seen, stream: info}
+
+
+def _age_s(stream: StreamInfo, now_s: float) -> float:
+    return max(0.0, now_s - stream.first_at_s) if stream.messages and stream.first_at_s else 0.0  # clocks may disagree
 
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
