@@ -102,7 +102,8 @@ class OptimizerLoop:
         """Record the start in the journal, take over the previous trainer's work, and return the number of groups published
         again. If the streams were recreated, the checkpoints' positions are reset. Waits while NATS is unreachable."""
         start, feeder, intake = self._start, self._feeder, self._intake
-        said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": start.journal_bytes}
+        valid_bytes = start.state.journal_bytes if start.state else 0
+        said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": valid_bytes}
         self.journal.write({"event": "start", **said})
         await asyncio.to_thread(self.journal.sync)
         reserved = await asyncio.to_thread(reserved_groups, self._run_dir / JOURNAL)

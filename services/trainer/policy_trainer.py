@@ -130,7 +130,8 @@ def load_policy_trainer(
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
-    learner = load_learner(recipe, source, ranks, start.tensors if start else None, settings.revision)
+    tensors = start.folder / STATE if start and start.folder else None
+    learner = load_learner(recipe, source, ranks, tensors, settings.revision)
     layout, policy = learner.world.layout, learner.policy
     facts = {
         "ranks": layout.size,

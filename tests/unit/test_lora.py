@@ -117,7 +117,7 @@ def test_what_is_served_is_the_original_model_in_form_and_the_trained_policy_in_
     policy, original = adapted(family), model(family)
     train(policy)
     form = [(name, tuple(weight.shape), weight.dtype) for name, weight in original.named_parameters()]
-    assert [(name, tuple(weight.shape), weight.dtype) for name, weight in served_parameters(policy.model)] == form
+    assert [(name, tuple(weight.shape), weight.dtype) for name, weight, _ in served_parameters(policy.model)] == form
     weights = served(policy)
     assert [(name, tuple(weight.shape), weight.dtype) for name, weight in weights.items()] == form
     before = dict(original.named_parameters())

@@ -211,15 +211,6 @@ class Start:
     def version(self) -> int:
         return self.state.policy_version if self.state else 0
 
-    @property
-    def journal_bytes(self) -> int:
-        """Return the number of journal bytes that are still valid."""
-        return self.state.journal_bytes if self.state else 0
-
-    @property
-    def tensors(self) -> Path | None:
-        return self.folder / STATE if self.folder else None
-
 
 def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     """Return a start from the newest checkpoint, or from version 0. Clean up after a killed trainer. Raises `UserError` if the

@@ -32,13 +32,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
+from prometheus_client import Counter, Histogram
+
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_line
 from pipelinerl.initial_model import COMPLETE
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import CHECKPOINTS, RUN_STATE, read_json, resumable
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
-from pipelinerl.telemetry.metrics import MetricSet
 from services.trainer.checkpoint.files import link_export, link_tree, tidy, write_json_durably
 
 if TYPE_CHECKING:
@@ -181,20 +182,6 @@ def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
     return size, sha256.hexdigest()
 
 
-CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
-
-
-class UploadMetrics:
-    """Uploads of checkpointed models to the store in `checkpoint.upload`."""
-
-    def __init__(self, metrics: MetricSet) -> None:
-        text, outcomes = "Attempts to upload a checkpoint.", ("uploaded", "failed")
-        self.tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
-        text = "Time to upload and verify one checkpoint."
-        self.seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
-
-
 UPLOADED = "uploaded.json"
 """File in the run's folder with `{"version", "url", "at_s"}` of the last upload."""
 BACKOFF = Backoff(first_s=1.0, most_s=60.0, jitter=0.2)
@@ -211,11 +198,12 @@ class _Waiting:
 
 
 class Uploads:
-    """Uploads of one run. An empty `url` disables them. Use it on one event loop."""
+    """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones. Use it
+    on one event loop."""
 
-    def __init__(self, url: str, run_dir: Path, run: str, metrics: UploadMetrics) -> None:
+    def __init__(self, url: str, run_dir: Path, run: str, metrics: tuple[Counter, Histogram]) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
-        self._run_dir, self._aside, self._metrics = run_dir, run_dir / "uploading", metrics
+        self._run_dir, self._aside, (self._tries, self._seconds) = run_dir, run_dir / "uploading", metrics
         self._waiting: _Waiting | None = None
         self._trying: Path | None = None
         self.last: dict[str, Any] = {}
@@ -290,13 +278,13 @@ class Uploads:
             last = {"version": tried.version, "url": url, "at_s": time.time()}
             await asyncio.to_thread(write_json_durably, self._run_dir / UPLOADED, last)
         except (ServiceError, OSError):
-            self._metrics.tries.labels("failed").inc()
+            self._tries.labels("failed").inc()
             raise
         finally:
             self._trying = None
         self.last, seconds = last, time.monotonic() - began_s
-        self._metrics.tries.labels("uploaded").inc()
-        self._metrics.seconds.observe(seconds)
+        self._tries.labels("uploaded").inc()
+        self._seconds.observe(seconds)
         log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
         async with self._changing_files:
             another = None if self._waiting is tried else self._waiting  # it arrived meanwhile

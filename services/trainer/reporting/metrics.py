@@ -24,7 +24,7 @@ from pipelinerl.run_summary import StepRecord
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.checkpointer import Checkpointer
-from services.trainer.checkpoint.store import CHECKPOINT_SECONDS, UploadMetrics, Uploads
+from services.trainer.checkpoint.store import Uploads
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.intake import Intake
 from services.trainer.learn.step import TRAIN
@@ -52,6 +52,8 @@ STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600
 """Bucket edges: from a step of a million-parameter model on a CPU, up to one hour."""
 PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
 """Bucket edges for the phases of a step: from short copies to long waits."""
+CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
+"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
 STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
@@ -334,7 +336,10 @@ class TrainerMetrics:
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
         text = "Time to write one checkpoint."
         self.checkpoint_seconds = metrics.histogram("checkpoint_seconds", text, CHECKPOINT_SECONDS)
-        self.uploads = UploadMetrics(metrics)
+        text, outcomes = "Attempts to upload a checkpoint.", {"outcome": ("uploaded", "failed")}
+        tries = metrics.counter("checkpoint_uploads_total", text, outcomes, unit="tries")
+        text = "Time to upload and verify one checkpoint."
+        self.uploads = tries, metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
         self.steps = StepMetrics(metrics)
         self.streams = StreamMetrics(metrics, clock_s)
         self.membership = MembershipMetrics(metrics)
