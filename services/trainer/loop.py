@@ -359,7 +359,7 @@ class OptimizerLoop:
             if evaluate:
                 try:
                     result = await self._evaluator.evaluate(version)
-                    if not (self.stopping and result.num_unanswered):  # actors stop, too
+                    if not (self.stopping and result.overall.num_unanswered):  # actors stop, too
                         self._recorder.heldout(result)
                 except ServiceError as error:
                     log.error("held-out evaluation is left out: %s", error)

@@ -251,13 +251,12 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
     save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
 
 
-def load_value_head(policy: Policy, folder: Path) -> bool:
-    """Load the value head from a checkpoint's `folder`. Return False if the folder or `policy` has none. Raises `FieldError`
-    if it does not fit the model."""
+def load_value_head(policy: Policy, folder: Path) -> None:
+    """Load the value head from a checkpoint's `folder`, if it and `policy` have one. Raises `FieldError` if it does not fit the
+    model."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
-        return False
+        return
     try:
         policy.value_head.load_state_dict(load_file(folder / VALUE_HEAD_FILE))
     except RuntimeError as error:
         raise FieldError("model.name", str(folder), f"its {VALUE_HEAD_FILE} is not this model's: {error}") from error
-    return True

@@ -137,14 +137,12 @@ GENERATION_SHARE = 0.9
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """Accuracy over the tasks' problems. `sets`: accuracy of each set, by name. `num_tokens`: sampled tokens. `samples`: some
-    answers; an answer without a verdict has a `failure`. An answer gets no verdict if the completion was late, the actor or the
-    reward failed, or the verifier did not answer in time."""
+    """`overall`: accuracy over the tasks' problems. `sets`: accuracy of each set, by name. `num_tokens`: sampled tokens.
+    `samples`: some answers; an answer without a verdict has a `failure`. An answer gets no verdict if the completion was late,
+    the actor or the reward failed, or the verifier did not answer in time."""
 
     version: int
-    accuracy: float
-    lower_bound: float
-    num_unanswered: int
+    overall: Accuracy
     num_tokens: int
     samples: tuple[Sequence, ...]
     sets: Mapping[str, Accuracy] = field(default_factory=dict)
@@ -283,9 +281,7 @@ class Evaluator:
             log.warning("held-out accuracy of version %d leaves out answers: %s", version, told)
         return HeldoutResult(
             version,
-            overall.mean.value,
-            overall.lower_bound,
-            overall.num_unanswered,
+            overall,
             sum(sequence.num_episode_tokens for sequence in known.values()),
             tuple(known[answer] for answer in self._shown(completions)),
             {

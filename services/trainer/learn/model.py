@@ -74,13 +74,13 @@ def wrap_model(
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)
     if attention != "auto":
-        return _with_attention(model, attention, float32_head)
+        return checked_policy(model, attention, float32_head)
     # Chunked attention exists only in transformers' own masks.
     chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
     try:
-        return _with_attention(model, "sdpa" if chunked else VARLEN, float32_head)
+        return checked_policy(model, "sdpa" if chunked else VARLEN, float32_head)
     except FieldError:
-        return _with_attention(model, "eager", float32_head)
+        return checked_policy(model, "eager", float32_head)
 
 
 def _has_float32_head(config: ModelConfig) -> bool:
@@ -140,14 +140,6 @@ def _try_compiler(device: torch.device) -> None:
         needed = "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
         fix = f"torch.compile needs {needed}: install that, or set false ({first_line(error)})"
         raise FieldError("trainer.compile", True, fix) from error
-
-
-def _with_attention(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
-    try:
-        model.set_attn_implementation(attention)
-    except (ImportError, ValueError) as error:
-        raise FieldError("model.attention", attention, f"not available here: {first_line(error)}") from error
-    return checked_policy(model, attention, float32_head)
 
 
 def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:

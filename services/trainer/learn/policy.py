@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, first_line
 from services.trainer.learn.attention import VARLEN, Collected, RowPart, forward_arguments, on_device
 from services.trainer.learn.batch import TokenRow, token_row
 
@@ -165,8 +165,12 @@ def add_value_head(policy: Policy) -> None:
     nn.init.zeros_(policy.value_head.bias)
 
 
-def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = True) -> Policy:
-    """Raises `FieldError` if the model cannot score packed sequences."""
+def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
+    """Raises `FieldError` if this attention is not available, or the model cannot score packed sequences with it."""
+    try:
+        model.set_attn_implementation(attention)
+    except (ImportError, ValueError) as error:
+        raise FieldError("model.attention", attention, f"not available here: {first_line(error)}") from error
     # Soft capping hardly changes the small logits of an untrained model, so the configuration decides, not a measurement.
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     own_logits = caps_logits or not is_plain_linear(model.get_output_embeddings())

@@ -139,10 +139,10 @@ class Recorder:
 
     def heldout(self, result: HeldoutResult) -> None:
         figures = {
-            "heldout_accuracy": result.accuracy,
-            "heldout_accuracy_lower_bound": result.lower_bound,
+            "heldout_accuracy": result.overall.mean.value,
+            "heldout_accuracy_lower_bound": result.overall.lower_bound,
             "heldout_version": result.version,
-            "heldout_unanswered": result.num_unanswered,
+            "heldout_unanswered": result.overall.num_unanswered,
             "heldout_tokens": result.num_tokens,
             "heldout_sets": {name: accuracy.to_json() for name, accuracy in result.sets.items()},
         }
