@@ -117,6 +117,7 @@ class Observed:
         tracker, bounds = SequenceTracker(), SimpleNamespace(holds_actors_back=False)
         updater: Any = SimpleNamespace(served_version=1, epoch=3, members=names, states=dict.fromkeys(names, "serving"))
         updater.serving, updater.evictions, updater.bad_messages = names, 0, 0
+        updater.regroups, updater.updates = 0, {"served": 1, "aborted": 0}
         feeder: Any = SimpleNamespace(allowance_by_version=1, in_flight=1, in_flight_limit=1, refused={})
         feeder.tracker, feeder.bounds = tracker, bounds
         intake: Any = SimpleNamespace(tokens_arrived_here=1, position=1, bad_messages=0, failures={}, num_ready=1)

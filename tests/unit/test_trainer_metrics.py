@@ -159,10 +159,10 @@ def test_updates_and_members_are_counted() -> None:
     exported = Exported()
     membership = exported.metrics.membership
     membership.served(UpdateRecord(1, num_bytes=100, transfer_s=0.5, round_trip_s=2.0))
-    membership.updates.labels("aborted").inc()
     membership.evictions.labels(EvictionCause.DEADLINE.value).inc()
-    assert exported("weight_updates_total", outcome="served") == 1
-    assert exported("weight_updates_total", outcome="aborted") == 1
+    exported.watch()
+    assert [exported("weight_updates_total", outcome=outcome) for outcome in ("served", "aborted")] == [6, 2]
+    assert exported("regroups_total") == 3
     assert (exported("weight_update_bytes_total"), exported("weight_update_round_trip_seconds_sum")) == (100, 2)
     assert exported("evictions_total", reason="deadline") == 1
     assert exported("evictions_total", reason="checksum") == 0

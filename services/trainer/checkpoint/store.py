@@ -37,7 +37,7 @@ from prometheus_client import Counter, Histogram
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_line
 from pipelinerl.initial_model import COMPLETE
 from pipelinerl.local.die_with_parent import guarded
-from pipelinerl.run_dir import CHECKPOINTS, RUN_STATE, read_json, resumable
+from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
 from services.trainer.checkpoint.files import link_export, link_tree, tidy, write_json_durably
@@ -109,7 +109,7 @@ def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
         if source is None:
             raise FieldError("model.name", name, f"there is no such folder, neither in {run_dir.parent.resolve()} nor here")
         try:
-            link_tree(source, folder, without=RUN_STATE.parent.name)
+            link_tree(source, folder)
         except OSError as error:
             raise ServiceError(f"{source} cannot be copied, or was removed meanwhile: {first_line(error)}") from error
         found = str(source)

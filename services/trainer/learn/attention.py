@@ -312,13 +312,6 @@ def varlen_attention(
     return (out if packed.part is None else packed.part.to_tokens(out))[None], None
 
 
-def register() -> None:
-    """Register `VARLEN` with transformers. Further calls change nothing."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(VARLEN, varlen_attention)
-
-
 def forward_arguments(attention: str, layout: PackedLayout) -> dict[str, Any]:
     """Return the extra arguments that a model's forward call needs for this attention implementation."""
     if attention == VARLEN:

@@ -178,11 +178,11 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.25  # nats, of two ways of computing the same log-probability
     if _packing_error(policy) > tolerance:
         policy.leave_logits_to_model()
-        if (error := _packing_error(policy)) > tolerance:
+        if (off := _packing_error(policy)) > tolerance:
             raise FieldError(
                 "model.attention",
                 attention,
-                f"{type(model).__name__} scores packed sequences {error:.2g} nats off its scores of each alone; "
+                f"{type(model).__name__} scores packed sequences {off:.2g} nats off its scores of each alone; "
                 "try sdpa or eager, or another architecture",
             )
     policy.may_share_prompts = attention == VARLEN and _packing_error(policy, shared=3) <= tolerance

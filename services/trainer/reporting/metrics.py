@@ -20,6 +20,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
 from pipelinerl.rl.groups import StaleReason
 from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
+from pipelinerl.rl.memory import GIB
 from pipelinerl.run_summary import StepRecord
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
 from pipelinerl.v1 import trainer_pb2
@@ -47,7 +48,6 @@ def rank_orders(registry: CollectorRegistry) -> Counter:
 
 OF_TASK = ("reward_mean", "completion_tokens_mean", "truncated_fraction")
 """Figures of a step that are also computed for each task."""
-GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
 """Bucket edges: from a step of a million-parameter model on a CPU, up to one hour."""
 PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
@@ -146,16 +146,12 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 class MembershipMetrics:
     def __init__(self, metrics: MetricSet) -> None:
-        text = "Regroupings: the group of all members was formed again."
-        self.regroups = metrics.counter("regroups_total", text, unit="groups of members")
         text, causes = "Actors that the trainer removed from an epoch although they did not leave.", tuple(EvictionCause)
         self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
         text = "Arrivals: an actor began to serve, in an epoch or on a side group."
         self.joins = metrics.counter("joins_total", text, unit="actors")
         text = "Bringing one actor to the served version on a side group."
         self.join_seconds = metrics.histogram("join_seconds", text, SECONDS)
-        text, outcomes = "Versions that all members serve, and transfers that were started again.", ("served", "aborted")
-        self.updates = metrics.counter("weight_updates_total", text, {"outcome": outcomes}, unit="updates")
         text = "First to last byte of a version, at the trainer."
         self._transfer = metrics.histogram("weight_update_transfer_seconds", text, SECONDS)
         text = "From the offer of a version until the last member serves it."
@@ -163,7 +159,6 @@ class MembershipMetrics:
         self._bytes = metrics.counter("weight_update_bytes_total", "Bytes of the versions that all members serve.")
 
     def served(self, update: UpdateRecord) -> None:
-        self.updates.labels("served").inc()
         self._transfer.observe(update.transfer_s)
         self._round_trip.observe(update.round_trip_s)
         self._bytes.inc(update.num_bytes)
@@ -287,6 +282,10 @@ STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
     StateMetric("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
     StateMetric("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
+    StateMetric("regroups_total", "Regroupings: the group of all members was formed again.",
+                lambda run: run.updater.regroups, "groups of members"),
+    StateMetric("weight_updates_total", "Versions that all members serve, and transfers that were started again.",
+                lambda run: run.updater.updates, "updates", {"outcome": ("served", "aborted")}),
     StateMetric("epoch", "Epoch: number of the current membership of the transfer group.",
                 lambda run: run.updater.epoch, "epoch"),
     StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.",

@@ -203,9 +203,6 @@ class Recorder:
         self.totals.join_s.append(update.round_trip_s)
         self.metrics.membership.join_seconds.observe(update.round_trip_s)
 
-    def update_aborted(self) -> None:
-        self.metrics.membership.updates.labels("aborted").inc()
-
     def member_changed(self, change: MemberChange) -> None:
         if change.kind == "joined":
             self.metrics.membership.joins.inc()
@@ -220,9 +217,6 @@ class Recorder:
         level = logging.WARNING if change.kind == "evicted" else logging.INFO
         num_serving = len(others) + (change.kind == "joined")
         log.log(level, "actor %s %s; actors that serve the newest version: %d", change.member.actor, what, num_serving)
-
-    def regrouped(self) -> None:
-        self.metrics.membership.regroups.inc()
 
     # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 

@@ -231,8 +231,8 @@ class WeightUpdater:
         self._served_snapshot: Snapshot | None = None
         self._reasons: dict[str, str] = {}
         self.served_version = -1
-        self.evictions = 0
-        self.bad_messages = 0
+        self.evictions = self.regroups = self.bad_messages = 0
+        self.updates = {"served": 0, "aborted": 0}
 
     # --- used by the rest of the trainer ----------------------------------------------------------------------------
 
@@ -434,20 +434,21 @@ class WeightUpdater:
             match action:
                 case c.FormGroup(epoch):
                     if self._formed_before:
-                        self._observer.regrouped()
+                        self.regroups += 1
                     self._formed_before = True
                 case c.Evicted(actor, _, reason, cause):
                     self.evictions += cause is not None
                     self._note_reason(actor, reason)
                     self._tell(self.roster.put_out(action, self.served_version))
                 case control.Abort():
-                    self._observer.update_aborted()
+                    self.updates["aborted"] += 1
                 case c.WaitingForMembers(version):
                     log.warning("no actor is left: version %d waits for one to register", version)
                 case c.VersionServed(version, epoch):
                     self._served_snapshot, self._under_way = self._under_way, None
                     self.served_version = version
                     self._tell(self.roster.served(self.members.values(), epoch, version))
+                    self.updates["served"] += 1
                     self._observer.served(self._main.record)
                     self.on_change()
         await self._tend_sides()  # after all actions, so that evicted actors rest first
@@ -477,7 +478,7 @@ class WeightUpdater:
                     self._observer.joined(actor, session.record)
                     self.on_change()
                 case control.Abort():
-                    self._observer.update_aborted()
+                    self.updates["aborted"] += 1
                     continue
                 case c.WaitingForMembers():
                     await self._sides.pop(actor).close()
