@@ -76,7 +76,7 @@ class Updates:
         self._group, _ = await asyncio.gather(asyncio.to_thread(WeightGroup.connect, spec, TIMEOUT_S), joining)
 
     async def send(self, number: int) -> None:
-        from services.trainer.distributed.world import ADAPTER
+        from services.trainer.world import ADAPTER
 
         assert self._group is not None, "connect comes first"
         version = PolicyVersion(1, number)
@@ -196,7 +196,7 @@ async def measure_shares(recipe: Recipe, folder: str, steps: list[int], num_grou
 
         before = await scored()
         for number in range(1, max(steps) + 1):
-            figures = await asyncio.to_thread(learner.train_step, groups, number - 1)
+            figures = await asyncio.to_thread(lambda at: learner.step(learner.prepare(groups, at)), number - 1)
             assert not figures["skipped"], figures["skipped"]
             if number not in steps:
                 continue

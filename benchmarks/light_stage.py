@@ -78,12 +78,6 @@ class StageRecorder:
     def member_changed(self, change: MemberChange) -> None:
         self.changes.append(change)
 
-    def update_aborted(self) -> None:
-        return
-
-    def regrouped(self) -> None:
-        return
-
 
 @dataclass
 class LightStage:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.loops_in_turn import Timing, Timings
@@ -27,7 +28,7 @@ from benchmarks.trainer_cases import Case
 from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.rl.ledger import LedgerCounts, SequenceTracker
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
@@ -113,12 +114,17 @@ class Observed:
     def _watch(self, recorder: Recorder) -> None:
         """What is read at a scrape and for the page, of a run with `MEMBERS` actors."""
         names = [f"actor-{number}" for number in range(MEMBERS)]
-        run = RunView(
-            version=1, waiting_for="", served_version=1, epoch=3, num_members=MEMBERS, states=dict.fromkeys(names, "serving"),
-            serving=names, evictions=0, counts=LedgerCounts(), reasons={outcome: {} for outcome in Outcome},
-            tokens={"trained": 1}, tokens_arrived=1, position=1, bad_messages=0, failures={}, quarantined=0, ready_groups=1,
-            allowance_by_version=1, in_flight=1, in_flight_limit=1, holds_actors_back=False, upload_waiting_s=None,
-        )  # fmt: skip
+        tracker, bounds = SequenceTracker(), SimpleNamespace(holds_actors_back=False)
+        updater: Any = SimpleNamespace(served_version=1, epoch=3, members=names, states=dict.fromkeys(names, "serving"))
+        updater.serving, updater.evictions, updater.bad_messages = names, 0, 0
+        updater.regroups, updater.updates = 0, {"served": 1, "aborted": 0}
+        feeder: Any = SimpleNamespace(allowance_by_version=1, in_flight=1, in_flight_limit=1, refused={})
+        feeder.tracker, feeder.bounds = tracker, bounds
+        intake: Any = SimpleNamespace(tokens_arrived_here=1, position=1, bad_messages=0, failures={}, num_ready=1)
+        intake.quarantine = SimpleNamespace(actors=())
+        uploads: Any = SimpleNamespace(waiting_s=None, last={})
+        checkpoints: Any = SimpleNamespace(positions={}, saved_at_s=None)
+        run = RunView(1, "", updater, feeder, intake, uploads, checkpoints)
         recorder.watch(lambda: run)
         recorder.training_begins()
 
@@ -145,7 +151,7 @@ def run_trainer(case: Case, pairs: int, steps: int) -> dict[str, Any]:
     learner = Learner(wrap_model(model), AlgorithmConfig(), case.trainer())
 
     def take_step() -> dict[str, Any]:
-        return learner.train_step(groups, VERSION)
+        return learner.step(learner.prepare(groups, VERSION))
 
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         loop, stack = Observed(take_step, groups, Path(folder)), AsyncExitStack()

@@ -18,8 +18,8 @@ from pipelinerl.service.lifecycle import leave, run_service
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer import policy_trainer
 from services.trainer.__main__ import run
-from services.trainer.distributed.world import WEIGHTS
 from services.trainer.learn.step import PreparedStep
+from services.trainer.world import WEIGHTS
 
 
 class SavingTrainer(policy_trainer.PolicyTrainer):

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peak_memory import Measured, measured
@@ -39,7 +40,7 @@ from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch, all_branches, host_microbatch, token_row
 from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.model import DTYPES, wrap_model
-from services.trainer.learn.policy import MAX_LOGITS, TokenScores, chunked_scores, linear_scores
+from services.trainer.learn.policy import MAX_LOGITS, TokenScores, linear_scores, token_scores
 
 RESULT = Path(__file__).parent / "results" / "trainer_memory.json"
 WORDS, WIDTH = 151_936, 896
@@ -60,7 +61,15 @@ def naive_scores(hidden: Tensor, head: nn.Linear, targets: Tensor) -> TokenScore
 
 
 def chunk_scores(hidden: Tensor, head: nn.Linear, targets: Tensor) -> TokenScores:
-    return chunked_scores(hidden, head, targets, 1.0, MAX_LOGITS // WORDS)
+    """Call the head on chunks of tokens, and again in the backward pass."""
+
+    def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> TokenScores:
+        return token_scores(head(hidden_chunk), target_chunk, 1.0)
+
+    size = MAX_LOGITS // WORDS
+    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+    parts = [checkpoint(scores, *chunk, use_reentrant=False) for chunk in chunks]
+    return TokenScores(*(torch.cat(part) for part in zip(*(part[:2] for part in parts), strict=True)))
 
 
 def our_scores(hidden: Tensor, head: nn.Linear, targets: Tensor) -> TokenScores:

@@ -80,14 +80,14 @@ def run_alone(case: Case, pairs: int) -> dict[str, Any]:
     trainer = case.trainer()
     learner = Learner(wrap_model(copy.deepcopy(model)), AlgorithmConfig(), trainer)
     batches = [batch.on("cpu") for batch in learner.prepare(groups, VERSION).batches]
-    metrics = learner.train_step(groups, VERSION)
+    metrics = learner.step(learner.prepare(groups, VERSION))
     del metrics[SAMPLED_WEIGHTS]
     masked = BareLoop(copy.deepcopy(model), "sdpa", batches, trainer) if case.with_mask else None
     bare = BareLoop(model, VARLEN, batches, trainer)
     bare.step()
 
     def against_bare(ours: list[TrainingGroup]) -> dict[str, float]:
-        timings = in_turn(lambda: learner.train_step(ours, VERSION), bare.step, pairs)
+        timings = in_turn(lambda: learner.step(learner.prepare(ours, VERSION)), bare.step, pairs)
         return compared(timings, metrics["tokens_trained"])
 
     alike = of_one_prompt(groups)

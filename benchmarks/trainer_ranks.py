@@ -23,7 +23,6 @@ from benchmarks.loops_in_turn import Timings, compared, in_turn, of_all_ranks, t
 from benchmarks.trainer_cases import Case
 from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
-from services.trainer.distributed.world import World, join_ranks, leave_ranks, world_of_ranks
 from services.trainer.learn.attention import VARLEN
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import SAMPLED_WEIGHTS
@@ -31,6 +30,7 @@ from services.trainer.learn.model import decoder_layers, wrap_model
 from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.policy_trainer import shard_policy
 from services.trainer.worker import carry_out
+from services.trainer.world import World, join_ranks, leave_ranks, world_of_ranks
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def order_of(learner: Learner, groups: list[TrainingGroup]) -> Callable[[], dict
         return {}
 
     def lead() -> dict[str, Any]:
-        figures = learner.train_step(groups, VERSION)
+        figures = learner.step(learner.prepare(groups, VERSION))
         del figures[SAMPLED_WEIGHTS]
         return figures
 
@@ -109,7 +109,7 @@ def fastest_step_of_one_rank_s(case: Case, steps: int) -> float:
     model = case.build_model()
     groups = case.groups(model.config.vocab_size)
     learner = Learner(wrap_model(model), AlgorithmConfig(), case.trainer())
-    learner.train_step(groups, VERSION)
-    fastest = min(timed(lambda: learner.train_step(groups, VERSION)).wall_s for _ in range(steps))
+    learner.step(learner.prepare(groups, VERSION))
+    fastest = min(timed(lambda: learner.step(learner.prepare(groups, VERSION))).wall_s for _ in range(steps))
     torch.set_num_threads(before)
     return fastest

@@ -49,7 +49,7 @@ def catalogue() -> dict[str, list[Family]]:
 def sources(service: str) -> list[str]:
     """Paths, from the root, of the files that name a service's metrics."""
     makers = [Path(inspect.getfile(make)).resolve().relative_to(ROOT).as_posix() for make in SERVICES[service]]
-    parts = ["pipelinerl/figures.py", "services/trainer/checkpoint/store.py"] if service == "trainer" else []
+    parts = ["pipelinerl/figures.py"] if service == "trainer" else []
     return sorted({*makers, *parts})
 
 

@@ -16,9 +16,8 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from services.trainer.data.evaluation import Evaluator
 from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import LOG_WEIGHTS
+from services.trainer.learn.meter import LOG_WEIGHTS, measured
 from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -50,16 +49,6 @@ HEARTBEAT_S = 30.0
 FIRST_PROBES = 3
 """Maximum number of attempts to probe the first version when no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
-
-
-@contextmanager
-def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the time inside the block to `seconds[phase]`."""
-    began_at = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began_at
 
 
 class OptimizerLoop:
@@ -113,7 +102,8 @@ class OptimizerLoop:
         """Record the start in the journal, take over the previous trainer's work, and return the number of groups published
         again. If the streams were recreated, the checkpoints' positions are reset. Waits while NATS is unreachable."""
         start, feeder, intake = self._start, self._feeder, self._intake
-        said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": start.journal_bytes}
+        valid_bytes = start.state.journal_bytes if start.state else 0
+        said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": valid_bytes}
         self.journal.write({"event": "start", **said})
         await asyncio.to_thread(self.journal.sync)
         reserved = await asyncio.to_thread(reserved_groups, self._run_dir / JOURNAL)
@@ -278,7 +268,7 @@ class OptimizerLoop:
         )
 
     async def _checkpoint_written(self, written: WrittenCheckpoint) -> None:
-        self._recorder.metrics.checkpoints.written(written)
+        self._recorder.metrics.checkpoint_seconds.observe(written.seconds)
         await self._uploads.take(written.folder, written.version)
 
     async def _prepared(self, version: int) -> tuple[list[TrainingGroup], Any]:
@@ -369,7 +359,7 @@ class OptimizerLoop:
             if evaluate:
                 try:
                     result = await self._evaluator.evaluate(version)
-                    if not (self.stopping and result.num_unanswered):  # actors stop, too
+                    if not (self.stopping and result.overall.num_unanswered):  # actors stop, too
                         self._recorder.heldout(result)
                 except ServiceError as error:
                     log.error("held-out evaluation is left out: %s", error)

@@ -38,18 +38,6 @@ from pipelinerl.transfer.manifest import chunk_size
 from services.trainer.checkpoint.checkpointer import PolicyExport, load_value_head
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
 from services.trainer.checkpoint.state_files import StateSaver, restore
-from services.trainer.distributed.world import (
-    ADAPTER,
-    END,
-    HEARTBEAT,
-    WEIGHTS,
-    Message,
-    RankLayout,
-    World,
-    agree,
-    join_ranks,
-    world_of_ranks,
-)
 from services.trainer.learn.attention import RowPart, key_repeats
 from services.trainer.learn.model import (
     DTYPES,
@@ -70,6 +58,7 @@ from services.trainer.weight_sync.sender import (
     converted_parameters,
     whole_weights,
 )
+from services.trainer.world import ADAPTER, END, HEARTBEAT, WEIGHTS, Message, RankLayout, World, join_ranks, world_of_ranks
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +130,8 @@ def load_policy_trainer(
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
-    learner = load_learner(recipe, source, ranks, start.tensors if start else None, settings.revision)
+    tensors = start.folder / STATE if start and start.folder else None
+    learner = load_learner(recipe, source, ranks, tensors, settings.revision)
     layout, policy = learner.world.layout, learner.policy
     facts = {
         "ranks": layout.size,
@@ -199,9 +189,8 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
     disable_progress_bar()  # it would fill the log
     device = rank_device(ranks.local_rank)
     if ranks.world_size > 1:
-        join_ranks(device)
         digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
-        agree({"version": __version__, "recipe": digest[:12], "pod template": revision})
+        join_ranks(device, {"version": __version__, "recipe": digest[:12], "pod template": revision})
         return sharded_learner(recipe, source, device, resume)
     for name in ("context_parallel", "shard_ranks"):
         if (value := getattr(recipe.trainer, name)) > 1:

@@ -23,16 +23,16 @@ from pipelinerl.kube.client import PodWatch, in_cluster
 from pipelinerl.kube.completion import complete, run_goes_on
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.ledger import Outcome, SequenceTracker
+from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
-from pipelinerl.v1.actor_pb2 import ActorState
+from pipelinerl.v1.actor_pb2 import ActorState, GetStateRequest
 from pipelinerl.v1.control_pb2 import RunEnd
 from services.trainer.checkpoint.files import link_export
 from services.trainer.checkpoint.run_state import Start, evaluates_first, note_training_began
 from services.trainer.checkpoint.store import Uploads
-from services.trainer.data.evaluation import ActorClient, Evaluator
+from services.trainer.data.evaluation import Evaluator, calls_to
 from services.trainer.data.feeder import Feeder, heldout_problems, training_problems
 from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
@@ -70,10 +70,10 @@ class TrainingRun:
         self._settings, self._recipe, self._bus, self._journal, self._start = settings, recipe, bus, journal, start
         self._incarnation = start.lineage.incarnation
         self._publishing = asyncio.Lock()
-        self._actor_client = functools.partial(ActorClient, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
+        self._calls_to = functools.partial(calls_to, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self.recorder = recorder
-        traces = SequenceTraces()
-        self.tracker = SequenceTracker(traces.recording(journal.write))
+        traces = SequenceTraces(journal)
+        self.tracker = SequenceTracker(traces.record)
         self.updater = WeightUpdater(
             bus,
             policy.sender,
@@ -88,7 +88,7 @@ class TrainingRun:
         self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder.metrics.uploads)
-        self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._actor_client)
+        self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._calls_to)
         parts = (self.intake, self.feeder, updater, self.evaluator, recorder, self.uploads)
         self.loop = OptimizerLoop(recipe, run_dir, start, journal, bus, policy, *parts)
         self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)
@@ -100,31 +100,8 @@ class TrainingRun:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     def view(self) -> RunView:
-        loop, updater, feeder, intake, ledger = self.loop, self.updater, self.feeder, self.intake, self.tracker.ledger
-        return RunView(
-            version=loop.version,
-            waiting_for=loop.waiting_for,
-            served_version=updater.served_version if updater.served_version >= 0 else None,
-            epoch=updater.epoch,
-            num_members=len(updater.members),
-            states=updater.states,
-            serving=updater.serving.keys(),
-            evictions=updater.evictions,
-            counts=ledger.counts,
-            reasons={outcome: ledger.reasons(outcome) for outcome in Outcome},
-            tokens=dict(self.tracker.tokens),
-            tokens_arrived=intake.tokens_arrived_here,
-            position=intake.position,
-            bad_messages=intake.bad_messages + updater.bad_messages,
-            failures={**intake.failures, **feeder.refused},
-            quarantined=len(intake.quarantine.actors),
-            ready_groups=intake.num_ready,
-            allowance_by_version=feeder.allowance_by_version,
-            in_flight=feeder.in_flight,
-            in_flight_limit=feeder.in_flight_limit,
-            holds_actors_back=feeder.bounds.holds_actors_back,
-            upload_waiting_s=self.uploads.waiting_s,
-        )
+        loop = self.loop
+        return RunView(loop.version, loop.waiting_for, self.updater, self.feeder, self.intake, self.uploads, loop.checkpoints)
 
     # --- from start to end -------------------------------------------------------------------------------------------
 
@@ -186,7 +163,9 @@ class TrainingRun:
             await self._wait_for_actors()
             background.append(tasks.create_task(self.feeder.run()))
             self.recorder.training_begins()
-            await asyncio.to_thread(note_training_began, self._settings.run_dir, time.time())
+            began_s, checkpoints = time.time(), self.loop.checkpoints
+            checkpoints.saved_at_s = began_s if checkpoints.saved_at_s is None else checkpoints.saved_at_s
+            await asyncio.to_thread(note_training_began, self._settings.run_dir, began_s)
             await self.loop.run()
         await self._publish_last()
 
@@ -265,9 +244,9 @@ class TrainingRun:
         """Update the actor's entry in `loads` over one channel until cancelled. After an error, open a new channel."""
         while True:
             try:
-                async with self._actor_client(name, address) as client:
+                async with self._calls_to(name, address) as stub:
                     while True:
-                        loads[name] = await client.state(timeout_s=ANSWER_WITHIN_S)
+                        loads[name] = await stub.GetState(GetStateRequest(), timeout=ANSWER_WITHIN_S)
                         await asyncio.sleep(LOAD_EVERY_S)
             except ServiceError as error:
                 log.debug("%s reports no load: %s", name, error)

@@ -8,6 +8,7 @@ refused.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 
@@ -43,32 +44,24 @@ class StepFeed:
     that a late reader gets them, too. The feed ends with the run. Use it on one event loop."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
-        self._records = list(records)
+        self._records: list[StepRecord | None] = list(records)
         self._changed = asyncio.Event()
-        self._ended = False
+        """Wakes the readers. They wait on the current event, so the next change gets a new one."""
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, record: StepRecord | None) -> None:
+        """Add a step's record, or None at the end of the run."""
         self._records.append(record)
-        self._wake()
-
-    def end(self) -> None:
-        self._ended = True
-        self._wake()
-
-    def _wake(self) -> None:
-        """Wake all readers. They wait on the current event, so the next change gets a new one."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def read(self, from_step: int) -> AsyncIterator[StepRecord]:
         """Yield the records of steps >= `from_step`: first those of past steps, then each new one."""
-        position = 0
-        while position < len(self._records) or not self._ended:
-            if position == len(self._records):
+        for position in itertools.count():
+            while position == len(self._records):
                 await self._changed.wait()
-                continue
             record = self._records[position]
-            position += 1
+            if record is None:
+                return
             if record["step"] >= from_step:
                 yield record
 

@@ -23,10 +23,10 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.state_files import StateSaver
-from services.trainer.distributed.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS, Message, leave_ranks
 from services.trainer.learn.step import TRAIN, Learner, share_of
 from services.trainer.policy_trainer import load_learner
 from services.trainer.reporting.metrics import rank_orders
+from services.trainer.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS, Message, leave_ranks
 
 log = logging.getLogger(__name__)
 

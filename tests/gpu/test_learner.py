@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pipelinerl.service.settings import RankSettings
-from services.trainer.distributed.world import join_ranks, leave_ranks
 from services.trainer.learn.attention import packed_layout, varlen_attention
 from services.trainer.learn.batch import host_microbatch
-from services.trainer.learn.meter import PhaseTimer, mark_for, take_memory_peak
+from services.trainer.learn.meter import PhaseTimer, take_memory_peak
 from services.trainer.learn.policy import linear_scores
 from services.trainer.policy_trainer import load_learner, rank_device, sharded_learner
+from services.trainer.world import join_ranks, leave_ranks
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks
 from tests.unit.test_optimizer import assert_near, step_on
@@ -78,7 +78,7 @@ def test_a_micro_batch_goes_to_the_device_while_that_is_busy() -> None:
 
 
 def test_a_phase_is_the_devices_time_and_the_host_does_not_wait() -> None:
-    timer = PhaseTimer(mark_for(torch.device("cuda")))
+    timer = PhaseTimer(lambda: torch.cuda.Event(enable_timing=True))
     with timer.measure("optimizer"):
         torch.cuda._sleep(LONG)
     assert timer.take() == {}

@@ -8,25 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.errors import ServiceError
 from pipelinerl.messages.sequences import Completion, FinishReason, PolicyVersion, Sequence, VersionSpan
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import serve_http
 from pipelinerl.service.settings import host_port
-from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 from services.actor import app
 from services.actor.engine import GenerationRequest
 from services.actor.episodes.endpoint import Rendering, episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import TemplateFormat
 from services.actor.metrics import ActorMetrics
-from services.trainer.data.evaluation import ActorClient, branches_of
+from services.trainer.data.evaluation import branches_of
 from tests.integration.test_episodes import NAME, recipe
 from tests.support.generation import ScriptedEngine, Stage, stage
 from tests.support.memory_bus import MemoryBus, MemoryServer
@@ -220,11 +220,15 @@ async def test_heldout_problems_of_such_a_task_are_episodes_that_come_back_with_
         register = lambda server: actor_pb2_grpc.add_ActorServiceServicer_to_server(actor, server)  # noqa: E731
         async with (
             serve_grpc(register, [app.SERVICE], "127.0.0.1", 0, stop_grace_s=0.1) as port,
-            ActorClient("a", f"127.0.0.1:{port}") as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):
-            answers = {one.id: one async for one in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)}
-            with pytest.raises(ServiceError, match="not episodic tasks of the recipe"):
-                _ = [one async for one in client.generate([actor_pb2.GeneratePrompt(task="x")], SAMPLING, 1, 60)]
+            stub = actor_pb2_grpc.ActorServiceStub(channel)
+            request = actor_pb2.GenerateRequest(prompts=prompts, sampling=sequence_pb2.SamplingParams(**vars(SAMPLING)), seed=1)
+            answers = {one.id: one async for one in stub.Generate(request, timeout=60)}
+            del request.prompts[:]
+            request.prompts.add(task="x")
+            with pytest.raises(grpc.aio.AioRpcError, match="not episodic tasks of the recipe"):
+                _ = [one async for one in stub.Generate(request, timeout=60)]
     good, bad = answers["good"], answers["bad"]
     assert (good.failure, good.verdict.sequence_id, good.verdict.reward) == ("", "good", 0.75)
     (branch,) = branches_of(good)

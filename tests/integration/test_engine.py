@@ -26,12 +26,12 @@ from services.actor.engine import GenerationRequest
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.client import WeightLoading
 from services.trainer.data.evaluation import TOLERANCE_16_BIT, Scored, compare
-from services.trainer.distributed.world import ADAPTER, WEIGHTS
 from services.trainer.learn.batch import token_row
 from services.trainer.learn.lora import layer_adapters
 from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.weight_sync.sender import WeightSender, adapter_factors, as_in_files, whole_weights
+from services.trainer.world import ADAPTER, WEIGHTS
 from tests.support import parity
 from tests.support.parity import TOLERANCE, Running, replaced
 from tests.unit.test_learner import LENGTHS, group_of, sequences_of
@@ -164,7 +164,7 @@ async def check_refused_adapters(run: Running, learner: Learner) -> None:
 
 async def check_step(run: Running, learner: Learner, version: PolicyVersion, before: list[float]) -> list[float]:
     group = group_of(sequences_of(LENGTHS, seed=version.number), seed=version.number)
-    assert not learner.train_step([group], version.number)["skipped"]
+    assert not learner.step(learner.prepare([group], version.number))["skipped"]
     await run.update(version)
     served = await run.score(TOKENS)
     np.testing.assert_allclose(served, learner.score(np.array(TOKENS)), atol=TOLERANCE)

@@ -17,7 +17,8 @@ from pipelinerl.service.grpc import explained, open_channel, serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import read_certificates, server_credentials
 from pipelinerl.v1 import verifier_pb2
-from services.trainer.data.evaluation import ActorClient
+from pipelinerl.v1.actor_pb2 import GetStateRequest
+from services.trainer.data.evaluation import calls_to
 from tests.integration.test_balancing import name_server
 from tests.support.certificates import Authority, serial_of
 from tests.support.verifier import ITEM, ScriptedVerifier
@@ -61,12 +62,12 @@ async def test_who_is_reached_by_address_may_be_expected_under_a_name(files: Cal
         client_files, target = files("client", "caller"), f"{HOST}:{port}"
         assert await health_of(open_channel(target, client_files, "pipelinerl-actor")) == 1
         assert "certificate is for other names" in await refusal(port, client_files)
-        async with ActorClient("a", target, tls_dir=client_files, tls_name="pipelinerl-actor") as actor:
-            with pytest.raises(ServiceError, match="UNIMPLEMENTED"):  # reached: this server has no such service
-                await actor.state(timeout_s=60)
-        async with ActorClient("a", target, tls_dir=client_files, tls_name="another") as actor:
-            with pytest.raises(ServiceError, match=r"actor a at .* other names"):
-                await actor.state(timeout_s=60)
+        with pytest.raises(ServiceError, match="UNIMPLEMENTED"):  # reached: this server has no such service
+            async with calls_to("a", target, tls_dir=client_files, tls_name="pipelinerl-actor") as actor:
+                await actor.GetState(GetStateRequest(), timeout=60)
+        with pytest.raises(ServiceError, match=r"actor a at .* other names"):
+            async with calls_to("a", target, tls_dir=client_files, tls_name="another") as actor:
+                await actor.GetState(GetStateRequest(), timeout=60)
 
 
 @pytest.mark.parametrize(("name", "reached"), [("t-0.t", True), ("*.t", False), ("*.t.namespace", False)])
@@ -134,7 +135,7 @@ def test_files_that_cannot_be_used_are_named_at_the_start(files: Callable[..., P
 async def test_an_actor_client_with_unusable_files_is_no_users_mistake(tmp_path: Path) -> None:
     """A trainer that reads half-renewed files leaves this call out, and does not end."""
     with pytest.raises(ServiceError, match=r"actor a at .*tls\.crt"):
-        async with ActorClient("a", f"{HOST}:1", tls_dir=tmp_path):
+        async with calls_to("a", f"{HOST}:1", tls_dir=tmp_path):
             pass
 
 

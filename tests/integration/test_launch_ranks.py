@@ -29,7 +29,7 @@ if __name__ == "__main__":
 """
 SUM_OF_RANKS = """
 import os, psutil, torch, torch.distributed as dist
-from services.trainer.distributed.world import join_ranks
+from services.trainer.world import join_ranks
 join_ranks(torch.device("cpu"))
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)

@@ -86,7 +86,7 @@ def test_a_restored_learner_has_its_moments_in_eight_bit_again(tmp_path: Path) -
 
     first, second = learner(0), learner(1)
     for version in range(3):
-        first.train_step([group], version)
+        first.step(first.prepare([group], version))
     write_state(stage(first), tmp_path / "state", None)
     restore(second, tmp_path / "state")
     before, after = learner_state(first), learner_state(second)
@@ -101,7 +101,7 @@ def test_a_restored_learner_has_its_moments_in_eight_bit_again(tmp_path: Path) -
     ]
     assert sum(quantized) > 8
     assert sum(quantized) < len(quantized)
-    losses = [[one.train_step([group], version)["loss"] for version in (3, 4, 5)] for one in (first, second)]
+    losses = [[one.step(one.prepare([group], version))["loss"] for version in (3, 4, 5)] for one in (first, second)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 

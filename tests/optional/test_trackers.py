@@ -18,7 +18,7 @@ from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.reporting import trackers as run_trackers
-from tests.unit.builders import make_recipe
+from tests.unit.builders import accuracy_at, make_recipe
 
 for package in ("tensorboard", "mlflow", "wandb"):
     pytest.importorskip(package, reason=f"no {package}: make test-trackers has it")
@@ -48,7 +48,7 @@ async def track(run_dir: Path, recipe: Recipe, start: Any, steps: range, *, fini
     async with run_trackers.run_trackers(recipe, settings, start) as trackers:
         for step in steps:
             trackers.step({"step": step, "ess": 1 / step, "ess_by_lag": {"17+": 0.5}, "mfu": None})
-        trackers.heldout(HeldoutResult(steps[-1], 0.75, 0.6, num_unanswered=1, num_tokens=9, samples=()))
+        trackers.heldout(HeldoutResult(steps[-1], accuracy_at(0.75, 0.6, 1), num_tokens=9, samples=()))
         trackers.end({"steps": steps[-1], "interrupted": not finished}, finished=finished)
 
 

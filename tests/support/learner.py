@@ -187,7 +187,7 @@ def packed_gradients(
     learner.pad_multiple = pad_multiple
     learner.optimizer = GradientsKept(policy.model.parameters(), trainer)
     policy.model.zero_grad()
-    learner.train_step([group], version=0)
+    learner.step(learner.prepare([group], version=0))
     return gradients_of(policy.model)
 
 

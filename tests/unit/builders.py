@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipelinerl.messages.sequences import Branch, PromptGroup, SamplingParams, Sequence, Turn, VersionSpan
 from pipelinerl.recipe.fields import Recipe, TaskShare
+from pipelinerl.rl.accuracy import Accuracy, Estimate
 from services.trainer.data.feeder import EncodedProblem
 
 RUN = "unit"
@@ -145,3 +146,7 @@ def model_folder(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     write_weights(folder / "model.safetensors", w=(2, 3))
     return folder
+
+
+def accuracy_at(mean: float, lower_bound: float, num_unanswered: int) -> Accuracy:
+    return Accuracy(Estimate(mean, mean, mean), lower_bound, num_unanswered)

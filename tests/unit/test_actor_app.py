@@ -30,11 +30,11 @@ from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.lifecycle import Readiness, StartStopped
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
-from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 from services.actor import app
 from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
-from services.trainer.data.evaluation import ActorClient
+from services.trainer.data.evaluation import calls_to
 from tests.support.generation import ScriptedEngine, ScriptedVerifier, generated
 from tests.support.machine import until
 from tests.support.memory_bus import MemoryBus, MemoryServer
@@ -245,13 +245,21 @@ def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
+def asked_for(prompts: list[actor_pb2.GeneratePrompt], seed: int = 1) -> actor_pb2.GenerateRequest:
+    return actor_pb2.GenerateRequest(prompts=prompts, sampling=sequence_pb2.SamplingParams(**vars(SAMPLING)), seed=seed)
+
+
+def scored(*ids: int) -> actor_pb2.ScoreRequest:
+    return actor_pb2.ScoreRequest(token_ids=tokens(*ids).tobytes())
+
+
 async def test_held_out_prompts_enter_the_engine_gradually_and_leave_training_its_places() -> None:
     prompts = prompts_of(**{f"p{number}": tokens(1, 2) for number in range(EVALUATION_SLOTS + 20)})
-    async with answering(engine=ScriptedEngine()) as (one, address), ActorClient("a", address) as client:
+    async with answering(engine=ScriptedEngine()) as (one, address), calls_to("a", address) as stub:
         one.engine.open.clear()
 
         async def evaluate() -> int:
-            return len([answer.id async for answer in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)])
+            return len([answer.id async for answer in stub.Generate(asked_for(prompts, 1), timeout=60)])
 
         evaluating = asyncio.create_task(evaluate())
         await until(lambda: one.engine.running >= EVALUATION_SLOTS)
@@ -264,18 +272,18 @@ async def test_held_out_prompts_enter_the_engine_gradually_and_leave_training_it
 
 async def test_several_answers_to_one_prompt_are_drawn_with_seeds_of_their_own() -> None:
     engine, prompts = Engine(), prompts_of(p=tokens(1, 2, 7), q=tokens(1, 2, 7))
-    async with answering(engine=engine) as (_, address), ActorClient("a", address) as client:
+    async with answering(engine=engine) as (_, address), calls_to("a", address) as stub:
         for seed in (1, 0):
-            async for _ in client.generate(prompts, SAMPLING, seed=seed, timeout_s=60):
+            async for _ in stub.Generate(asked_for(prompts, seed), timeout=60):
                 pass
     assert len({*engine.seeds[:2]}) == 2
     assert engine.seeds[2:] == [None, None]
 
 
 async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_only() -> None:
-    async with answering() as (_, address), ActorClient("a", address) as client:
+    async with answering() as (_, address), calls_to("a", address) as stub:
         prompts = prompts_of(good=tokens(1, 2, 7), bad=tokens(9, 1), long=np.ones(64, np.int32))
-        answers = {c.id: c async for c in client.generate(prompts, SAMPLING, seed=1, timeout_s=60)}
+        answers = {c.id: c async for c in stub.Generate(asked_for(prompts, 1), timeout=60)}
     assert (answers["good"].completion_text, answers["good"].failure) == ("7", "")
     assert read_completion(answers["good"], "GenerateResult")["spans"] == SPANS
     assert answers["bad"].failure == "engine: refused"
@@ -284,21 +292,22 @@ async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_onl
 
 async def test_a_held_out_prompt_is_answered_also_while_the_engine_dies() -> None:
     engine = Engine()
-    async with answering(engine=engine) as (_, address), ActorClient("a", address) as client:
+    async with answering(engine=engine) as (_, address), calls_to("a", address) as stub:
         engine.alive = False
-        (answer,) = [c async for c in client.generate(prompts_of(p=tokens(9)), SAMPLING, seed=1, timeout_s=60)]
+        (answer,) = [c async for c in stub.Generate(asked_for(prompts_of(p=tokens(9)), 1), timeout=60)]
     assert answer.failure == "engine: the engine process died"
 
 
 @pytest.mark.parametrize("bad", [-1, 10])
 async def test_token_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
-    async with answering() as (_, address), ActorClient("a", address) as client:
+    async with answering() as (_, address):
         said = rf"INVALID_ARGUMENT.*prompts\[p\].*token 1 is {bad}, allowed are 0 to 9"
         with pytest.raises(ServiceError, match=said):
-            async for _ in client.generate(prompts_of(p=tokens(1, bad)), SAMPLING, seed=1, timeout_s=60):
-                pass
+            async with calls_to("a", address) as stub:
+                _ = [c async for c in stub.Generate(asked_for(prompts_of(p=tokens(1, bad))), timeout=60)]
         with pytest.raises(ServiceError, match=rf"INVALID_ARGUMENT.*ScoreRequest.token_ids: token 2 is {bad}"):
-            await client.score(tokens(1, 2, bad), timeout_s=60)
+            async with calls_to("a", address) as stub:
+                await stub.Score(scored(1, 2, bad), timeout=60)
 
 
 def test_a_request_that_is_too_long_or_holds_no_tokens_is_refused_whole() -> None:
@@ -310,15 +319,19 @@ def test_a_request_that_is_too_long_or_holds_no_tokens_is_refused_whole() -> Non
 
 
 async def test_score_names_its_version_and_needs_one() -> None:
-    async with answering(5) as (_, address), ActorClient("a", address) as client:
-        scored = await client.score(tokens(1, 2, 3), timeout_s=60)
-        assert (scored.logprobs.tolist(), scored.version) == ([-0.25, -0.25], PolicyVersion(1, 5))
-        for wrong in (tokens(1), tokens(*[1] * 64)):
+    async with answering(5) as (_, address):
+        async with calls_to("a", address) as stub:
+            answer = await stub.Score(scored(1, 2, 3), timeout=60)
+        assert np.frombuffer(answer.logprobs, np.float32).tolist() == [-0.25, -0.25]
+        assert (answer.incarnation, answer.policy_version) == (1, 5)
+        for wrong in (scored(1), scored(*[1] * 64)):
             with pytest.raises(ServiceError, match=r"INVALID_ARGUMENT.*give 2 to 63"):
-                await client.score(wrong, timeout_s=60)
-    async with answering(None) as (_, address), ActorClient("a", address) as client:
+                async with calls_to("a", address) as stub:
+                    await stub.Score(wrong, timeout=60)
+    async with answering(None) as (_, address):
         with pytest.raises(ServiceError, match="FAILED_PRECONDITION"):
-            await client.score(tokens(1, 2), timeout_s=60)
+            async with calls_to("a", address) as stub:
+                await stub.Score(scored(1, 2), timeout=60)
 
 
 async def test_the_state_is_answered_also_while_it_drains() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.v1.control_pb2 import Abort, EpochJoined, Serving, Staged
+from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 from services.trainer.weight_sync import coordinator as c
 
 MEMBERS = {name: c.Member(name, f"{name}-1") for name in "abcdefgh"}
@@ -34,8 +34,8 @@ def sent(epoch: int = 1, version: int = 1) -> Staged:
     return staged(c.TRAINER, epoch, version)
 
 
-def down(*actors: str) -> c.MembersDown:
-    return c.MembersDown(actors)
+def down(*actors: str) -> c.MembersLeaving:
+    return c.MembersLeaving.unregistered(*actors)
 
 
 def leaving(*members: c.Member, still_running: bool = True) -> c.MembersLeaving:
@@ -52,11 +52,11 @@ def told(actions: list[c.Action]) -> str:
         match action:
             case c.FormGroup(epoch, members):
                 words.append(f"form {epoch} of {''.join(member.actor for member in members)}")
-            case c.SendVersion(epoch, version):
-                words.append(f"send {version} in {epoch}")
-            case c.SendCommit(epoch, version):
-                words.append(f"commit {version} in {epoch}")
-            case c.SendAbort():
+            case Announce():
+                words.append(f"send {action.version} in {action.epoch}")
+            case Commit():
+                words.append(f"commit {action.version} in {action.epoch}")
+            case Abort():
                 words.append("abort")
             case c.Evicted(actor, _, _, cause):
                 words.append(f"evict {actor}: {cause.value}" if cause else f"{actor} left")

@@ -83,7 +83,7 @@ async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
         "h000002": verdict("h000002", answer=0.0),
     }
     result = await evaluate(FakeVerifier(outcomes))
-    assert (result.accuracy, result.num_unanswered, result.num_tokens) == (0.5, 0, 4)
+    assert (result.overall.mean.value, result.overall.num_unanswered, result.num_tokens) == (0.5, 0, 4)
     assert [accuracy.reported["format"] for accuracy in result.sets.values()] == [1.0], "of the one answer that has the term"
     assert [sample.reward for sample in result.samples] == [1.0, 0.5, 0.0, 1.0]
     assert {sample.finish_reason for sample in result.samples} == {FinishReason.LENGTH}
@@ -114,7 +114,7 @@ async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lowe
 ) -> None:
     verifier = FakeVerifier(outcomes)
     result = await evaluate(verifier, timeout_s=2.5 if actor is SILENT else 10.0, a=actor)
-    assert (result.accuracy, result.lower_bound, len(verifier.asked)) == (accuracy, lower_bound, asked)
+    assert (result.overall.mean.value, result.overall.lower_bound, len(verifier.asked)) == (accuracy, lower_bound, asked)
     assert f"leaves out answers: {told}" in caplog.text
     assert ("3 of 4 completions in time" in caplog.text) is (actor is SILENT)
 
@@ -136,7 +136,11 @@ async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_m
     result = await evaluate_by(recipe, asked, actor, **outcomes)
     sent = [(prompt.id, prompt.prompt_token_ids[0]) for prompt in actor.requests[0].prompts]
     assert sent == [("h000000", 0), ("h000001", 0), ("h000002", 1), ("h000003", 1)]
-    assert (result.accuracy, result.lower_bound, result.num_unanswered) == (0.75, 0.5, 1)  # (1/2 + 1) / 2; 2 of 4
+    assert (result.overall.mean.value, result.overall.lower_bound, result.overall.num_unanswered) == (
+        0.75,
+        0.5,
+        1,
+    )  # (1/2 + 1) / 2; 2 of 4
     (of_task,) = result.sets.values()
     assert replace(of_task, reported={}) == accuracy_of([[True, False], [True, None]])
     assert of_task.reported == {"answer": pytest.approx(2 / 3)}
@@ -151,7 +155,7 @@ async def test_each_task_and_set_has_its_limit_its_reward_and_its_accuracy_and_s
     result = await evaluate_by(recipe, asked, actor)  # every answer earns 1
     sent = [(len(request.prompts), request.sampling.max_tokens) for request in actor.requests]
     assert sorted(sent) == [(1, 9), (1, 9), (3, 16)]
-    assert result.accuracy == 0.75
+    assert result.overall.mean.value == 0.75
     accuracies = {name: one.mean.value for name, one in result.sets.items()}
     assert accuracies == {"chain_sum": 1.0, "strict": 0.0, "further": 0.0}
     assert [sample.task for sample in result.samples] == ["chain_sum", "strict", "further", "chain_sum"]
@@ -162,12 +166,12 @@ async def test_many_answers_are_asked_for_in_several_calls(monkeypatch: pytest.M
     actor = FakeActor()
     result = await evaluate(FakeVerifier(), count=7, a=actor)
     assert [len(request.prompts) for request in actor.requests] == [3, 3, 1]
-    assert (result.accuracy, result.num_unanswered) == (1.0, 0)
+    assert (result.overall.mean.value, result.overall.num_unanswered) == (1.0, 0)
 
 
 async def test_completions_of_another_version_do_not_count() -> None:
     result = await evaluate(FakeVerifier(), version=3, a=FakeActor(version=3), b=FakeActor(version=2))
-    assert result.accuracy == 1.0
+    assert result.overall.mean.value == 1.0
     with pytest.raises(ServiceError, match=r"no held-out problem has a verdict: \{'no completion': 4\}"):
         await evaluate(FakeVerifier(), version=3, a=FakeActor(version=2))
 
@@ -193,7 +197,7 @@ async def test_one_lost_call_of_the_verifier_costs_its_own_verdicts_only() -> No
             return outcomes
 
     result = await evaluate(Flaky(), count=JUDGE_BATCH + 6)
-    assert (result.num_unanswered, result.accuracy) == (JUDGE_BATCH, 1.0)
+    assert (result.overall.num_unanswered, result.overall.mean.value) == (JUDGE_BATCH, 1.0)
 
 
 async def test_verdicts_given_before_the_deadline_are_kept() -> None:

@@ -33,7 +33,6 @@ from pipelinerl.rl.groups import group_advantages
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE, save_value_head
 from services.trainer.checkpoint.state_files import trained_parameters
-from services.trainer.distributed.world import VALUE_HEAD
 from services.trainer.learn import attention
 from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention
 from services.trainer.learn.batch import TrainingGroup, all_branches, host_microbatch, token_row
@@ -43,6 +42,7 @@ from services.trainer.learn.optimizer import learning_rate
 from services.trainer.learn.policy import Float32Head, add_value_head
 from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.policy_trainer import load_learner
+from services.trainer.world import VALUE_HEAD
 from tests.support.learner import (
     EPISODES,
     FAMILIES,
@@ -162,7 +162,8 @@ def test_loss_kl_and_ess_of_an_episode_are_those_of_its_sampled_tokens_by_hand()
     for parameter in reference.model.parameters():
         parameter.detach().zero_()
     with_kl = config.model_copy(update={"kl_coefficient": 0.5})
-    metrics = Learner(policy, with_kl, TrainerConfig(), reference=reference).train_step([group], 0)
+    learner = Learner(policy, with_kl, TrainerConfig(), reference=reference)
+    metrics = learner.step(learner.prepare([group], 0))
     log_ratios = -math.log(VOCABULARY) - log_pi.detach()
     kl = (log_ratios.exp() - 1 - log_ratios).mean().item()
     assert metrics["reference_kl"] == pytest.approx(kl, rel=1e-4)
@@ -428,7 +429,7 @@ def test_metrics_by_lag_are_those_of_each_lags_tokens() -> None:
     behaviour = old.behaviour_logprobs - np.log(np.array([1, 9, 1, 9], dtype=np.float32))
     old = replace(old, behaviour_logprobs=behaviour, spans=(VersionSpan(2, 0, 4),))
     learner = Learner(policy, AlgorithmConfig(clamp=5.0), TrainerConfig())
-    metrics = learner.train_step([group_of([fresh, old])], 5)
+    metrics = learner.step(learner.prepare([group_of([fresh, old])], 5))
     assert list(metrics["ess_by_lag"]) == ["0", "3-4"]
     assert metrics["ess_by_lag"]["0"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["ess_by_lag"]["3-4"] == pytest.approx(20**2 / (4 * 164), abs=1e-4)
@@ -451,7 +452,7 @@ def test_masked_tokens_are_reported_and_are_not_clipped_ones() -> None:
 
     def metrics(mask: str) -> tuple[float, float]:
         learner = Learner(policy, AlgorithmConfig(clamp=5.0, mask=mask), TrainerConfig(learning_rate=1e-9))
-        tokens = learner.train_step([group], 0)
+        tokens = learner.step(learner.prepare([group], 0))
         assert tokens["ess"] == pytest.approx(26**2 / (10 * (8 + 2 * 81)), abs=1e-4)
         return tokens["mask_fraction"], tokens["clip_fraction"]
 
@@ -463,7 +464,7 @@ def test_masked_tokens_are_reported_and_are_not_clipped_ones() -> None:
 @pytest.mark.parametrize(("budget", "microbatches", "fill"), [(16, 3, 27 / 48), (20, 2, 27 / 40), (80, 1, 27 / 80)])
 def test_packing_fill_is_of_the_token_budget(budget: int, microbatches: int, fill: float) -> None:
     learner = Learner(wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(tokens_per_microbatch=budget))
-    metrics = learner.train_step([group_of(sequences_of([(2, 8), (2, 8), (2, 8)]))], 3)
+    metrics = learner.step(learner.prepare([group_of(sequences_of([(2, 8), (2, 8), (2, 8)]))], 3))
     assert (metrics["tokens_computed"], metrics["microbatches"]) == (27, microbatches)
     assert metrics["packing_fill"] == pytest.approx(fill)
 
@@ -493,7 +494,7 @@ def test_steps_raise_the_probability_of_what_was_better(loss: str) -> None:
 
     before = [total(sequence) for sequence in sequences]
     for version in range(3):
-        outcome = learner.train_step([TrainingGroup(tuple(sequences), np.array([1.0, -1.0]))], version)
+        outcome = learner.step(learner.prepare([TrainingGroup(tuple(sequences), np.array([1.0, -1.0]))], version))
         assert not outcome["skipped"]
     assert total(sequences[0]) > before[0]
     assert total(sequences[1]) < before[1]
@@ -509,7 +510,7 @@ def test_a_sum_over_tokens_is_cut_where_their_mean_is(normalization: Any) -> Non
     def figures(scale: float, **bound: float) -> dict[str, Any]:
         algorithm = AlgorithmConfig(normalization=normalization)
         learner = Learner(wrap_model(model_of("llama-tied")), algorithm, TrainerConfig(**bound))
-        return learner.train_step([replace(group, advantages=group.advantages * scale)], version=0)
+        return learner.step(learner.prepare([replace(group, advantages=group.advantages * scale)], version=0))
 
     unit = figures(1e-3, max_grad_norm=1e9)["grad_norm"] * (6 / 40 if normalization == "batch" else 1.0)
     below, above = figures(0.99e-3 / unit), figures(1.01e-3 / unit)
@@ -523,20 +524,20 @@ def test_a_step_that_is_not_finite_is_skipped_and_said(bad: float) -> None:
     learner = Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-2))
     before = {name: value.clone() for name, value in policy.model.state_dict().items()}
     sequences = tuple(sequences_of(LENGTHS))
-    outcome = learner.train_step([TrainingGroup(sequences, np.array([bad, 1, 1, 1, 1, 1]))], version=0)
+    outcome = learner.step(learner.prepare([TrainingGroup(sequences, np.array([bad, 1, 1, 1, 1, 1]))], version=0))
     assert outcome["skipped"] == "loss not finite"
     trained = ("sequences_trained", "tokens_trained", "lag_histogram")
     assert [outcome[name] for name in trained] == [0, 0, {}]
     assert all(torch.equal(before[name], value) for name, value in policy.model.state_dict().items())
     assert learner.optimizer.steps_taken == 0
-    assert not learner.train_step([group_of(list(sequences))], version=0)["skipped"]
+    assert not learner.step(learner.prepare([group_of(list(sequences))], version=0))["skipped"]
 
 
 def test_kl_is_to_the_policy_the_learner_began_with() -> None:
     policy = wrap_model(model_of("llama-tied"))
     learner = Learner(policy, AlgorithmConfig(kl_coefficient=1e-3), TrainerConfig(learning_rate=1e-3))
     group = group_of(on_policy(policy, sequences_of(LENGTHS)))
-    divergences = [learner.train_step([group], version)["reference_kl"] for version in range(3)]
+    divergences = [learner.step(learner.prepare([group], version))["reference_kl"] for version in range(3)]
     assert divergences[0] == pytest.approx(0.0, abs=1e-6)
     assert 0 < divergences[1] < divergences[2]
 
@@ -551,7 +552,7 @@ def test_sixteen_bit_weights_are_the_rounding_of_their_masters() -> None:
     group = group_of(sequences_of(LENGTHS))
 
     def largest_moves(steps: int) -> tuple[float, float]:
-        assert not any(learner.train_step([group], 0)["skipped"] for _ in range(steps))
+        assert not any(learner.step(learner.prepare([group], 0))["skipped"] for _ in range(steps))
         masters = list(trained_parameters(learner).values())
         assert all(torch.equal(m.bfloat16(), parameter) for m, parameter in zip(masters, live, strict=True))
         of_masters = max(float((masters[index].detach() - 1).abs().max()) for index in norms)
@@ -651,7 +652,7 @@ def test_a_value_head_learns_what_rewards_are_and_the_policy_what_is_better() ->
     sequences = sequences_of(LENGTHS, behaviour=-3.0)
     rewards = np.array([sequence.reward for sequence in sequences])
     group = TrainingGroup(tuple(sequences), group_advantages(rewards, "value"))
-    metrics = [learner.train_step([group], version) for version in range(40)]
+    metrics = [learner.step(learner.prepare([group], version)) for version in range(40)]
     assert metrics[0]["explained_variance"] == pytest.approx(0.0)
     tokens_of_reward_1, num_sequences = 28, 6
     assert metrics[0]["value_loss"] == pytest.approx(0.5 * tokens_of_reward_1 / num_sequences)

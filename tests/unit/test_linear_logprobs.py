@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.learn.policy import chunked_scores, is_plain_linear, linear_scores
+from services.trainer.learn.model import wrap_model
+from services.trainer.learn.policy import is_plain_linear, linear_scores
+from tests.support.learner import model_of
 
 
 @dataclass
@@ -241,21 +243,25 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def hooked() -> nn.Module:
-    head = nn.Linear(3, 5)
+def hooked(width: int, words: int) -> nn.Module:
+    head = nn.Linear(width, words)
     head.register_forward_hook(lambda module, arguments, output: 2 * output)
     return head
 
 
-@pytest.mark.parametrize("make", [lambda: Scaled(3, 5), hooked])
-def test_a_head_that_does_more_is_called(make: Any) -> None:
-    torch.manual_seed(0)
-    head, hidden, targets = make(), torch.randn(4, 3), torch.tensor([0, 1, 2, 4])
-    assert is_plain_linear(nn.Linear(3, 5))
-    assert not is_plain_linear(head)
-    doubled = torch.log_softmax(2 * nn.functional.linear(hidden, head.weight, head.bias), -1)
-    found = chunked_scores(hidden, head, targets, 1.0, 2).logprobs
-    torch.testing.assert_close(found, doubled.gather(1, targets[:, None])[:, 0])
+@pytest.mark.parametrize("make", [Scaled, hooked])
+def test_a_head_that_does_more_is_called_by_the_model(make: Any) -> None:
+    model, tokens = model_of("llama-untied"), torch.tensor([3, 1, 4, 1, 5])
+    assert is_plain_linear(model.lm_head)
+    head = make(model.lm_head.in_features, model.lm_head.out_features)
+    model.set_output_embeddings(head)
+    with torch.no_grad():
+        hidden = model.model(input_ids=tokens[None, :-1]).last_hidden_state[0]
+        doubled = torch.log_softmax(2 * nn.functional.linear(hidden, head.weight, head.bias), -1)
+    policy = wrap_model(model)
+    assert policy.own_logits
+    found = torch.from_numpy(policy.sequence_logprobs(tokens.numpy()))
+    torch.testing.assert_close(found, doubled.gather(1, tokens[1:, None])[:, 0], rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_around_a_head_are_not_left_out() -> None:

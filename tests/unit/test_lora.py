@@ -69,7 +69,7 @@ def train(policy: Policy, steps: int = 3, **algorithm: Any) -> Learner:
     learning = learner(policy, **algorithm)
     for version in range(steps):
         group = group_of(sequences_of(LENGTHS, seed=version), seed=version)
-        assert not learning.train_step([group], version)["skipped"]
+        assert not learning.step(learning.prepare([group], version))["skipped"]
     return learning
 
 
@@ -117,7 +117,7 @@ def test_what_is_served_is_the_original_model_in_form_and_the_trained_policy_in_
     policy, original = adapted(family), model(family)
     train(policy)
     form = [(name, tuple(weight.shape), weight.dtype) for name, weight in original.named_parameters()]
-    assert [(name, tuple(weight.shape), weight.dtype) for name, weight in served_parameters(policy.model)] == form
+    assert [(name, tuple(weight.shape), weight.dtype) for name, weight, _ in served_parameters(policy.model)] == form
     weights = served(policy)
     assert [(name, tuple(weight.shape), weight.dtype) for name, weight in weights.items()] == form
     before = dict(original.named_parameters())
@@ -185,8 +185,8 @@ def test_the_reference_is_the_model_without_adapters(family: str) -> None:
     group = group_of(sequences_of(LENGTHS, seed=7), seed=7)
     np.testing.assert_array_equal(without.score(TOKENS, adapters=False), copy.sequence_logprobs(TOKENS))
     assert np.abs(without.score(TOKENS) - without.score(TOKENS, adapters=False)).max() > 0.05
-    told = with_copy.train_step([group], 3)["reference_kl"]  # at a learning rate that changes next to nothing
-    assert without.train_step([group], 3)["reference_kl"] == pytest.approx(told, rel=1e-3)
+    told = with_copy.step(with_copy.prepare([group], 3))["reference_kl"]  # at a learning rate that changes next to nothing
+    assert without.step(without.prepare([group], 3))["reference_kl"] == pytest.approx(told, rel=1e-3)
     assert told > 1e-3
 
 

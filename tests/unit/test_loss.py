@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch, sequence_weights
 from services.trainer.learn.loss import LossOutput, compute_loss
-from services.trainer.learn.policy import TokenScores, chunked_scores, token_scores
+from services.trainer.learn.policy import TokenScores, token_scores
 from tests.support.learner import LOSSES, micro_batch
 
 MASKS = get_args(AlgorithmConfig.model_fields["mask"].annotation)
@@ -273,24 +273,6 @@ def test_token_scores_by_hand() -> None:
 def test_a_masked_vocabulary_entry_has_no_entropy() -> None:
     scores = token_scores(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]), temperature=1.0)
     assert scores.entropy.item() == pytest.approx(math.log(2))
-
-
-@pytest.mark.parametrize("entropy_grad", [False, True])
-def test_chunks_change_neither_scores_nor_gradients(entropy_grad: bool) -> None:
-    torch.manual_seed(0)
-    head = torch.nn.Linear(4, 7)
-    hidden, targets = torch.randn(10, 4), torch.randint(0, 7, (10,))
-
-    def run(chunk_tokens: int) -> list[torch.Tensor]:
-        leaf = hidden.clone().requires_grad_()
-        head.zero_grad()
-        scores = chunked_scores(leaf, head, targets, 0.8, chunk_tokens, entropy_grad)
-        (scores.logprobs.sum() + (scores.entropy.sum() if entropy_grad else 0.0)).backward()
-        assert leaf.grad is not None
-        return [scores.logprobs.detach(), scores.entropy.detach(), leaf.grad, head.weight.grad.clone()]
-
-    for whole, chunked in zip(run(10), run(3), strict=True):
-        torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-6)
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=20), st.sampled_from(LOSSES))

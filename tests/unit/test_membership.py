@@ -11,7 +11,6 @@ from services.trainer.weight_sync.coordinator import (
     EvictionCause,
     FormGroup,
     Member,
-    MembersDown,
     MembersLeaving,
     MemberUp,
     VersionReady,
@@ -238,7 +237,7 @@ def test_ranks_stay_without_gaps_when_actors_leave(sizes, data) -> None:
     for member in members:
         coordinator.step(MemberUp(member))
     for member in leaving:
-        coordinator.step(MembersDown((member.actor,)))
+        coordinator.step(MembersLeaving.unregistered(member.actor))
 
     [formed] = [action for action in coordinator.step(VersionReady(1)) if isinstance(action, FormGroup)]
     laid_out = epoch_members(formed.members)

@@ -39,7 +39,7 @@ def step_on(device: str, dtype: torch.dtype, family: str = "qwen2-untied") -> St
     before = _flat(list(model.parameters()))
     trainer = TrainerConfig(tokens_per_microbatch=128, learning_rate=1.0, epsilon=1.0, max_grad_norm=1e6)
     learner = Learner(wrap_model(model), AlgorithmConfig(), trainer)
-    outcome = learner.train_step([group_of(sequences_of(LENGTHS))], version=0)
+    outcome = learner.step(learner.prepare([group_of(sequences_of(LENGTHS))], version=0))
     assert not outcome["skipped"]
     assert outcome["microbatches"] > 1
     return Stepped(_flat(list(trained_parameters(learner).values())) - before, outcome)

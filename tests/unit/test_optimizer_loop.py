@@ -19,6 +19,7 @@ from services.trainer.checkpoint.run_state import load_run_state
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.run import TrainingRun
+from tests.unit.builders import accuracy_at
 from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, ready_group, serving, training_run
 
 STEPS = {"steps": 4, "batch_size": 4, "tokens_per_microbatch": 64}
@@ -46,7 +47,7 @@ class Bench:
         self.evaluated.append(version)
         if self.error is not None:
             raise self.error
-        return HeldoutResult(version, 0.5, 0.5, 0, 9, ())
+        return HeldoutResult(version, accuracy_at(0.5, 0.5, 0), 9, ())
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -137,7 +138,7 @@ async def test_a_long_evaluation_stops_no_step_and_actors_get_the_newest_version
 
         async def evaluate(version: int) -> HeldoutResult:
             await generated.wait()
-            return HeldoutResult(version, 0.5, 0.5, 0, 9, ())
+            return HeldoutResult(version, accuracy_at(0.5, 0.5, 0), 9, ())
 
         async def take_batch(version: int) -> list[TrainingGroup]:
             if version == 3:  # as max_lag would have it

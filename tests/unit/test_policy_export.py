@@ -25,11 +25,11 @@ from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE, PolicyExport
 from services.trainer.checkpoint.state_files import restore
-from services.trainer.distributed.world import VALUE_HEAD, WEIGHTS, join_ranks, leave_ranks
 from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import PolicyTrainer, load_learner, sharded_learner, weight_sender
 from services.trainer.weight_sync import sender as weight_sender_module
 from services.trainer.worker import worker_loop
+from services.trainer.world import VALUE_HEAD, WEIGHTS, join_ranks, leave_ranks
 from tests.support.learner import LENGTHS, SHAPE, build, group_of, model_of, sequences_of
 from tests.unit.ranks import Job, on_ranks
 from tests.unit.test_lora import NoTokenizer

@@ -14,9 +14,9 @@ from pipelinerl.recipe.loading import load_recipe, recipe_yaml
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from services.trainer import worker as rank
-from services.trainer.distributed.world import END, HEARTBEAT, leave_ranks
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.policy_trainer import load_learner
+from services.trainer.world import END, HEARTBEAT, leave_ranks
 from tests.support.learner import model_of
 from tests.support.machine import free_port, wait_until
 from tests.unit.builders import make_group, make_recipe, make_sequence
@@ -62,7 +62,7 @@ def rank_0(folder: str, port: int) -> tuple[int, str]:
     healthy = get(port, "/healthz")
     group = make_group()
     batch = TrainingGroup((make_sequence(group, 0), make_sequence(group, 1)), np.array([0.5, -0.5]))
-    lead.train_step([batch], version=5)
+    lead.step(lead.prepare([batch], version=5))
     lead.order(END)
     leave_ranks()
     return healthy

@@ -16,17 +16,6 @@ from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer import policy_trainer as loading
 from services.trainer.checkpoint.state_files import learner_state, local_part
-from services.trainer.distributed.world import (
-    ADAPTER,
-    END,
-    HEARTBEAT,
-    VALUE_HEAD,
-    WEIGHTS,
-    Message,
-    RankLayout,
-    join_ranks,
-    leave_ranks,
-)
 from services.trainer.learn.attention import RowPart, key_repeats
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.lora import whole
@@ -34,6 +23,7 @@ from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import load_learner, sharded_learner, weight_sender
 from services.trainer.worker import worker_loop
+from services.trainer.world import ADAPTER, END, HEARTBEAT, VALUE_HEAD, WEIGHTS, Message, RankLayout, join_ranks, leave_ranks
 from tests.support.learner import EPISODES, episodes_of, group_of, sequences_of
 from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks
 

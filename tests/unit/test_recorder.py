@@ -24,7 +24,7 @@ from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
 from services.trainer.weight_sync.coordinator import EvictionCause, Member
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
 from tests.support.learner import letters_tokenizer
-from tests.unit.builders import make_episode, make_group, make_recipe, make_sequence
+from tests.unit.builders import accuracy_at, make_episode, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import run_view, step_figures
 
 TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
@@ -161,7 +161,7 @@ def test_what_an_evaluation_cost_and_problems_without_a_verdict_are_recorded(des
     assert accuracy is not None
     accuracy = replace(accuracy, reported={"answer": 0.75, "turns": 2.5})
     sets = {"chain_sum": accuracy.to_json()}
-    desk.recorder.heldout(HeldoutResult(1, 0.75, 0.5, 4, 30, (), {"chain_sum": accuracy}))
+    desk.recorder.heldout(HeldoutResult(1, accuracy_at(0.75, 0.5, 4), 30, (), {"chain_sum": accuracy}))
     desk.recorder.commits_held(1.5)
     record = desk.step()
     assert (record["heldout_accuracy"], record["heldout_unanswered"]) == (0.75, 4)
@@ -211,7 +211,7 @@ def test_the_page_gets_the_tokens_that_a_long_runs_file_leaves_out(tmp_path: Pat
         recorder = Recorder(recipe, files, TrainerMetrics(CollectorRegistry()), board=board, tokenizer=tokenizer)
         for version in (2, 3):
             problem = replace(make_sequence(make_group(), 0, completion=(0, 1), version=version), completion_text="ab")
-            recorder.heldout(HeldoutResult(version, 1.0, 1.0, 0, 3, (problem,)))
+            recorder.heldout(HeldoutResult(version, accuracy_at(1.0, 1.0, 0), 3, (problem,)))
     written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [one["tokens"] for one in written] == [["a", "b"], None]
     assert [one["tokens"] for one in board._samples] == [["a", "b"]] * 2

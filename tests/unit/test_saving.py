@@ -10,11 +10,11 @@ import torch
 
 from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.state_files import StateSaver, trained_parameters
-from services.trainer.distributed.world import END, join_ranks, leave_ranks
 from services.trainer.learn.lora import whole
 from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import load_learner, sharded_learner
 from services.trainer.worker import worker_loop
+from services.trainer.world import END, join_ranks, leave_ranks
 from tests.support.learner import group_of, sequences_of, told_anywhere
 from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks, saved_beside
 
@@ -39,7 +39,7 @@ def steps(learner: Learner, job: Job, first: int, end: int) -> list[dict[str, An
         group = group_of(sequences_of(UNEVEN, seed=version), seed=version)
         if job.broken and version == 1:
             group.advantages[3] = np.nan
-        metrics.append(told_anywhere(learner.train_step([group], version)))
+        metrics.append(told_anywhere(learner.step(learner.prepare([group], version))))
     return metrics
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
@@ -80,8 +81,8 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
 
 
 def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained_it() -> None:
-    group, traces = make_group(num_samples=3), SequenceTraces()
-    books = SequenceTracker(traces.recording(lambda event: None))
+    group, traces = make_group(num_samples=3), SequenceTraces(SimpleNamespace(write=lambda event: None))
+    books = SequenceTracker(traces.record)
     with recorded() as spans:
         books.issue(group)
         with traces.issue(group, group.group_id) as issued:
@@ -181,8 +182,8 @@ async def test_a_commit_that_nobody_lives_to_carry_out_ends_as_an_error(caplog: 
             await one.updater.offer(0, "snapshot-0")
             await one.until(lambda: one.updater._main.coordinator.phase is Phase.COMMITTING)
             await actor.bus.remove_member("a")
-            await one.until(lambda: one.history.aborts > 0)
-            assert one.history.aborts == 1
+            await one.until(lambda: one.updater.updates["aborted"] > 0)
+            assert one.updater.updates["aborted"] == 1
             assert "version 0 is aborted in epoch 1: left, or its heartbeat stopped" in caplog.text
             (commit,) = [span for span in spans.named("weight_update.commit") if span.kind is SpanKind.PRODUCER]
             assert commit.status.status_code is StatusCode.ERROR

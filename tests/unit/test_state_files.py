@@ -11,12 +11,12 @@ import torch
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, TrainerConfig
 from services.trainer.checkpoint.state_files import StateSaver, learner_state, local_part, restore, stage, write_state
-from services.trainer.distributed.world import END, join_ranks, leave_ranks
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import sharded_learner
 from services.trainer.worker import worker_loop
+from services.trainer.world import END, join_ranks, leave_ranks
 from tests.support.learner import LENGTHS, group_of, model_of, sequences_of, told_anywhere
 from tests.unit.ranks import Job, on_ranks, saved_beside
 
@@ -36,7 +36,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def written(path: Path, trained: Learner | None = None) -> Path:
     one = trained or learner()
-    one.train_step([GROUP], 0)
+    one.step(one.prepare([GROUP], 0))
     write_state(stage(one), path, None)
     return path
 
@@ -46,9 +46,9 @@ def test_a_learner_that_was_never_stepped_comes_back_as_new(tmp_path: Path) -> N
     write_state(stage(one), tmp_path / "state", None)
     restore(other, tmp_path / "state")
     fresh = learner()  # whose moments nobody has asked for
-    expected = told_anywhere(fresh.train_step([GROUP], 0))
+    expected = told_anywhere(fresh.step(fresh.prepare([GROUP], 0)))
     for stepped in (one, other):
-        np.testing.assert_equal(told_anywhere(stepped.train_step([GROUP], 0)), expected)
+        np.testing.assert_equal(told_anywhere(stepped.step(stepped.prepare([GROUP], 0))), expected)
         fresh = learner()
     assert same(learner_state(one), learner_state(other))
 
@@ -71,7 +71,7 @@ def test_staging_again_takes_the_same_memory(tmp_path: Path) -> None:
         saver.stage()
         addresses.append({name: local_part(tensor).data_ptr() for name, tensor in saver.staged.items()})
         saver.write(tmp_path / str(version))
-        one.train_step([GROUP], version)
+        one.step(one.prepare([GROUP], version))
     assert addresses[0] == addresses[1]
 
 
@@ -144,7 +144,7 @@ def test_a_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None
     failure = saved_beside(saver, folder).exception()
     assert isinstance(failure, ServiceError)
     assert str(failure) == (f"the trainer's state is not written to {folder}: rank 0: OSError(28, 'No space left on device')")
-    assert not one.train_step([GROUP], 0)["skipped"]
+    assert not one.step(one.prepare([GROUP], 0))["skipped"]
     saved_beside(saver, tmp_path / "state").result()
     restore(learner(seed=1), tmp_path / "state")
 
@@ -159,7 +159,7 @@ def save_on_bad_disks(folder: str, states: str) -> list[str]:
     saver, told = StateSaver(one), []
     for rank in (1, 0):
         told.append(str(saved_beside(saver, full_disk(Path(states) / f"bad-{rank}", rank)).exception()))
-        one.train_step([GROUP], 0)
+        one.step(one.prepare([GROUP], 0))
     saver.stage()
     told.append(str(saved_beside(saver, Path(states) / "good").exception()))
     saver.stage()

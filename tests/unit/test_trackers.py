@@ -25,7 +25,7 @@ from services.trainer.reporting.trackers import (
     run_trackers,
     step_figures,
 )
-from tests.unit.builders import make_recipe
+from tests.unit.builders import accuracy_at, make_recipe
 
 RUN = TrackedRun("tiny", "", Path("/runs/tiny"), {}, incarnation=1, version=0)
 
@@ -126,7 +126,7 @@ def settings_in(run_dir: Path) -> TrainerSettings:
 
 
 def evaluation(version: int) -> HeldoutResult:
-    return HeldoutResult(version, 0.75, 0.6, num_unanswered=1, num_tokens=9, samples=())
+    return HeldoutResult(version, accuracy_at(0.75, 0.6, 1), num_tokens=9, samples=())
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -1,7 +1,6 @@
 """What the trainer exports, by hand: lags counted in tokens, spread inside groups, the ledger, streams, members, phase."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.messages.sequences import FinishReason
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.v1 import trainer_pb2
-from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import TrainerMetrics, bounded
 from services.trainer.reporting.recorder import group_figures, task_figures
@@ -153,38 +151,18 @@ def test_streams_and_parts_of_the_run_by_hand() -> None:
     assert [exported("phase", phase=name) for name in ("loading", "training", "finished")] == [0, 1, 0]
     assert (exported("policy_version"), exported("served_version"), exported("epoch")) == (3, None, 2)
     assert exported("members", state="serving") == 4
-
-
-def test_a_checkpoints_age_counts_from_when_there_is_work_to_lose() -> None:
-    exported = Exported()
-    checkpoints = exported.metrics.checkpoints
-    checkpoints.begin(8, None)
-    shown = ("planned_steps", "checkpoint_version", "checkpoint_timestamp_seconds")
-    assert [exported(name) for name in shown] == [8, None, None]
-    exported.now_s = 9000.0  # hours of waiting for actors
-    checkpoints.training_begins()
-    exported.now_s = 9100.0
-    checkpoints.training_begins()
-    assert exported("checkpoint_timestamp_seconds") == 9000
-    checkpoints.written(WrittenCheckpoint(Path("step-4"), 4, 0, 1.0))
-    assert [exported(name) for name in shown] == [8, 4, 9100]
-
-
-def test_a_trainer_that_goes_on_has_the_age_of_the_checkpoint_before_it() -> None:
-    exported = Exported()
-    exported.metrics.checkpoints.begin(8, 4, since_s=50.0)
-    exported.metrics.checkpoints.training_begins()
-    assert exported("checkpoint_timestamp_seconds") == 50
+    assert (exported("checkpoint_version"), exported("checkpoint_timestamp_seconds")) == (4, 9100)
+    assert (exported("checkpoint_upload_version"), exported("checkpoint_upload_timestamp_seconds")) == (None, None)
 
 
 def test_updates_and_members_are_counted() -> None:
     exported = Exported()
     membership = exported.metrics.membership
     membership.served(UpdateRecord(1, num_bytes=100, transfer_s=0.5, round_trip_s=2.0))
-    membership.updates.labels("aborted").inc()
     membership.evictions.labels(EvictionCause.DEADLINE.value).inc()
-    assert exported("weight_updates_total", outcome="served") == 1
-    assert exported("weight_updates_total", outcome="aborted") == 1
+    exported.watch()
+    assert [exported("weight_updates_total", outcome=outcome) for outcome in ("served", "aborted")] == [6, 2]
+    assert exported("regroups_total") == 3
     assert (exported("weight_update_bytes_total"), exported("weight_update_round_trip_seconds_sum")) == (100, 2)
     assert exported("evictions_total", reason="deadline") == 1
     assert exported("evictions_total", reason="checksum") == 0

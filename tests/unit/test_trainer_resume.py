@@ -156,7 +156,10 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
         async with life(tmp_path, bus) as again:
             assert (again.start.lineage, again.version) == (Lineage((0, 1)), 1)
             assert again.tracker.ledger.counts == counts
-            assert again.start.saved_at_s == again.start.folder.stat().st_mtime
+            saved_at_s = again.start.saved_at_s
+            assert again.loop.checkpoints.saved_at_s == saved_at_s == again.start.folder.stat().st_mtime
+            await again.checkpoint()
+            assert again.loop.checkpoints.saved_at_s > saved_at_s
             assert again.intake.num_ready == 1  # the third group, complete and not trained
             assert again.published_again == 0
             await again.train_a_version(answers=1)

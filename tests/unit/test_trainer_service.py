@@ -51,7 +51,7 @@ async def test_readers_get_past_and_coming_steps_until_the_end() -> None:
         ]
         feed.add({"step": 3})
         assert ((await first.read()).step, (await late.read()).step) == (3, 3)
-        feed.end()
+        feed.add(None)
         assert await first.read() is grpc.aio.EOF
         assert await late.read() is grpc.aio.EOF
         again = stub.StreamMetrics(trainer_pb2.StreamMetricsRequest())

@@ -17,7 +17,7 @@ from services.trainer import run as training
 from services.trainer.checkpoint.run_state import Start, evaluates_first, load_run_state
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.weight_sync.updater import WeightUpdater
-from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
+from tests.unit.builders import RUN, accuracy_at, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving, stop_during_step, training_run
 
 
@@ -43,7 +43,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
         assert not any("checkpoint" in call for call in policy.calls)
         began_s = run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_timestamp_seconds")
         assert began_s is not None  # training has begun, and no checkpoint is there: its age counts from here
-        run.recorder.heldout(HeldoutResult(1, 0.75, 0.6, num_unanswered=1, num_tokens=9, samples=()))
+        run.recorder.heldout(HeldoutResult(1, accuracy_at(0.75, 0.6, 1), num_tokens=9, samples=()))
         policy.may_step.set()
         await running
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]

@@ -115,9 +115,7 @@ class Told:
 
     records: list[UpdateRecord] = field(default_factory=list)
     changes: list[MemberChange] = field(default_factory=list)
-    aborts: int = 0
     joins: list[str] = field(default_factory=list)
-    regroups: int = 0
 
     def served(self, update: UpdateRecord) -> None:
         self.records.append(update)
@@ -127,12 +125,6 @@ class Told:
 
     def member_changed(self, change: MemberChange) -> None:
         self.changes.append(change)
-
-    def update_aborted(self) -> None:
-        self.aborts += 1
-
-    def regrouped(self) -> None:
-        self.regroups += 1
 
 
 @dataclass
@@ -280,9 +272,9 @@ async def test_an_actor_that_misses_the_deadline_is_told_of_does_not_stop_the_ot
         one.actors["b"].receiver.may_receive.clear()
         await one.send(0)
         assert (one.served("a"), one.served("b"), one.actors["b"].receiver.discards) == ([0], [], 1)
-        assert (one.updater.evictions, one.history.regroups, one.sender.opened) == (1, 1, [(1, 3), (2, 2)])
+        assert (one.updater.evictions, one.updater.regroups, one.sender.opened) == (1, 1, [(1, 3), (2, 2)])
         reason, b = "deadline passed while sending", one.updater._main.coordinator.present["b"]
-        assert one.history.aborts == 1
+        assert one.updater.updates["aborted"] == 1
         assert one.history.changes[0] == MemberChange("evicted", b, 1, -1, reason, EvictionCause.DEADLINE)
         assert [(change.kind, change.member.actor, change.epoch) for change in one.history.changes[1:]] == [("joined", "a", 2)]
         one.actors["b"].receiver.may_receive.set()
@@ -388,7 +380,7 @@ async def test_a_side_group_outlives_the_epochs_of_the_others() -> None:
         await one.until(lambda: one.updater.num_present == 2)
         await one.send(1)  # in an epoch of a alone, of which b hears
         await one.until(lambda: joiner.gate.announced == PolicyVersion(1, 1))
-        assert (list(one.updater.members), one.joining, one.history.regroups) == (["a"], ["b"], 1)
+        assert (list(one.updater.members), one.joining, one.updater.regroups) == (["a"], ["b"], 1)
         assert (joiner.listener.epoch, joiner.listener.staging_state, joiner.receiver.discards) == (side, "receiving", 0)
         joiner.receiver.may_receive.set()
         await one.until(lambda: one.served("b") == [0, 1])
@@ -427,15 +419,15 @@ async def test_an_actor_never_goes_back_to_an_older_version() -> None:
 
 def test_departures_that_come_in_a_row_are_taken_together_when_they_are_of_one_kind() -> None:
     formed, sent = EpochJoined(epoch=1), Staged(epoch=1, version=1)
-    down = [c.MembersDown((name,)) for name in "bcd"]
+    down = [c.MembersLeaving.unregistered(name) for name in "bcd"]
     one, two = (c.MembersLeaving((c.Member(name, "p"),), "its pod is being deleted") for name in "ef")
     gone = c.MembersLeaving((c.Member("g", "p"),), "its pod was deleted", still_running=False)
     events: list[c.Event] = [formed, *down[:2], sent, down[2], one, two, gone]
     assert [event for _, event in coalesce_departures([(None, event) for event in events])] == [
         formed,
-        c.MembersDown(("b", "c")),
+        c.MembersLeaving.unregistered("b", "c"),
         sent,
-        c.MembersDown(("d",)),
+        c.MembersLeaving.unregistered("d"),
         c.MembersLeaving((*one.members, *two.members), "its pod is being deleted"),
         gone,
     ]

@@ -234,31 +234,19 @@ class FakeSender:
 
 def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunView:
     """A run of four actors in epoch 2, before the first version is served."""
-    tracker = tracker or SequenceTracker()
-    return RunView(
-        version=version,
-        waiting_for="",
-        served_version=None,
-        epoch=2,
-        num_members=0,
-        states={f"actor-{number}": "serving" for number in range(4)},
-        serving=(),
-        evictions=0,
-        counts=tracker.ledger.counts,
-        reasons={outcome: tracker.ledger.reasons(outcome) for outcome in Outcome},
-        tokens=tracker.tokens,
-        tokens_arrived=12,
-        position=7,
-        bad_messages=1,
-        failures={},
-        quarantined=1,
-        ready_groups=3,
-        allowance_by_version=5,
-        in_flight=7,
-        in_flight_limit=12,
-        holds_actors_back=True,
-        upload_waiting_s=None,
-    )
+    parts = {
+        "updater": {"served_version": -1, "epoch": 2, "evictions": 0, "bad_messages": 1, "members": (), "serving": ()},
+        "feeder": {"allowance_by_version": 5, "in_flight": 7, "in_flight_limit": 12, "refused": {}},
+        "intake": {"tokens_arrived_here": 12, "position": 7, "bad_messages": 0, "failures": {}, "num_ready": 3},
+        "uploads": {"waiting_s": None, "last": {}},
+        "checkpoints": {"positions": {2: 5, 4: 7}, "saved_at_s": 9100.0},
+    }
+    view: Any = {name: SimpleNamespace(**attributes) for name, attributes in parts.items()}
+    view["updater"].regroups, view["updater"].updates = 3, {"served": 6, "aborted": 2}
+    view["updater"].states = {f"actor-{number}": "serving" for number in range(4)}
+    view["feeder"].tracker, view["feeder"].bounds = tracker or SequenceTracker(), SimpleNamespace(holds_actors_back=True)
+    view["intake"].quarantine = SimpleNamespace(actors={"actor-9"})
+    return RunView(version=version, waiting_for="", **view)
 
 
 class FakeUpdater:
@@ -268,7 +256,8 @@ class FakeUpdater:
         self.members: dict[str, Any] = {}
         self.served_version = -1
         self.num_present = 1
-        self.bad_messages = self.evictions = self.epoch = 0
+        self.bad_messages = self.evictions = self.epoch = self.regroups = 0
+        self.updates: dict[str, int] = {}
         self.states: dict[str, str] = {}
         self.offered: list[int] = []
         self._free = asyncio.Event()

@@ -36,10 +36,10 @@ from pipelinerl.recipe.fields import CheckpointConfig
 from pipelinerl.run_dir import CHECKPOINTS, resumable
 from services.trainer.checkpoint.files import replacing, sync_folder, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState, Start
-from services.trainer.distributed.world import ADAPTER, VALUE_HEAD, WEIGHTS
 from services.trainer.learn.lora import has_adapters, peft_config
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
+from services.trainer.world import ADAPTER, VALUE_HEAD, WEIGHTS
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,8 @@ class Checkpointer:
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
         """For each kept checkpoint by version: the position in SEQUENCES up to which it covers messages."""
+        self.saved_at_s = start.saved_at_s
+        """Unix time of the newest checkpoint; before the first, when training began. None if it has not."""
         self._began_version, self._began_s = start.version, time.monotonic()
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -149,7 +151,7 @@ class Checkpointer:
 
     async def _idle(self) -> None:
         """Wait until no checkpoint is being written, since the next one is copied into the same memory."""
-        while self._newest is not None and not self._newest[1].done():
+        while self._newest is not None and self._busy:
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
@@ -158,7 +160,7 @@ class Checkpointer:
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
             newest = self._newest[1]
-            if not newest.done() or (not newest.cancelled() and newest.exception() is None):
+            if self._busy or (not newest.cancelled() and newest.exception() is None):
                 return newest
         self._began_version, self._began_s = version, time.monotonic()
         write_tensors = await self._begin(version)
@@ -174,6 +176,7 @@ class Checkpointer:
         except Exception as error:  # from the disk, torch, or another rank: in any case the run goes on
             raise ServiceError(f"the checkpoint of version {version} could not be written: {error or repr(error)}") from error
         log.info("checkpoint of version %d is in %s, after %.2f s", version, written.folder, written.seconds)
+        self.saved_at_s = time.time()
         self.positions.pop(version, None)
         self.positions[version] = written.position
         while len(self.positions) > self._config.keep:
@@ -248,13 +251,12 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
     save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
 
 
-def load_value_head(policy: Policy, folder: Path) -> bool:
-    """Load the value head from a checkpoint's `folder`. Return False if the folder or `policy` has none. Raises `FieldError`
-    if it does not fit the model."""
+def load_value_head(policy: Policy, folder: Path) -> None:
+    """Load the value head from a checkpoint's `folder`, if it and `policy` have one. Raises `FieldError` if it does not fit the
+    model."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
-        return False
+        return
     try:
         policy.value_head.load_state_dict(load_file(folder / VALUE_HEAD_FILE))
     except RuntimeError as error:
         raise FieldError("model.name", str(folder), f"its {VALUE_HEAD_FILE} is not this model's: {error}") from error
-    return True

@@ -44,10 +44,10 @@ def sync_tree(folder: Path) -> None:
     sync_folder(folder)
 
 
-def link_tree(source: Path, target: Path, without: str) -> None:
-    """Fill `target` with the files of `source`, except the folder `without`. Files are hard links if the file system supports
+def link_tree(source: Path, target: Path) -> None:
+    """Fill `target` with the files of `source`, except the state of a run. Files are hard links if the file system supports
     them, otherwise copies. Raises `OSError`, of which `shutil.Error` is a subclass."""
-    ignored = shutil.ignore_patterns(without)
+    ignored = shutil.ignore_patterns(RUN_STATE.parent.name)
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
 
@@ -93,5 +93,5 @@ def link_export(step_folder: Path, folder: Path) -> Path:
     """Make `folder` the policy's export from a checkpoint, without the training state. Files are hard links if possible,
     otherwise copies."""
     with replacing(folder) as partial:
-        link_tree(step_folder, partial, RUN_STATE.parent.name)
+        link_tree(step_folder, partial)
     return folder

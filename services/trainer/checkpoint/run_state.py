@@ -59,12 +59,11 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
 
 
 def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
-    """Write the lineage and the recipe to disk. If the file already says when training began, keep that time."""
+    """Write the lineage and the recipe to disk. The file keeps the time at which training began."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
-    began = {BEGAN: began_s} if (began_s := read_training_began(run_dir)) is not None else {}
-    content = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json"), **began}
-    write_json_durably(run_dir / LINEAGE, content)
+    content = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json")}
+    write_json_durably(run_dir / LINEAGE, _lineage_file(run_dir) | content)
 
 
 def read_training_began(run_dir: Path) -> float | None:
@@ -76,7 +75,7 @@ def read_training_began(run_dir: Path) -> float | None:
 def note_training_began(run_dir: Path, now_s: float) -> None:
     """Record on disk when training began. Only the first call of a run counts, and only after `write_lineage`."""
     content = _lineage_file(run_dir)
-    if content and read_training_began(run_dir) is None:
+    if content and BEGAN not in content:
         write_json_durably(run_dir / LINEAGE, {**content, BEGAN: now_s})
 
 
@@ -211,15 +210,6 @@ class Start:
     @property
     def version(self) -> int:
         return self.state.policy_version if self.state else 0
-
-    @property
-    def journal_bytes(self) -> int:
-        """Return the number of journal bytes that are still valid."""
-        return self.state.journal_bytes if self.state else 0
-
-    @property
-    def tensors(self) -> Path | None:
-        return self.folder / STATE if self.folder else None
 
 
 def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:

@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
 from services.trainer.checkpoint.files import sync_folder
-from services.trainer.distributed.world import SAVE, Message
 from services.trainer.learn.step import Learner
+from services.trainer.world import SAVE, Message
 
 log = logging.getLogger(__name__)
 
@@ -206,8 +206,9 @@ class StateSaver:
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
         self.staged: dict[str, Tensor] = {}
-        self._waits, self._lock, self._free = False, threading.Lock(), threading.Event()
-        """`_free`: set while the memory holds no state that is still to be written."""
+        self._waiting, self._free = threading.Semaphore(0), threading.Event()
+        """`_waiting`: 1 while a staged state is neither being written nor dropped. `_free`: set while the memory holds no state
+        that is still to be written."""
         self._free.set()
 
     def stage(self) -> None:
@@ -218,12 +219,12 @@ class StateSaver:
         self._learner.order(SAVE)
         self.staged = stage(self._learner, self.staged or None)
         self._free.clear()
-        self._waits = True
+        self._waiting.release()
 
     def write(self, folder: Path) -> None:
         """Write the staged state, and block until it is durable on all ranks. Call this on any thread. Raises `ServiceError` if
         a rank cannot write."""
-        begun = self._begin()
+        begun = self._waiting.acquire(blocking=False)
         assert begun, "a staged state is written once"
         try:
             self._tell(Message(FOLDER, {"folder": str(folder)}))
@@ -245,7 +246,7 @@ class StateSaver:
 
     def abandon(self) -> None:
         """Drop the staged state unless it is already being written."""
-        if self._begin():
+        if self._waiting.acquire(blocking=False):
             self._tell(Message(DISCARD))
             self._free.set()
 
@@ -253,11 +254,6 @@ class StateSaver:
         """Wait for a state that is being written. Drop a state that is only staged."""
         self.abandon()
         self._free.wait()
-
-    def _begin(self) -> bool:
-        with self._lock:
-            waited, self._waits = self._waits, False
-        return waited
 
     def _tell(self, message: Message) -> None:
         if self._others is not None and self._learner.world.is_first:

@@ -26,19 +26,20 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
+from prometheus_client import Counter, Histogram
+
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_line
 from pipelinerl.initial_model import COMPLETE
 from pipelinerl.local.die_with_parent import guarded
-from pipelinerl.run_dir import CHECKPOINTS, RUN_STATE, read_json, resumable
+from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
-from pipelinerl.telemetry.metrics import MetricSet
 from services.trainer.checkpoint.files import link_export, link_tree, tidy, write_json_durably
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
         if source is None:
             raise FieldError("model.name", name, f"there is no such folder, neither in {run_dir.parent.resolve()} nor here")
         try:
-            link_tree(source, folder, without=RUN_STATE.parent.name)
+            link_tree(source, folder)
         except OSError as error:
             raise ServiceError(f"{source} cannot be copied, or was removed meanwhile: {first_line(error)}") from error
         found = str(source)
@@ -181,35 +182,6 @@ def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
     return size, sha256.hexdigest()
 
 
-CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
-
-
-class UploadMetrics:
-    """Uploads of checkpointed models to the store in `checkpoint.upload`."""
-
-    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
-        self._clock_s = clock_s
-        text, outcomes = "Attempts to upload a checkpoint.", ("uploaded", "failed")
-        self._tries = metrics.counter("checkpoint_uploads_total", text, {"outcome": outcomes}, unit="tries")
-        self._version = metrics.reading("checkpoint_upload_version", "Version of the last upload; none before the first.")
-        self._at = metrics.reading("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.")
-        text = "Time to upload and verify one checkpoint."
-        self._seconds = metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
-
-    def took_over(self, version: int, at_s: float) -> None:
-        self._version.set(version)
-        self._at.set(at_s)
-
-    def uploaded(self, version: int, seconds: float) -> None:
-        self.took_over(version, self._clock_s())
-        self._tries.labels("uploaded").inc()
-        self._seconds.observe(seconds)
-
-    def failed(self) -> None:
-        self._tries.labels("failed").inc()
-
-
 UPLOADED = "uploaded.json"
 """File in the run's folder with `{"version", "url", "at_s"}` of the last upload."""
 BACKOFF = Backoff(first_s=1.0, most_s=60.0, jitter=0.2)
@@ -226,14 +198,16 @@ class _Waiting:
 
 
 class Uploads:
-    """Uploads of one run. An empty `url` disables them. Use it on one event loop."""
+    """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones. Use it
+    on one event loop."""
 
-    def __init__(self, url: str, run_dir: Path, run: str, metrics: UploadMetrics) -> None:
+    def __init__(self, url: str, run_dir: Path, run: str, metrics: tuple[Counter, Histogram]) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
-        self._run_dir, self._aside, self._metrics = run_dir, run_dir / "uploading", metrics
+        self._run_dir, self._aside, (self._tries, self._seconds) = run_dir, run_dir / "uploading", metrics
         self._waiting: _Waiting | None = None
         self._trying: Path | None = None
-        self._last: int | None = None
+        self.last: dict[str, Any] = {}
+        """Content of `UPLOADED`; empty before the first upload."""
         self._arrived, self._done, self._changing_files = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._done.set()
 
@@ -254,8 +228,7 @@ class Uploads:
         tidy(self._aside)
         last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
         if str(last.get("url", "")).startswith(f"{self._root}/"):
-            self._last = last["version"]
-            self._metrics.took_over(last["version"], last["at_s"])
+            self.last = last
         if found:
             await self.take(found[max(found)].parent.parent, max(found))
         uploading = asyncio.create_task(self._run())
@@ -267,7 +240,7 @@ class Uploads:
 
     async def take(self, checkpoint: Path, version: int) -> None:
         """Accept a checkpoint. When this returns, its folder may be removed. Errors are logged, and training continues."""
-        if not self._root or version == (self._waiting.version if self._waiting else self._last):
+        if not self._root or version == (self._waiting.version if self._waiting else self.last.get("version")):
             return
         async with self._changing_files:
             try:
@@ -305,12 +278,13 @@ class Uploads:
             last = {"version": tried.version, "url": url, "at_s": time.time()}
             await asyncio.to_thread(write_json_durably, self._run_dir / UPLOADED, last)
         except (ServiceError, OSError):
-            self._metrics.failed()
+            self._tries.labels("failed").inc()
             raise
         finally:
             self._trying = None
-        self._last, seconds = tried.version, time.monotonic() - began_s
-        self._metrics.uploaded(tried.version, seconds)
+        self.last, seconds = last, time.monotonic() - began_s
+        self._tries.labels("uploaded").inc()
+        self._seconds.observe(seconds)
         log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
         async with self._changing_files:
             another = None if self._waiting is tried else self._waiting  # it arrived meanwhile

@@ -14,11 +14,12 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -33,7 +34,6 @@ from pipelinerl.messages.sequences import (
     FinishReason,
     Logprobs,
     PolicyVersion,
-    SamplingParams,
     Sequence,
     TokenIds,
     array_from_bytes,
@@ -75,62 +75,19 @@ def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
     return (Branch(prompt_token_ids=np.empty(0, np.int32), **read_completion(result, kind)),)
 
 
-class ActorClient:
-    """gRPC client of one actor. Every call has a deadline, and raises `ServiceError` if the actor does not answer."""
-
-    def __init__(self, name: str, address: str, *, tls_dir: Path | None = None, tls_name: str = "") -> None:
-        """`tls_dir`: certificates; None = plain text. `tls_name`: name in the actor's certificate."""
-        self.name, self.address = name, address
-        self._tls_dir, self._tls_name = tls_dir, tls_name
-
-    async def __aenter__(self) -> ActorClient:
-        """Raises `ServiceError` if the certificates cannot be used."""
-        try:
-            self._channel = open_channel(self.address, self._tls_dir, self._tls_name)
-        except FieldError as error:
-            raise ServiceError(f"actor {self.name} at {self.address} is not called: {error}") from error
-        self._stub = actor_pb2_grpc.ActorServiceStub(self._channel)
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._channel.close()
-
-    async def generate(
-        self,
-        prompts: Iterable[actor_pb2.GeneratePrompt],
-        sampling: SamplingParams,
-        seed: int,
-        timeout_s: float,
-        trace: Trace = None,
-    ) -> AsyncIterator[actor_pb2.GenerateResult]:
-        """Yield completions as they finish. `trace`: parent of the actor's span."""
-        sampled_as = sequence_pb2.SamplingParams(**vars(sampling))
-        request = actor_pb2.GenerateRequest(prompts=prompts, sampling=sampled_as, seed=seed)
-        with self._answers("Generate"):
-            metadata = tuple(headers_of(trace).items())
-            async for result in self._stub.Generate(request, timeout=timeout_s, metadata=metadata):
-                yield result
-
-    async def score(self, token_ids: TokenIds, timeout_s: float) -> Scored:
-        """Return the actor's log-probabilities. Raises `MessageError`."""
-        with self._answers("Score"):
-            request = actor_pb2.ScoreRequest(token_ids=token_ids.tobytes())
-            response = await self._stub.Score(request, timeout=timeout_s)
-        logprobs = array_from_bytes(response.logprobs, FLOAT32, "ScoreResponse", "logprobs")
-        return Scored(logprobs, PolicyVersion(response.incarnation, response.policy_version), response.loader)
-
-    async def state(self, timeout_s: float) -> actor_pb2.ActorState:
-        with self._answers("GetState"):
-            state: actor_pb2.ActorState = await self._stub.GetState(actor_pb2.GetStateRequest(), timeout=timeout_s)
-            return state
-
-    @contextmanager
-    def _answers(self, call: str) -> Iterator[None]:
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            why = explained(error, self._tls_dir)
-            raise ServiceError(f"actor {self.name} at {self.address} does not answer {call}: {why}") from error
+@asynccontextmanager
+async def calls_to(name: str, address: str, *, tls_dir: Path | None = None, tls_name: str = "") -> AsyncIterator[Any]:
+    """Yield a stub of one actor's service. `tls_dir`: certificates; None = plain text. `tls_name`: name in the actor's
+    certificate. Raises `ServiceError` if the certificates cannot be used, or a call in the block fails."""
+    try:
+        channel = open_channel(address, tls_dir, tls_name)
+    except FieldError as error:
+        raise ServiceError(f"actor {name} at {address} is not called: {error}") from error
+    try:
+        async with channel:
+            yield actor_pb2_grpc.ActorServiceStub(channel)
+    except grpc.aio.AioRpcError as error:
+        raise ServiceError(f"actor {name} at {address} does not answer: {explained(error, tls_dir)}") from error
 
 
 JUDGE_BATCH = 64
@@ -181,21 +138,19 @@ GENERATION_SHARE = 0.9
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """Accuracy over the tasks' problems. `sets`: accuracy of each set, by name. `num_tokens`: sampled tokens. `samples`: some
-    answers; an answer without a verdict has a `failure`. An answer gets no verdict if the completion was late, the actor or the
-    reward failed, or the verifier did not answer in time."""
+    """`overall`: accuracy over the tasks' problems. `sets`: accuracy of each set, by name. `num_tokens`: sampled tokens.
+    `samples`: some answers; an answer without a verdict has a `failure`. An answer gets no verdict if the completion was late,
+    the actor or the reward failed, or the verifier did not answer in time."""
 
     version: int
-    accuracy: float
-    lower_bound: float
-    num_unanswered: int
+    overall: Accuracy
     num_tokens: int
     samples: tuple[Sequence, ...]
     sets: Mapping[str, Accuracy] = field(default_factory=dict)
 
 
 class Evaluator:
-    """Evaluates through the serving actors, which `updater` knows. `client`: makes the client for a name and address."""
+    """Evaluates through the serving actors, which `updater` knows. `calls`: `calls_to` with the run's certificates."""
 
     def __init__(
         self,
@@ -205,14 +160,14 @@ class Evaluator:
         updater: WeightUpdater,
         verifier: VerifierClient,
         incarnation: int,
-        client: Callable[[str, str], ActorClient] = ActorClient,
+        calls: Callable[[str, str], AbstractAsyncContextManager[Any]] = calls_to,
     ) -> None:
         self._recipe, self._updater, self._verifier = recipe, updater, verifier
         self._samples = recipe.evaluation.samples
         answers = (problem for problem in problems for _ in range(self._samples))
         self._problems = {f"h{number:06d}": problem for number, problem in enumerate(answers)}
         """Problem of each requested answer, by the answer's id. Answers to the same problem follow each other."""
-        self._incarnation, self._client, self._timeout_s = incarnation, client, recipe.evaluation.timeout_s
+        self._incarnation, self._calls_to, self._timeout_s = incarnation, calls, recipe.evaluation.timeout_s
         self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
         # Any tokens are suitable: the models only have to agree on them.
@@ -236,17 +191,17 @@ class Evaluator:
         done: dict[str, actor_pb2.GenerateResult] = {}
 
         async def ask(name: str, address: str, asked: list[str]) -> None:
-            prompts = {answer: self._prompt(answer) for answer in asked}
             sampling = self._sampling(self._problems[asked[0]])
+            wanted = {answer: self._prompt(answer) for answer in asked}
+            request = actor_pb2.GenerateRequest(prompts=wanted.values(), sampling=sampling, seed=self._recipe.seed + 1)
             about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
             calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
             try:
                 with calling as span:
-                    async with self._client(name, address) as client:
-                        seed = self._recipe.seed + 1
-                        answers = client.generate(prompts.values(), sampling, seed, self._timeout_s, trace_of(span))
-                        async for completion in answers:
-                            if completion.id in prompts and self._is_of(version, completion):
+                    metadata = tuple(headers_of(trace_of(span)).items())
+                    async with self._calls_to(name, address) as stub:
+                        async for completion in stub.Generate(request, timeout=self._timeout_s, metadata=metadata):
+                            if completion.id in wanted and self._is_of(version, completion):
                                 done[completion.id] = completion
             except (ServiceError, MessageError) as error:
                 log.warning("held-out evaluation continues without %s: %s", name, error)
@@ -273,12 +228,11 @@ class Evaluator:
             found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
         return list(found.values())
 
-    def _sampling(self, problem: EncodedProblem) -> SamplingParams:
+    def _sampling(self, problem: EncodedProblem) -> sequence_pb2.SamplingParams:
         """Return the settings of training, but with the evaluation's temperature and the task's `max_tokens`. If the prompt
         leaves less room, the actor truncates the completion."""
-        as_trained = sampling_of(self._recipe, problem)
-        temperature = self._recipe.evaluation.temperature
-        return replace(as_trained, temperature=temperature, max_tokens=problem.share.max_tokens)
+        changed = {"temperature": self._recipe.evaluation.temperature, "max_tokens": problem.share.max_tokens}
+        return sequence_pb2.SamplingParams(**vars(sampling_of(self._recipe, problem)) | changed)
 
     def _prompt(self, answer: str) -> actor_pb2.GeneratePrompt:
         problem = self._problems[answer]
@@ -328,9 +282,7 @@ class Evaluator:
             log.warning("held-out accuracy of version %d leaves out answers: %s", version, told)
         return HeldoutResult(
             version,
-            overall.mean.value,
-            overall.lower_bound,
-            overall.num_unanswered,
+            overall,
             sum(sequence.num_episode_tokens for sequence in known.values()),
             tuple(known[answer] for answer in self._shown(completions)),
             {
@@ -392,15 +344,18 @@ class Evaluator:
     async def _score(self, name: str, address: str, version: PolicyVersion) -> Scored | None:
         """Return the actor's scores; None if the actor does not answer or serves another version."""
         try:
-            async with self._client(name, address) as actor:
-                scored = await actor.score(self.probe, SCORE_TIMEOUT_S)
+            async with self._calls_to(name, address) as stub:
+                request = actor_pb2.ScoreRequest(token_ids=self.probe.tobytes())
+                response = await stub.Score(request, timeout=SCORE_TIMEOUT_S)
+            logprobs = array_from_bytes(response.logprobs, FLOAT32, "ScoreResponse", "logprobs")
         except (ServiceError, MessageError) as error:
             log.warning("parity probe continues without %s: %s", name, error)
             return None
-        if scored.version != version:
-            log.warning("parity probe: %s serves %s, not %s", name, scored.version, version)
+        served = PolicyVersion(response.incarnation, response.policy_version)
+        if served != version:
+            log.warning("parity probe: %s serves %s, not %s", name, served, version)
             return None
-        return scored
+        return Scored(logprobs, served, response.loader)
 
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from opentelemetry.trace import Span, SpanKind
 
+from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.protocol import LogEntry, Subjects
 from pipelinerl.messages.sequences import PromptGroup, Sequence
 from pipelinerl.rl.ledger import Outcome
@@ -27,7 +28,8 @@ MOST_OPEN = 100_000
 class SequenceTraces:
     """Remembers traces of sequences. An unsampled sequence costs one dictionary look-up."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._open: OrderedDict[str, Trace] = OrderedDict()
         """Span that becomes the parent of the next one, by sequence id."""
         self._step: tuple[Trace, int] | None = None
@@ -56,15 +58,11 @@ class SequenceTraces:
         ) as span:
             self._remember(sequence.sequence_id, trace_of(span) or trace)
 
-    def recording(self, record: Callable[[Mapping[str, Any]], None]) -> Callable[[Mapping[str, Any]], None]:
-        """Return a function that passes the tracker's events to `record`, and also ends the trace of each closed sequence."""
-
-        def both(event: Mapping[str, Any]) -> None:
-            record(event)
-            if self._open and event["event"] == "close":
-                self._closed(event)
-
-        return both
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Record one of the tracker's events in the journal, and end the trace of each closed sequence."""
+        self._journal.write(event)
+        if self._open and event["event"] == "close":
+            self._closed(event)
 
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:

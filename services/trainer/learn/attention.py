@@ -305,24 +305,11 @@ def varlen_attention(
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
     assert packed is not None, "the model was called without its packed layout"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if packed.part is None:
-        return _attend(q, k, v, packed, scaling, sliding_window)[None], None
-    q, k, v = packed.part.to_heads(q, k, v)
-    return packed.part.to_tokens(_attend(q, k, v, packed, scaling, sliding_window))[None], None
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    return (_attend_flash if flash else _attend_rows)(query, key, value, layout, scaling, sliding_window)
-
-
-def register() -> None:
-    """Register `VARLEN` with transformers. Further calls change nothing."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(VARLEN, varlen_attention)
+    if packed.part is not None:
+        q, k, v = packed.part.to_heads(q, k, v)
+    attend = _attend_flash if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _attend_rows
+    out = attend(q, k, v, packed, scaling, sliding_window)
+    return (out if packed.part is None else packed.part.to_tokens(out))[None], None
 
 
 def forward_arguments(attention: str, layout: PackedLayout) -> dict[str, Any]:

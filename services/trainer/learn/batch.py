@@ -96,7 +96,8 @@ class HostMicroBatch:
     def on(self, device: torch.device | str) -> MicroBatch:
         names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "branch_index")
         tensors = {name: on_device(getattr(self, name), device) for name in names}
-        row = replace(_row(self.token_ids, self.lengths, self.places, device), predictors=self.predictors)
+        row = token_row(self.token_ids, self.lengths, device=device, places=self.places)
+        row = replace(row, predictors=self.predictors)
         return MicroBatch(row=row, num_branches=self.num_branches, has_gradient=self.has_gradient, **tensors)
 
 
@@ -125,7 +126,15 @@ def token_row(
 ) -> TokenRow:
     """Return a row of packed branches, padded to a multiple of `pad_multiple` tokens. `places`: as in `PackedLayout`."""
     places = np.arange(len(token_ids)) if places is None else places
-    return _row(*_padded(token_ids, lengths, places, pad_multiple), device)
+    token_ids, lengths, places = _padded(token_ids, lengths, places, pad_multiple)
+    positions = np.empty(len(token_ids), dtype=np.int64)
+    positions[places] = ranges(np.zeros_like(lengths), lengths)
+    shared = len(places) > len(token_ids)
+    return TokenRow(
+        on_device(token_ids[None], device),
+        on_device(positions[None], device),
+        packed_layout(lengths, device, places if shared else None),
+    )
 
 
 def _padded(
@@ -137,19 +146,6 @@ def _padded(
         return token_ids, lengths, places
     padded_places = np.concatenate((places, np.arange(num_tokens, num_tokens + padding)))
     return np.concatenate((token_ids, np.zeros(padding, dtype=np.int64))), np.append(lengths, padding), padded_places
-
-
-def _row(
-    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], places: NDArray[np.int64], device: torch.device | str
-) -> TokenRow:
-    positions = np.empty(len(token_ids), dtype=np.int64)
-    positions[places] = ranges(np.zeros_like(lengths), lengths)
-    shared = len(places) > len(token_ids)
-    return TokenRow(
-        on_device(token_ids[None], device),
-        on_device(positions[None], device),
-        packed_layout(lengths, device, places if shared else None),
-    )
 
 
 def row_order(branches: list[Branch]) -> list[int]:

@@ -178,17 +178,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             adapter.layer.enable_adapters(True)
 
 
-def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parameter) with the names, shapes and dtypes of `served_weights`, but without merging in the adapters. One
-    rank may call this without the others."""
-    return ((name, parameter) for name, parameter, _ in _served(model))
-
-
 @torch.no_grad()
 def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
     weights every rank must iterate to the end, since each item gathers one parameter and its adapter."""
-    for name, parameter, adapter in _served(model):
+    for name, parameter, adapter in served_parameters(model):
         weight = whole(parameter)
         if adapter is not None:
             a, b = whole(adapter.a), whole(adapter.b)
@@ -209,7 +203,9 @@ def factor_names(layer: str) -> tuple[str, str]:
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
-def _served(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
+def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
+    """Yield each parameter with its name in `served_weights` and the adapter to merge into it. One rank may call this without
+    the others."""
     adapters = layer_adapters(model)
     factors = {id(factor) for adapter in adapters.values() for factor in (adapter.a, adapter.b)}
     of_weight = {id(adapter.weight): adapter for adapter in adapters.values()}

@@ -138,46 +138,34 @@ def process_memory_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class HostMark:
-    """A point in time on the host, with the methods of a `torch.cuda.Event`: a point in the device's work."""
-
-    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
-        self._clock_s, self._at_s = clock_s, 0.0
-
-    def record(self) -> None:
-        self._at_s = self._clock_s()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return milliseconds from this mark to `end`."""
-        assert isinstance(end, HostMark)
-        return 1000 * (end._at_s - self._at_s)
-
-
-Mark = HostMark | torch.cuda.Event
-
-
-def mark_for(device: torch.device) -> Callable[[], Mark]:
-    if device.type == "cuda":
-        return lambda: torch.cuda.Event(enable_timing=True)
-    return HostMark
+@contextmanager
+def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the host's time inside the block to `seconds[phase]`."""
+    began_at = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - began_at
 
 
 class PhaseTimer:
     """Measures time by phase without waiting for the device: `measure` each piece of work, and `take` the times once per step.
-    On a GPU a block only queues work, so its beginning and end are marked in the stream, and the phase lasts from one mark to
-    the other. Work that the device has not finished when the times are taken counts in the next step."""
+    On a GPU a block only queues work, so `new_event` marks its beginning and end in the stream, and the phase lasts from one
+    event to the other. Work that the device has not finished when the times are taken counts in the next step."""
 
-    def __init__(self, new_mark: Callable[[], Mark] = HostMark) -> None:
-        self._new_mark = new_mark
-        self._spans: list[tuple[str, Any, Any]] = []
+    def __init__(self, new_event: Callable[[], torch.cuda.Event] | None = None) -> None:
+        self._new_event = new_event
+        self._seconds: dict[str, float] = {}
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """A phase may occur many times in a step. Phases must not overlap."""
-        start, end = self._new_mark(), self._new_mark()
+        if self._new_event is None:
+            with measured(self._seconds, phase):
+                yield
+            return
+        start, end = self._new_event(), self._new_event()
         start.record()
         try:
             yield
@@ -187,7 +175,7 @@ class PhaseTimer:
 
     def take(self) -> dict[str, float]:
         """Return seconds by phase, over all blocks that have ended since the last call."""
-        seconds: dict[str, float] = {}
+        seconds, self._seconds = self._seconds, {}
         spans, self._spans = self._spans, []
         for phase, start, end in spans:
             if end.query():

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl.errors import FieldError, first_line
 from pipelinerl.recipe.fields import ModelConfig, TrainerConfig
-from services.trainer.learn.attention import VARLEN, register, varlen_attention
+from services.trainer.learn.attention import VARLEN, varlen_attention
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.policy import Policy, checked_policy
 
@@ -51,7 +51,6 @@ def load_policy(
 def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, attention: str, own_logits: bool) -> Policy:
     """Return a policy on the meta device. `attention`, `own_logits`: found by the rank that loaded and checked the policy.
     Raises `FieldError` if the model's configuration does not load."""
-    register()
     hf_config = _load_config(source, hub_arguments(source, config))
     _disable_dropout(hf_config)
     with torch.device("meta"):
@@ -70,17 +69,16 @@ def wrap_model(
 ) -> Policy:
     """Return a policy of `model`. `auto`: this project's attention if it reproduces the model's log-probabilities, else
     eager."""
-    register()
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)
     if attention != "auto":
-        return _with_attention(model, attention, float32_head)
+        return checked_policy(model, attention, float32_head)
     # Chunked attention exists only in transformers' own masks.
     chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
     try:
-        return _with_attention(model, "sdpa" if chunked else VARLEN, float32_head)
+        return checked_policy(model, "sdpa" if chunked else VARLEN, float32_head)
     except FieldError:
-        return _with_attention(model, "eager", float32_head)
+        return checked_policy(model, "eager", float32_head)
 
 
 def _has_float32_head(config: ModelConfig) -> bool:
@@ -88,6 +86,7 @@ def _has_float32_head(config: ModelConfig) -> bool:
 
 
 def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
+    AttentionInterface.register(VARLEN, varlen_attention)
     for module in model.modules():
         _disable_dropout(module)
         if isinstance(module, torch.nn.Dropout):
@@ -140,14 +139,6 @@ def _try_compiler(device: torch.device) -> None:
         needed = "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
         fix = f"torch.compile needs {needed}: install that, or set false ({first_line(error)})"
         raise FieldError("trainer.compile", True, fix) from error
-
-
-def _with_attention(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
-    try:
-        model.set_attn_implementation(attention)
-    except (ImportError, ValueError) as error:
-        raise FieldError("model.attention", attention, f"not available here: {first_line(error)}") from error
-    return checked_policy(model, attention, float32_head)
 
 
 def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:

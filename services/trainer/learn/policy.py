@@ -2,15 +2,16 @@
 
 Sharded weights are gathered when a module's forward begins, so backbone, output head and value head must be called within the
 same one. Logits are computed only at sampled positions. If the model is a plain backbone with a linear head, they are computed
-here from hidden states, block by block. If the model does more to its logits (soft capping, scaling), it computes them itself.
+here from hidden states, block by block. If the model does more to its logits (soft capping, scaling, another head), it computes
+them itself.
 When a model is wrapped, scoring two short sequences shows which way is right, and whether attention leaks across sequences;
 such architectures are refused.
 
-From hidden states, at most `max_logits` logits are computed at a time; the backward pass recomputes them. A plain linear head
-is evaluated in blocks of words, with the logits of all tokens. The forward pass keeps one log-normaliser per token. The
+From hidden states, at most `max_logits` logits are computed at a time; the backward pass recomputes them. The linear head is
+evaluated in blocks of words, with the logits of all tokens. The forward pass keeps one log-normaliser per token. The
 backward pass recomputes each block's logits, turns them into their own gradient in place, and writes the block's final rows of
 the weight's gradient, so that nothing is summed over blocks in 16 bits. If one block is enough, its logits are kept. The work
-on a block between matrix products can be compiled, so that each pass reads it once. Other heads are called on chunks of tokens.
+on a block between matrix products can be compiled, so that each pass reads it once.
 
 Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Keep these off in training, since log π is always
 that of the full distribution.
@@ -28,10 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, first_line
 from services.trainer.learn.attention import VARLEN, Collected, RowPart, forward_arguments, on_device
 from services.trainer.learn.batch import TokenRow, token_row
 
@@ -131,12 +131,8 @@ class Policy(nn.Module):
         hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
         head = self.model.get_output_embeddings()
         max_logits = self.max_logits or (MAX_LOGITS_ON_GPU if self.device.type == "cuda" else MAX_LOGITS)
-        if is_plain_linear(head):
-            how = (temperature, entropy_grad, max_logits, not self.float32_head, self.compiled_head)
-            scores = TokenScores(*linear_scores(hidden, head.weight, head.bias, targets, *how))
-        else:
-            chunk_tokens = max(1, max_logits // self.vocab_size)
-            scores = chunked_scores(hidden, head, targets, temperature, chunk_tokens, entropy_grad)
+        how = (temperature, entropy_grad, max_logits, not self.float32_head, self.compiled_head)
+        scores = TokenScores(*linear_scores(hidden, head.weight, head.bias, targets, *how))
         if self.value_head is None:
             return scores
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
@@ -169,19 +165,24 @@ def add_value_head(policy: Policy) -> None:
     nn.init.zeros_(policy.value_head.bias)
 
 
-def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool = True) -> Policy:
-    """Raises `FieldError` if the model cannot score packed sequences."""
+def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
+    """Raises `FieldError` if this attention is not available, or the model cannot score packed sequences with it."""
+    try:
+        model.set_attn_implementation(attention)
+    except (ImportError, ValueError) as error:
+        raise FieldError("model.attention", attention, f"not available here: {first_line(error)}") from error
     # Soft capping hardly changes the small logits of an untrained model, so the configuration decides, not a measurement.
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-    policy = Policy(model, attention, own_logits=caps_logits, float32_head=float32_head)
+    own_logits = caps_logits or not is_plain_linear(model.get_output_embeddings())
+    policy = Policy(model, attention, own_logits=own_logits, float32_head=float32_head)
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.25  # nats, of two ways of computing the same log-probability
     if _packing_error(policy) > tolerance:
         policy.leave_logits_to_model()
-        if (error := _packing_error(policy)) > tolerance:
+        if (off := _packing_error(policy)) > tolerance:
             raise FieldError(
                 "model.attention",
                 attention,
-                f"{type(model).__name__} scores packed sequences {error:.2g} nats off its scores of each alone; "
+                f"{type(model).__name__} scores packed sequences {off:.2g} nats off its scores of each alone; "
                 "try sdpa or eager, or another architecture",
             )
     policy.may_share_prompts = attention == VARLEN and _packing_error(policy, shared=3) <= tolerance
@@ -251,9 +252,9 @@ class Float32Head(nn.Linear):
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Return whether `head` is exactly a linear layer: not of a subclass, without hooks, and with its `forward` unpatched."""
+    """Return whether `head` is exactly a linear layer: of no other class, without hooks, and with its `forward` unpatched."""
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-    return type(head) is nn.Linear and not any(hooks) and "forward" not in vars(head)
+    return type(head) in (nn.Linear, Float32Head) and not any(hooks) and "forward" not in vars(head)
 
 
 def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False) -> TokenScores:
@@ -265,28 +266,6 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_gr
     # 0 · log 0 = 0: a masked vocabulary entry has logit -inf.
     entropy = -(source.exp() * source.clamp(min=torch.finfo(source.dtype).min)).sum(-1)
     return TokenScores(logprobs, entropy)
-
-
-def chunked_scores(
-    hidden: Tensor,
-    head: Callable[[Tensor], Tensor],
-    targets: Tensor,
-    temperature: float,
-    chunk_tokens: int,
-    entropy_grad: bool = False,
-) -> TokenScores:
-    """Return `token_scores` of `head(hidden)`, with logits for at most `chunk_tokens` tokens at a time."""
-
-    def scores(hidden_chunk: Tensor, target_chunk: Tensor) -> TokenScores:
-        return token_scores(head(hidden_chunk), target_chunk, temperature, entropy_grad)
-
-    if len(targets) <= chunk_tokens:
-        return scores(hidden, targets)
-    parts = [
-        checkpoint(scores, hidden_chunk, target_chunk, use_reentrant=False)
-        for hidden_chunk, target_chunk in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-    ]
-    return TokenScores(torch.cat([part.logprobs for part in parts]), torch.cat([part.entropy for part in parts]))
 
 
 def linear_scores(

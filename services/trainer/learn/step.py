@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from pipelinerl.messages.sequences import Branch, Logprobs, TokenIds
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.memory import peak_flops
 from pipelinerl.rl.packing import StepPlan, plan_step
-from services.trainer.distributed.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
 from services.trainer.learn import meter
 from services.trainer.learn.batch import (
     HostMicroBatch,
@@ -39,6 +39,7 @@ from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy, add_value_head
+from services.trainer.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
 
 TRAIN = "train"
 
@@ -127,7 +128,7 @@ class Learner:
         device_name = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else ""
         self.peak_flops = peak_flops(device_name, str(compute_dtype or policy.model.dtype).removeprefix("torch."))
         """Peak FLOP/s of the device; None if unknown, for example for a CPU."""
-        self._phases = meter.PhaseTimer(meter.mark_for(policy.device))
+        self._phases = meter.PhaseTimer(partial(torch.cuda.Event, enable_timing=True) if policy.device.type == "cuda" else None)
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._only_advantages = algorithm.advantage != "value" and not other_terms
         """True if a sequence with advantage 0 has no gradient."""
@@ -148,11 +149,11 @@ class Learner:
             of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
             return host_microbatch(*of_chosen, self.pad_multiple, share_prompts=share_prompts, has_gradient=has_gradient)
 
-        timer = meter.PhaseTimer()
-        with timer.measure("plan"):
+        phases_s: dict[str, float] = {}
+        with meter.measured(phases_s, "plan"):
             plan, num_forward = self._plan_passes(branches, (advantages == 0) & self._only_advantages)
         members_of = [plan.of_rank(rank) for rank in range(data_ranks)]
-        with timer.measure("build"):
+        with meter.measured(phases_s, "build"):
             shares = tuple(tuple(packed(members, at >= num_forward) for at, members in enumerate(own)) for own in members_of)
         token_branches = np.concatenate(
             [
@@ -169,7 +170,7 @@ class Learner:
             sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
             figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
             flops=meter.TRAINING_PASSES * sum(map(sum, plan.costs)),
-            phases_s=timer.take(),
+            phases_s=phases_s,
             sampled=meter.tokens_of_samples(groups, token_branches),
             actors=tuple(actors.tolist()),
             token_actors=of_sequence[owners[token_branches]],
@@ -200,9 +201,6 @@ class Learner:
     def order(self, kind: str, **arrays: Any) -> None:
         if self.world.is_first and self.world.links is not None:
             self.world.links.tell_all(Message(kind, arrays=arrays))
-
-    def train_step(self, groups: list[TrainingGroup], version: int) -> dict[str, Any]:
-        return self.step(self.prepare(groups, version))
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
         """Rank 0: take one step on all ranks. Return figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""

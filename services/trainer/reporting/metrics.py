@@ -4,7 +4,7 @@ they happen, and states are read at each scrape, on the HTTP thread."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
@@ -19,16 +19,20 @@ from pipelinerl.figures import FIGURES, Figure, plain
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
 from pipelinerl.rl.groups import StaleReason
-from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
+from pipelinerl.rl.memory import GIB
 from pipelinerl.run_summary import StepRecord
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
 from pipelinerl.v1 import trainer_pb2
-from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
-from services.trainer.checkpoint.store import CHECKPOINT_SECONDS, UploadMetrics
-from services.trainer.distributed.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.checkpoint.store import Uploads
+from services.trainer.data.feeder import Feeder
+from services.trainer.data.intake import Intake
 from services.trainer.learn.step import TRAIN
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import MEMBER_STATES, UpdateRecord
+from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.world import ADAPTER, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS
 
 PREFIX = "pipelinerl_trainer"
 ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
@@ -44,11 +48,12 @@ def rank_orders(registry: CollectorRegistry) -> Counter:
 
 OF_TASK = ("reward_mean", "completion_tokens_mean", "truncated_fraction")
 """Figures of a step that are also computed for each task."""
-GIB = 1024**3
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
 """Bucket edges: from a step of a million-parameter model on a CPU, up to one hour."""
 PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
 """Bucket edges for the phases of a step: from short copies to long waits."""
+CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
+"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
 STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
@@ -103,6 +108,7 @@ class StepMetrics:
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
         text = "algorithm.max_lag; no series without one, or if it bounds a mean."
         self.lag_bound = metrics.reading("token_lag_bound_steps", text)
+        self.planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
         self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
         text = "Parts of a step, one after the other."
         self._phases = metrics.histogram("step_phase_seconds", text, PHASE_SECONDS, {"phase": STEP_PHASES})
@@ -140,16 +146,12 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 class MembershipMetrics:
     def __init__(self, metrics: MetricSet) -> None:
-        text = "Regroupings: the group of all members was formed again."
-        self.regroups = metrics.counter("regroups_total", text, unit="groups of members")
         text, causes = "Actors that the trainer removed from an epoch although they did not leave.", tuple(EvictionCause)
         self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
         text = "Arrivals: an actor began to serve, in an epoch or on a side group."
         self.joins = metrics.counter("joins_total", text, unit="actors")
         text = "Bringing one actor to the served version on a side group."
         self.join_seconds = metrics.histogram("join_seconds", text, SECONDS)
-        text, outcomes = "Versions that all members serve, and transfers that were started again.", ("served", "aborted")
-        self.updates = metrics.counter("weight_updates_total", text, {"outcome": outcomes}, unit="updates")
         text = "First to last byte of a version, at the trainer."
         self._transfer = metrics.histogram("weight_update_transfer_seconds", text, SECONDS)
         text = "From the offer of a version until the last member serves it."
@@ -157,7 +159,6 @@ class MembershipMetrics:
         self._bytes = metrics.counter("weight_update_bytes_total", "Bytes of the versions that all members serve.")
 
     def served(self, update: UpdateRecord) -> None:
-        self.updates.labels("served").inc()
         self._transfer.observe(update.transfer_s)
         self._round_trip.observe(update.round_trip_s)
         self._bytes.inc(update.num_bytes)
@@ -183,60 +184,29 @@ def phase_name(phase: int) -> str:
 PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() if phase)
 
 
-class CheckpointMetrics:
-    """Metrics of the newest checkpoint. Its age shows how much work a crash would lose."""
-
-    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
-        self._clock_s, self._has_begun = clock_s, False
-        self._planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
-        self._version = metrics.reading("checkpoint_version", "Version of the newest checkpoint; none before the first.")
-        text = "When the newest checkpoint was written, by this or an earlier trainer; before the first, when training began."
-        self._at = metrics.reading("checkpoint_timestamp_seconds", text)
-        self._seconds = metrics.histogram("checkpoint_seconds", "Time to write one checkpoint.", CHECKPOINT_SECONDS)
-
-    def begin(self, planned_steps: int, checkpoint: int | None, since_s: float | None = None) -> None:
-        """`checkpoint`: version of the checkpoint that this trainer resumes from. `since_s`: when it was written; without a
-        checkpoint, when the run first started; None for the run's first trainer, whose time `training_begins` sets."""
-        self._planned.set(planned_steps)
-        self._version.set(checkpoint)
-        self._at.set(since_s)
-        self._has_begun = since_s is not None
-
-    def training_begins(self) -> None:
-        """Start the age of unsaved work, unless an earlier trainer or a checkpoint already did."""
-        if not self._has_begun:
-            self._at.set(self._clock_s())
-            self._has_begun = True
-
-    def written(self, written: WrittenCheckpoint) -> None:
-        self._has_begun = True
-        self._version.set(written.version)
-        self._at.set(self._clock_s())
-        self._seconds.observe(written.seconds)
-
-
 STREAMS = ("prompts", "sequences")
 BY_STREAM = {"stream": STREAMS}
 
 
 class StreamMetrics:
-    """Size and age of the streams, as of the last check."""
+    """Size of the streams as of the last check, and age of the oldest message that was there."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
-        self._clock_s = clock_s
         self.seen: dict[str, StreamInfo] = {}
-        self._messages = metrics.reading("stream_messages", "Messages that the stream holds.", BY_STREAM)
-        self._bytes = metrics.reading("stream_bytes", "Bytes that the stream holds.", BY_STREAM)
+        messages = metrics.reading("stream_messages", "Messages that the stream holds.", BY_STREAM)
+        messages.read(lambda: {name: one.messages for name, one in self.seen.items()})
+        held = metrics.reading("stream_bytes", "Bytes that the stream holds.", BY_STREAM)
+        held.read(lambda: {name: one.bytes for name, one in self.seen.items()})
         text = "Age of the stream's oldest message; 0 when it is empty."
-        self._oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
+        oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
+        oldest.read(lambda: {name: _age_s(one, clock_s()) for name, one in self.seen.items()})
 
     def saw(self, stream: str, info: StreamInfo) -> None:
-        self.seen = seen = {**self.seen, stream: info}
-        now_s = self._clock_s()
-        self._messages.set({name: one.messages for name, one in seen.items()})
-        self._bytes.set({name: one.bytes for name, one in seen.items()})
-        ages_s = {name: now_s - one.first_at_s for name, one in seen.items() if one.messages and one.first_at_s}
-        self._oldest.set({name: max(0.0, ages_s.get(name, 0.0)) for name in seen})  # clocks may disagree
+        self.seen = {**self.seen, stream: info}
+
+
+def _age_s(stream: StreamInfo, now_s: float) -> float:
+    return max(0.0, now_s - stream.first_at_s) if stream.messages and stream.first_at_s else 0.0  # clocks may disagree
 
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -268,51 +238,33 @@ class TokenLagHistogram(Collector):
         yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunView:
-    """State of a run at one moment, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it on any thread."""
+    """State of a run, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it, and any thread may read the parts'
+    plain attributes."""
 
     version: int
     """Optimizer steps taken."""
     waiting_for: str
     """Event or data that the trainer waits for; empty if it is not waiting."""
-    served_version: int | None
-    """Newest version that every member serves; None before the first."""
-    epoch: int
-    num_members: int
-    """Members of the epoch."""
-    states: Mapping[str, str]
-    """State of each registered actor, one of `MEMBER_STATES`."""
-    serving: Collection[str]
-    """Actors that serve the newest served version."""
-    evictions: int
-    counts: LedgerCounts
-    reasons: Mapping[Outcome, Mapping[str, int]]
-    """Sequences of the whole run by outcome and reason. Sequences without a reason are left out."""
-    tokens: Mapping[str, int]
-    """Completion tokens by outcome of their sequence, since this start."""
-    tokens_arrived: int
-    """Completion tokens that reached the trainer since this start."""
-    position: int
-    """Position of the last message read from SEQUENCES."""
-    bad_messages: int
-    failures: Mapping[str, str]
-    """For each reason, one example message of a failed sequence or refused prompt."""
-    quarantined: int
-    """Number of actors in quarantine."""
-    ready_groups: int
-    allowance_by_version: int
-    """Number of groups that the staleness bound alone would allow to issue now."""
-    in_flight: int
-    in_flight_limit: int | None
-    holds_actors_back: bool
-    """True if the freshness limit keeps actors from getting more prompts."""
-    upload_waiting_s: float | None
-    """Time that a checkpoint has been waiting for its upload; None without uploads."""
+    updater: WeightUpdater
+    feeder: Feeder
+    intake: Intake
+    uploads: Uploads
+    checkpoints: Checkpointer
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.feeder.tracker.ledger
+
+    @property
+    def served_version(self) -> int | None:
+        """Return the newest version that every member serves; None before the first."""
+        return self.updater.served_version if self.updater.served_version >= 0 else None
 
     @property
     def member_states(self) -> dict[str, int]:
-        states = list(self.states.values())
+        states = list(self.updater.states.values())
         return {state: states.count(state) for state in MEMBER_STATES}
 
 
@@ -330,32 +282,46 @@ STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
     StateMetric("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
     StateMetric("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
-    StateMetric("epoch", "Epoch: number of the current membership of the transfer group.", lambda run: run.epoch, "epoch"),
-    StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.", lambda run: run.counts.as_dict(),
-                labels={"state": STATES}),
+    StateMetric("regroups_total", "Regroupings: the group of all members was formed again.",
+                lambda run: run.updater.regroups, "groups of members"),
+    StateMetric("weight_updates_total", "Versions that all members serve, and transfers that were started again.",
+                lambda run: run.updater.updates, "updates", {"outcome": ("served", "aborted")}),
+    StateMetric("epoch", "Epoch: number of the current membership of the transfer group.",
+                lambda run: run.updater.epoch, "epoch"),
+    StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.",
+                lambda run: run.ledger.counts.as_dict(), labels={"state": STATES}),
     StateMetric("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
-                lambda run: run.counts.discrepancy),
-    StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.reasons[Outcome.FAILED]),
+                lambda run: run.ledger.counts.discrepancy),
+    StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
                 labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
     StateMetric("dropped_stale_sequences", "Sequences that were too old for training, by reason.",
-                lambda run: {**_NONE_STALE, **run.reasons[Outcome.DROPPED_STALE]}, labels={"reason": tuple(_NONE_STALE)}),
-    StateMetric("tokens_total", "Completion tokens by outcome of their sequence, since this start.", lambda run: run.tokens,
-                labels={"outcome": OUTCOMES}),
+                lambda run: {**_NONE_STALE, **run.ledger.reasons(Outcome.DROPPED_STALE)},
+                labels={"reason": tuple(_NONE_STALE)}),
+    StateMetric("tokens_total", "Completion tokens by outcome of their sequence, since this start.",
+                lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": OUTCOMES}),
     StateMetric("tokens_arrived_total", "Completion tokens that reached the trainer, since this start.",
-                lambda run: run.tokens_arrived, "tokens"),
+                lambda run: run.intake.tokens_arrived_here, "tokens"),
     StateMetric("bad_messages", "Messages set aside: sequences since the run began, others since this start.",
-                lambda run: run.bad_messages),
+                lambda run: run.intake.bad_messages + run.updater.bad_messages),
     StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
-                "(weights.verify_logprobs).", lambda run: run.quarantined, "actors"),
+                "(weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
+    StateMetric("checkpoint_version", "Version of the newest checkpoint; none before the first.",
+                lambda run: max(run.checkpoints.positions, default=None)),
+    StateMetric("checkpoint_timestamp_seconds", "When the newest checkpoint was written, by this or an earlier trainer; before "
+                "the first, when training began.", lambda run: run.checkpoints.saved_at_s),
+    StateMetric("checkpoint_upload_version", "Version of the last upload; none before the first.",
+                lambda run: run.uploads.last.get("version")),
+    StateMetric("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.",
+                lambda run: run.uploads.last.get("at_s")),
     StateMetric("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series "
-                "without uploads.", lambda run: run.upload_waiting_s),
-    StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.ready_groups),
+                "without uploads.", lambda run: run.uploads.waiting_s),
+    StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready),
     StateMetric("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
-                "bound, up to the run's end.", lambda run: run.allowance_by_version),
+                "bound, up to the run's end.", lambda run: run.feeder.allowance_by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
-                lambda run: run.in_flight),
+                lambda run: run.feeder.in_flight),
     StateMetric("in_flight_limit_sequences", "Maximum of in_flight_sequences by the freshness limit now; none in conventional "
-                "mode.", lambda run: run.in_flight_limit),
+                "mode.", lambda run: run.feeder.in_flight_limit),
 )  # fmt: skip
 
 
@@ -366,11 +332,13 @@ class TrainerMetrics:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
         self._view: Callable[[], RunView] | None = None
-        self._run: RunView | None = None
-        """View shared by all states of one scrape. A scrape reads them in the order of `STATE_METRICS`."""
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
-        self.checkpoints = CheckpointMetrics(metrics, clock_s)
-        self.uploads = UploadMetrics(metrics, clock_s)
+        text = "Time to write one checkpoint."
+        self.checkpoint_seconds = metrics.histogram("checkpoint_seconds", text, CHECKPOINT_SECONDS)
+        text, outcomes = "Attempts to upload a checkpoint.", {"outcome": ("uploaded", "failed")}
+        tries = metrics.counter("checkpoint_uploads_total", text, outcomes, unit="tries")
+        text = "Time to upload and verify one checkpoint."
+        self.uploads = tries, metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
         self.steps = StepMetrics(metrics)
         self.streams = StreamMetrics(metrics, clock_s)
         self.membership = MembershipMetrics(metrics)
@@ -385,14 +353,12 @@ class TrainerMetrics:
         self._view, self._phase = view, phase
 
     def _read(self, state: StateMetric) -> Values:
-        if self._view is not None and (self._run is None or state is STATE_METRICS[0]):
-            self._run = self._view()
-        return None if self._run is None else state.read(self._run)
+        return None if self._view is None else state.read(self._view())
 
     def _unread(self, run: RunView) -> int | None:
         """Return the number of unread messages: those at the last check of the stream, less those read since."""
         log = self.streams.seen.get("sequences")
-        return None if log is None else max(0, log.last_position - run.position)
+        return None if log is None else max(0, log.last_position - run.intake.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:

@@ -49,16 +49,12 @@ class PageBoard:
         self._lock = Lock()
         self._about: Mapping[str, Any] = {"run": ""}
         self._history = RunHistory()
-        self._anew()
+        self._token, self._count = secrets.token_hex(4), 0
+        self._steps: deque[tuple[int, str]] = deque(maxlen=STEPS_KEPT)
         self._state: dict[str, Any] = {"phase": "starting"}
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=MOST_PENDING)
         """Samples since the last step."""
         self._asked_at = -math.inf
-
-    def _anew(self) -> None:
-        self._token = secrets.token_hex(4)
-        self._count = 0
-        self._steps: deque[tuple[int, str]] = deque(maxlen=STEPS_KEPT)
 
     # --- written by the trainer --------------------------------------------------------------------------------------
 
@@ -68,8 +64,7 @@ class PageBoard:
             history.add(record)
         history.add_samples(samples)
         with self._lock:
-            self._about, self._history = dict(about), history
-            self._anew()
+            self._about, self._history, self._token = dict(about), history, secrets.token_hex(4)
 
     def sample(self, sample: Mapping[str, Any]) -> None:
         self._samples.append(sample)

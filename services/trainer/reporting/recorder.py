@@ -92,8 +92,8 @@ class Recorder:
     def watch(self, view: Callable[[], RunView]) -> None:
         """Set `view`, which returns the run's current state. The page, scrapes and gRPC callers read it on demand."""
         self._view = view
-        metrics, start = self.metrics, self._start
-        metrics.checkpoints.begin(self._recipe.trainer.steps, start.version if start.state else None, start.saved_at_s)
+        metrics = self.metrics
+        metrics.steps.planned.set(self._recipe.trainer.steps)
         algorithm = self._recipe.algorithm
         metrics.steps.lag_bound.set(algorithm.max_lag if algorithm.max_lag_of == "oldest_token" else None)
         metrics.watch(view, lambda: self._phase_of(view()))
@@ -113,7 +113,6 @@ class Recorder:
     def training_begins(self) -> None:
         log.info("run %s trains from version %d to %d", self._run, self._start.version, self._recipe.trainer.steps)
         self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
-        self.metrics.checkpoints.training_begins()
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         """Complete the record of one optimizer step on `batch`, pass it to every sink and return it. SAMPLED_WEIGHTS is used
@@ -140,10 +139,10 @@ class Recorder:
 
     def heldout(self, result: HeldoutResult) -> None:
         figures = {
-            "heldout_accuracy": result.accuracy,
-            "heldout_accuracy_lower_bound": result.lower_bound,
+            "heldout_accuracy": result.overall.mean.value,
+            "heldout_accuracy_lower_bound": result.overall.lower_bound,
             "heldout_version": result.version,
-            "heldout_unanswered": result.num_unanswered,
+            "heldout_unanswered": result.overall.num_unanswered,
             "heldout_tokens": result.num_tokens,
             "heldout_sets": {name: accuracy.to_json() for name, accuracy in result.sets.items()},
         }
@@ -174,7 +173,7 @@ class Recorder:
         self._trackers.end(summary, finished=finished)
         if finished:
             self._replicas.finish()
-        self.feed.end()
+        self.feed.add(None)
 
     # --- its members and weight updates ------------------------------------------------------------------------------
 
@@ -204,15 +203,12 @@ class Recorder:
         self.totals.join_s.append(update.round_trip_s)
         self.metrics.membership.join_seconds.observe(update.round_trip_s)
 
-    def update_aborted(self) -> None:
-        self.metrics.membership.updates.labels("aborted").inc()
-
     def member_changed(self, change: MemberChange) -> None:
         if change.kind == "joined":
             self.metrics.membership.joins.inc()
         if change.cause is not None:
             self.metrics.membership.evictions.labels(change.cause.value).inc()
-        others = set(self._view().serving) - {change.member.actor}
+        others = set(self._view().updater.serving) - {change.member.actor}
         what = {
             "joined": f"joined and serves version {change.version}",
             "left": f"left: {change.reason}",
@@ -221,9 +217,6 @@ class Recorder:
         level = logging.WARNING if change.kind == "evicted" else logging.INFO
         num_serving = len(others) + (change.kind == "joined")
         log.log(level, "actor %s %s; actors that serve the newest version: %d", change.member.actor, what, num_serving)
-
-    def regrouped(self) -> None:
-        self.metrics.membership.regroups.inc()
 
     # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 
@@ -243,11 +236,11 @@ class Recorder:
             policy_version=run.version,
             incarnation=self._start.lineage.incarnation,
             total_steps=self._recipe.trainer.steps,
-            sequences=trainer_pb2.SequenceCounts(**run.counts.as_dict()),
-            members=run.num_members,
-            epoch=run.epoch,
+            sequences=trainer_pb2.SequenceCounts(**run.ledger.counts.as_dict()),
+            members=len(run.updater.members),
+            epoch=run.updater.epoch,
             message=f"waiting for {waiting_for}" if waiting_for else "",
-            failures=run.failures,
+            failures={**run.intake.failures, **run.feeder.refused},
         )
 
     async def publish_state(self) -> None:
@@ -266,10 +259,10 @@ class Recorder:
             "served_version": run.served_version,
             "incarnation": status.incarnation,
             "epoch": status.epoch,
-            "members": member_rows(run.states, run.served_version, self._loads),
-            "sequences": run.counts.as_dict(),
-            "actors_held_back": run.holds_actors_back,
-            "reasons": {outcome.value: bounded(run.reasons[outcome]) for outcome in Outcome},
+            "members": member_rows(run.updater.states, run.served_version, self._loads),
+            "sequences": run.ledger.counts.as_dict(),
+            "actors_held_back": run.feeder.bounds.holds_actors_back,
+            "reasons": {outcome.value: bounded(run.ledger.reasons(outcome)) for outcome in Outcome},
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
@@ -354,13 +347,13 @@ class Recorder:
 
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
         run, wall_s = self._view(), time.monotonic() - self._started_at
-        summary = self.totals.summary(self._recipe, run.counts.as_dict())
-        summary["membership"]["evictions"] = run.evictions
+        summary = self.totals.summary(self._recipe, run.ledger.counts.as_dict())
+        summary["membership"]["evictions"] = run.updater.evictions
         summary |= {
             "policy_version": run.version,
             "interrupted": not finished,
             "wall_s": wall_s,
-            "sequence_reasons": {outcome.value: dict(counts) for outcome, counts in run.reasons.items() if counts},
+            "sequence_reasons": {outcome.value: counts for outcome in Outcome if (counts := run.ledger.reasons(outcome))},
             "actor_busy_fraction": self._actor_busy_fraction(),
             "trainer_busy_fraction": self.totals.compute_s / wall_s,
         }

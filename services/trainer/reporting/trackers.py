@@ -177,9 +177,9 @@ class RunTrackers:
     def heldout(self, result: HeldoutResult) -> None:
         time_s = time.time()
         figures = {
-            "heldout/accuracy": result.accuracy,
-            "heldout/accuracy_lower_bound": result.lower_bound,
-            "heldout/unanswered": float(result.num_unanswered),
+            "heldout/accuracy": result.overall.mean.value,
+            "heldout/accuracy_lower_bound": result.overall.lower_bound,
+            "heldout/unanswered": float(result.overall.num_unanswered),
             **flat({f"heldout/{name}": accuracy.to_json() for name, accuracy in result.sets.items()}),
         }
         for tracker in self._trackers:

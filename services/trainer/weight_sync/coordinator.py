@@ -5,7 +5,7 @@ actions to perform, in order. `updater.py` performs them and reports the results
 answers are events, too, and the trainer's own end of the group answers like a member.
 
 The tests check these invariants against every order of events:
-  * `SendCommit(v)` comes only after every remaining member of the epoch has staged v in that epoch with the sender's
+  * `Commit` of v comes only after every remaining member of the epoch has staged v in that epoch with the sender's
     checksum;
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
   * one version is in transfer at a time, and each version that begins ends in `VersionServed`, with the remaining members;
@@ -19,11 +19,11 @@ A run has one coordinator for the epoch of all actors, and one for each side gro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from pipelinerl.v1.control_pb2 import Abort, EpochJoined, Serving, Staged
+from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
 """Maximum number of retries of one version with the same members. After them, each member must first succeed alone."""
@@ -43,6 +43,16 @@ class Member:
     """Uid of the actor's Kubernetes pod; "" = none."""
 
 
+class EvictionCause(StrEnum):
+    HEARTBEAT = "heartbeat"
+    RESTARTED = "restarted"
+    MISSING = "missing"
+    FAILED = "failed"
+    DEADLINE = "deadline"
+    CHECKSUM = "checksum"
+    GROUP_BROKE = "group_broke"
+
+
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
@@ -54,20 +64,22 @@ class MemberUp:
 
 
 @dataclass(frozen=True)
-class MembersDown:
-    """Actors removed their registrations, or their heartbeats expired. They share an event, so that one new epoch is enough."""
-
-    actors: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class MembersLeaving:
-    """These processes are shutting down. `still_running`: they still take part in a running transfer, which then continues
-    without their answers. A second event, when the processes are gone, ends a transfer that may hang on their ranks."""
+    """These processes are shutting down, or are gone; one event for several, so that one new epoch is enough. The process "" is
+    any process of its actor. `still_running`: they still take part in a running transfer, which then continues without their
+    answers. A second event, when the processes are gone, ends a transfer that may hang on their ranks. `cause` None: they leave
+    in order."""
 
     members: tuple[Member, ...]
     reason: str
     still_running: bool = True
+    cause: EvictionCause | None = None
+
+    @classmethod
+    def unregistered(cls, *actors: str) -> MembersLeaving:
+        """Actors removed their registrations, or their heartbeats expired."""
+        members = tuple(Member(actor, process="") for actor in actors)
+        return cls(members, "left, or its heartbeat stopped", False, EvictionCause.HEARTBEAT)
 
 
 @dataclass(frozen=True)
@@ -111,17 +123,7 @@ class HoldCommits:
 
 Answer = EpochJoined | Staged | Serving | Abort
 """A member's report: it has joined, has staged, serves, or has failed. The trainer's own end sends only the first two."""
-Event = (
-    MemberUp
-    | MembersDown
-    | MembersLeaving
-    | MemberReady
-    | VersionReady
-    | HoldCommits
-    | TransferFailed
-    | DeadlinePassed
-    | Answer
-)
+Event = MemberUp | MembersLeaving | MemberReady | VersionReady | HoldCommits | TransferFailed | DeadlinePassed | Answer
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -131,39 +133,6 @@ Event = (
 class FormGroup:
     epoch: int
     members: tuple[Member, ...]
-
-
-@dataclass(frozen=True)
-class SendVersion:
-    """Announce the version, then broadcast it on this epoch's group."""
-
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True)
-class SendCommit:
-    epoch: int
-    version: int
-
-
-@dataclass(frozen=True)
-class SendAbort:
-    """Tell the members to discard the version. Close the group, which may be stuck in a collective."""
-
-    epoch: int
-    version: int
-    reason: str
-
-
-class EvictionCause(StrEnum):
-    HEARTBEAT = "heartbeat"
-    RESTARTED = "restarted"
-    MISSING = "missing"
-    FAILED = "failed"
-    DEADLINE = "deadline"
-    CHECKSUM = "checksum"
-    GROUP_BROKE = "group_broke"
 
 
 @dataclass(frozen=True)
@@ -197,7 +166,9 @@ class WaitingForMembers:
     version: int
 
 
-Action = FormGroup | SendVersion | SendCommit | SendAbort | Evicted | SetDeadline | VersionServed | WaitingForMembers
+Action = FormGroup | Announce | Commit | Abort | Evicted | SetDeadline | VersionServed | WaitingForMembers
+"""Orders to the members are the protocol's messages, with epoch and version alone. After `Announce`, broadcast the version on
+this epoch's group. With `Abort`, close the group, which may be stuck in a collective."""
 
 
 class Phase(Enum):
@@ -255,12 +226,8 @@ class Coordinator:
         match event:
             case MemberUp(member):
                 return self._member_up(member)
-            case MembersDown(actors):
-                self._forget(actors)
-                lost = set(actors) & set(self.members)
-                return self._lose(lost, "left, or its heartbeat stopped", EvictionCause.HEARTBEAT) if lost else []
-            case MembersLeaving(members, reason, still_running):
-                return self._members_leaving(members, reason, still_running)
+            case MembersLeaving():
+                return self._members_leaving(event)
             case MemberReady(actor, process):
                 if actor not in self.present or self.present[actor].process != process:
                     return []
@@ -304,27 +271,24 @@ class Coordinator:
             return self._form()
         return []
 
-    def _members_leaving(self, members: tuple[Member, ...], reason: str, still_running: bool) -> list[Action]:
-        processes = {member.actor: member.process for member in members}
-        self._forget(_of(processes, self.present))
+    def _members_leaving(self, event: MembersLeaving) -> list[Action]:
+        processes = {member.actor: member.process for member in event.members}
+        for actor in _of(processes, self.present):
+            self.present.pop(actor)
+            self._benched.pop(actor, None)
+            self._newcomers.discard(actor)
         leaving = _of(processes, self.members)
         if not leaving:
             hangs = self.phase is Phase.SENDING and TRAINER not in self._answered
-            gone = not still_running and not self._left.isdisjoint(processes.values())
-            return self._again(reason) if hangs and gone else []
-        if not still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
-            return self._lose(leaving, reason, None)
+            gone = not event.still_running and not self._left.isdisjoint(processes.values())
+            return self._again(event.reason) if hangs and gone else []
+        if not event.still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
+            return self._lose(leaving, event.reason, event.cause)
         for actor in leaving:
             self._left.add(self.members.pop(actor).process)
             self._answered.pop(actor, None)
         self._group_stands = False
-        return [Evicted(actor, self.epoch, reason, None) for actor in sorted(leaving)] + self._advance()
-
-    def _forget(self, actors: Iterable[str]) -> None:
-        for actor in actors:
-            self.present.pop(actor, None)
-            self._benched.pop(actor, None)
-            self._newcomers.discard(actor)
+        return [Evicted(actor, self.epoch, event.reason, None) for actor in sorted(leaving)] + self._advance()
 
     def _deadline(self, token: int) -> list[Action]:
         if token != self._deadline_token or not self._under_way:
@@ -368,7 +332,7 @@ class Coordinator:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             if complete and not self.held:
                 self.phase, self._answered = Phase.COMMITTING, {}
-                return [SendCommit(self.epoch, self.version), self._new_deadline()]
+                return [Commit(epoch=self.epoch, version=self.version), self._new_deadline()]
         if self.phase is Phase.COMMITTING and complete:
             self.phase = Phase.IDLE
             self._breaks = self._breaks and len(self.members) == 1
@@ -397,7 +361,7 @@ class Coordinator:
 
     def _send(self) -> list[Action]:
         self.phase, self._answered, self._left = Phase.SENDING, {}, set()
-        return [SendVersion(self.epoch, self.version), self._new_deadline()]
+        return [Announce(epoch=self.epoch, version=self.version), self._new_deadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
         """Remove members. If the others still lack bytes, or none is left to commit, abort and form a new group."""
@@ -426,7 +390,7 @@ class Coordinator:
         return self._again(reason)
 
     def _again(self, reason: str) -> list[Action]:
-        abort = SendAbort(self.epoch, self.version, reason)
+        abort = Abort(epoch=self.epoch, version=self.version, reason=reason)
         return [abort, *self._form()]
 
     def _new_deadline(self) -> SetDeadline:
@@ -435,4 +399,4 @@ class Coordinator:
 
 
 def _of(processes: Mapping[str, str], members: Mapping[str, Member]) -> set[str]:
-    return {actor for actor, process in processes.items() if actor in members and members[actor].process == process}
+    return {actor for actor, process in processes.items() if actor in members and process in ("", members[actor].process)}

@@ -64,7 +64,7 @@ def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) 
 
 def _shapes(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the served parameters on the meta device."""
-    return ((name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p in served_parameters(model))
+    return ((name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p, _ in served_parameters(model))
 
 
 def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) -> Manifest:

@@ -16,13 +16,12 @@ from dataclasses import replace
 from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
-from google.protobuf.message import Message
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import MessageError, ServiceError, TransferError
 from pipelinerl.kube.client import PodEnd
-from pipelinerl.messages.control import decode_control
+from pipelinerl.messages.control import Control, decode_control
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
@@ -96,33 +95,26 @@ class TransferSession:
             self._span.add_event("serving", {a.ACTOR: event.actor, a.STALL_S: event.stall_s})
 
     async def _perform(self, action: c.Action) -> None:
-        updater, incarnation = self._updater, self._updater.incarnation
+        updater = self._updater
         match action:
             case c.FormGroup(epoch, members):
                 await self._form_group(epoch, members)
-            case c.SendVersion(epoch, version):
-                announce = pb.Announce(
-                    incarnation=incarnation,
-                    epoch=epoch,
-                    version=version,
-                    manifest_id=updater.sender.manifest.manifest_id,
-                    deadline_s=updater.deadline_s,
-                )
-                with self._order_span("announce", epoch) as span:
-                    await self._say("announce", announce, span)
+            case pb.Announce():
+                action.manifest_id, action.deadline_s = updater.sender.manifest.manifest_id, updater.deadline_s
+                with self._order_span("announce", action.epoch) as span:
+                    await self._say("announce", action, span)
                 assert self._group is not None
                 assert self._snapshot is not None
-                self._task = updater.tasks.create_task(self._broadcast(self._group, self._snapshot, epoch, version))
-            case c.SendCommit(epoch, version):
-                self._commit_span = self._order_span("commit", epoch)
-                commit = pb.Commit(incarnation=incarnation, epoch=epoch, version=version)
-                await self._say("commit", commit, self._commit_span)
-            case c.SendAbort(epoch, version, reason):
-                log.warning("version %d is aborted in epoch %d: %s", version, epoch, reason)
-                self._span.add_event("aborted", {a.REASON: reason})
-                self._end_spans(reason, of_commit_only=True)
-                abort = pb.Abort(incarnation=incarnation, epoch=epoch, version=version, reason=reason, actor="")
-                await self._say("abort", abort)
+                sending = self._broadcast(self._group, self._snapshot, action.epoch, action.version)
+                self._task = updater.tasks.create_task(sending)
+            case pb.Commit():
+                self._commit_span = self._order_span("commit", action.epoch)
+                await self._say("commit", action, self._commit_span)
+            case pb.Abort():
+                log.warning("version %d is aborted in epoch %d: %s", action.version, action.epoch, action.reason)
+                self._span.add_event("aborted", {a.REASON: action.reason})
+                self._end_spans(action.reason, of_commit_only=True)
+                await self._say("abort", action)
                 await self._stop_transfer()
             case c.SetDeadline(token):
                 if self._timer is not None:
@@ -149,7 +141,6 @@ class TransferSession:
         group = updater.sender.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
         self._group = group
         start = pb.EpochStart(
-            incarnation=updater.incarnation,
             epoch=epoch,
             store_address=group.store_address,
             backend=updater.sender.backend,
@@ -191,7 +182,8 @@ class TransferSession:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _say(self, kind: str, order: Message, span: Span = INVALID_SPAN) -> None:
+    async def _say(self, kind: str, order: Control, span: Span = INVALID_SPAN) -> None:
+        order.incarnation = self._updater.incarnation
         payload, actor = order.SerializeToString(), self.joiner.actor if self.joiner else ""
         headers, bus = headers_of(trace_of(span)), self._updater.bus
         await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
@@ -240,8 +232,8 @@ class WeightUpdater:
         self._served_snapshot: Snapshot | None = None
         self._reasons: dict[str, str] = {}
         self.served_version = -1
-        self.evictions = 0
-        self.bad_messages = 0
+        self.evictions = self.regroups = self.bad_messages = 0
+        self.updates = {"served": 0, "aborted": 0}
 
     # --- used by the rest of the trainer ----------------------------------------------------------------------------
 
@@ -345,7 +337,7 @@ class WeightUpdater:
             async for event in events:
                 if event.payload is None:
                     self._draining.discard(event.actor)
-                    self.post(None, c.MembersDown((event.actor,)))
+                    self.post(None, c.MembersLeaving.unregistered(event.actor))
                     continue
                 try:
                     said = decode_control(event.payload, pb.Registration)
@@ -426,18 +418,13 @@ class WeightUpdater:
         match event:
             case c.MemberUp(member):
                 self.roster.up(member)
-            case c.MembersDown(actors):
-                for actor in actors:
-                    self._gone(actor, "left, or its heartbeat stopped", left=False)
-            case c.MembersLeaving(members, reason):
+            case c.MembersLeaving(members, reason, _, cause):
                 for member in members:
                     if member.actor not in self._main.coordinator.present:  # else another process has the name
-                        self._gone(member.actor, reason, left=True)
+                        changes = self.roster.gone(member.actor, self.epoch, self.served_version, reason, left=cause is None)
+                        self._tell(changes)
+                        self.on_change()
         await self._tend_sides()
-
-    def _gone(self, actor: str, reason: str, *, left: bool) -> None:
-        self._tell(self.roster.gone(actor, self.epoch, self.served_version, reason, left=left))
-        self.on_change()
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
@@ -448,20 +435,21 @@ class WeightUpdater:
             match action:
                 case c.FormGroup(epoch):
                     if self._formed_before:
-                        self._observer.regrouped()
+                        self.regroups += 1
                     self._formed_before = True
                 case c.Evicted(actor, _, reason, cause):
                     self.evictions += cause is not None
                     self._note_reason(actor, reason)
                     self._tell(self.roster.put_out(action, self.served_version))
-                case c.SendAbort():
-                    self._observer.update_aborted()
+                case pb.Abort():
+                    self.updates["aborted"] += 1
                 case c.WaitingForMembers(version):
                     log.warning("no actor is left: version %d waits for one to register", version)
                 case c.VersionServed(version, epoch):
                     self._served_snapshot, self._under_way = self._under_way, None
                     self.served_version = version
                     self._tell(self.roster.served(self.members.values(), epoch, version))
+                    self.updates["served"] += 1
                     self._observer.served(self._main.record)
                     self.on_change()
         await self._tend_sides()  # after all actions, so that evicted actors rest first
@@ -490,8 +478,8 @@ class WeightUpdater:
                     await self._sides.pop(actor).close()
                     self._observer.joined(actor, session.record)
                     self.on_change()
-                case c.SendAbort():
-                    self._observer.update_aborted()
+                case pb.Abort():
+                    self.updates["aborted"] += 1
                     continue
                 case c.WaitingForMembers():
                     await self._sides.pop(actor).close()
@@ -507,8 +495,6 @@ def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) ->
     for session, event in events:
         before = merged[-1][1] if merged else None
         match before, event:
-            case c.MembersDown(earlier), c.MembersDown(actors):
-                merged[-1] = (None, c.MembersDown(earlier + actors))
             case c.MembersLeaving(earlier), c.MembersLeaving(members) if replace(before, members=members) == event:
                 merged[-1] = (None, replace(before, members=earlier + members))
             case _:

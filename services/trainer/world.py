@@ -158,17 +158,19 @@ class World:
             dist.broadcast(tensor, 0)
 
 
-def join_ranks(device: torch.device) -> None:
-    """Join the other ranks of torchrun's environment, and wait until all have joined."""
+def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> None:
+    """Join the other ranks of torchrun's environment, and wait until all have joined. Raises `ServiceError` on every rank if
+    one of them has another value in `same`."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)
         place = {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT, **place)
+    if same:
+        _agree(same)
 
 
-def agree(what: Mapping[str, str]) -> None:
-    """Compare `what` across all ranks. All ranks must call this. Raises `ServiceError` on every rank if one rank differs."""
+def _agree(what: Mapping[str, str]) -> None:
     size = dist.get_world_size()
     links = Links.among_all(TENSOR_TIMEOUT)
     if dist.get_rank() > 0:
