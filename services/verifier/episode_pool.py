@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from pipelinerl.errors import PipelineRLError, ServiceError, UserError
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness
-from pipelinerl.service.retry import retry_forever
 from pipelinerl.v1.verifier_pb2 import (
     VERIFY_STATUS_CRASHED,
     VERIFY_STATUS_TIMEOUT,
@@ -32,7 +31,16 @@ from pipelinerl.v1.verifier_pb2 import (
 )
 from services.verifier.episode_worker import BEGIN, ENDED, JUDGE, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, WorkerProcess, how_ended, read_frame, start_worker
+from services.verifier.pool import (
+    FRAME_LENGTH,
+    QueueFull,
+    WorkerGone,
+    WorkerProcess,
+    how_ended,
+    read_frame,
+    start_again,
+    start_worker,
+)
 
 log = logging.getLogger(__name__)
 
@@ -140,11 +148,8 @@ class EpisodePool:
                 self._template, readiness.reason = None, NO_TEMPLATE
                 await template.close()
             self._metrics.worker_restarts.labels("death").inc()
-            template = await retry_forever(
-                lambda: start_template(self._recipe),
-                "start the process from which episodes are forked",
-                retried=lambda error: isinstance(error, UserError | ServiceError | OSError),
-                level=logging.ERROR,
+            template = await start_again(
+                lambda: start_template(self._recipe), "start the process from which episodes are forked"
             )
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:

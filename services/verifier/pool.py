@@ -1,4 +1,5 @@
-"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only costs its own item.
+"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only costs its own item. If a task has
+a judge, its items wait for the judge's answer before they wait for a worker.
 
 After its deadline a worker is killed with all processes it started, and its item times out. If a worker dies, its item is tried
 once more, since the cause may have been an outside signal or an earlier item; after a second death the item fails.
@@ -20,9 +21,11 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Literal
 
 from google.protobuf.message import DecodeError
@@ -34,8 +37,9 @@ from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.v1 import verifier_pb2
 from services.verifier.confinement import kill_group, kill_tree
+from services.verifier.judge import Judge
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.worker import RETIRED
+from services.verifier.worker import RETIRED, failed
 
 log = logging.getLogger(__name__)
 
@@ -76,18 +80,29 @@ class Job:
             self.on_result(result)
 
     def fail(self, status: verifier_pb2.VerifyStatus, message: str, seconds: float = 0.0) -> None:
-        name = self.item.sequence_id
-        self.resolve(verifier_pb2.VerifyResult(sequence_id=name, status=status, message=message, seconds=seconds))
+        self.resolve(failed(status, message, self.item.sequence_id, seconds))
+
+
+start_again = partial(
+    retry_forever, retried=lambda error: isinstance(error, UserError | ServiceError | OSError), level=logging.ERROR
+)
+"""Function that starts a process in place of one that ended, and waits until that succeeds."""
 
 
 @asynccontextmanager
 async def run_pool(
-    recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int
+    recipe: Recipe,
+    metrics: VerifierMetrics,
+    readiness: Readiness,
+    *,
+    workers: int,
+    max_queue: int,
+    judges: Mapping[str, Judge] = MappingProxyType({}),
 ) -> AsyncIterator[RewardPool]:
     """Start the workers, and at the end kill them with all processes they started. The service is ready while at least one
     worker is up. Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if a first worker does not start.
     """
-    pool = RewardPool(recipe, metrics, readiness, max_queue)
+    pool = RewardPool(recipe, metrics, readiness, max_queue, judges)
     starts = await asyncio.gather(*(start_worker(recipe) for _ in range(workers)), return_exceptions=True)
     first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
     for failure in starts:
@@ -104,10 +119,13 @@ async def run_pool(
 
 
 class RewardPool:
-    """The pool, which `run_pool` creates. The queue is first in, first out, except that repeated items come first."""
+    """The pool, which `run_pool` creates. The queue is first in, first out, except that repeated items come first. `judges`: by
+    task."""
 
-    def __init__(self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int) -> None:
-        self._recipe, self._metrics, self._readiness = recipe, metrics, readiness
+    def __init__(
+        self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int, judges: Mapping[str, Judge]
+    ) -> None:
+        self._recipe, self._metrics, self._readiness, self._judges = recipe, metrics, readiness, judges
         self._rewards = {name: share.reward for name, share in recipe.problem_sets.items()}
         self.max_queue = max_queue
         self._jobs: deque[Job] = deque()
@@ -117,21 +135,36 @@ class RewardPool:
         metrics.queue_capacity.set(max_queue)
 
     async def score(
-        self, items: Iterable[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
+        self,
+        items: Iterable[verifier_pb2.VerifyItem],
+        on_result: Callable[[verifier_pb2.VerifyResult], None] = lambda result: None,
     ) -> list[verifier_pb2.VerifyResult]:
         """Return one result per item, in order. `on_result` gets each result as soon as it is ready. If `QueueFull` is raised,
         no item is queued. If the call is cancelled, its items leave the queue."""
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
-        if len(self._jobs) + len(jobs) > self.max_queue:
-            raise QueueFull(f"{len(jobs)} items do not fit: {len(self._jobs)} of max_queue = {self.max_queue} are waiting")
-        self._jobs.extend(jobs)
+        waiting = len(self._jobs) + sum(judge.num_waiting for judge in self._judges.values())
+        if waiting + len(jobs) > self.max_queue:
+            raise QueueFull(f"{len(jobs)} items do not fit: {waiting} of max_queue = {self.max_queue} are waiting")
+        self._jobs.extend(job for job in jobs if job.item.task not in self._judges)
         self._filled.set()
+        judged = [self._judge(job) for job in jobs if job.item.task in self._judges]
         try:
-            return await asyncio.gather(*(job.future for job in jobs))
+            await asyncio.gather(*(job.future for job in jobs), *judged)
         except asyncio.CancelledError:
             self._jobs = deque(job for job in self._jobs if not job.future.done())
             raise
+        return [job.future.result() for job in jobs]
+
+    async def _judge(self, job: Job) -> None:
+        """Queue an item with its judge's answer. Without one, the item fails."""
+        answer = await self._judges[job.item.task].answer(job.item)
+        if answer.status != verifier_pb2.VERIFY_STATUS_OK:
+            job.fail(answer.status, answer.message)
+            return
+        job.item.judgement = answer.answer
+        self._jobs.append(job)
+        self._filled.set()
 
     async def run_slot(self, worker: WorkerProcess) -> None:
         """Run one worker after another, until cancelled."""
@@ -143,12 +176,7 @@ class RewardPool:
                 self._count_up(-1)
                 await worker.kill()
             self._metrics.worker_restarts.labels(loss).inc()
-            worker = await retry_forever(
-                lambda: start_worker(self._recipe),
-                "start a reward worker",
-                retried=lambda error: isinstance(error, UserError | ServiceError | OSError),
-                level=logging.ERROR,
-            )
+            worker = await start_again(lambda: start_worker(self._recipe), "start a reward worker")
 
     def _count_up(self, change: int) -> None:
         self._up += change
@@ -194,7 +222,7 @@ class RewardPool:
             log.warning("reward worker died on %s (time %d): %s", job.item.sequence_id, job.deaths, gone)
         if job.deaths >= MOST_DEATHS:
             scorer = self._rewards[job.item.task].scorer
-            job.fail(verifier_pb2.VERIFY_STATUS_CRASHED, f"{DIED} {scorer} died: {gone}"[:500])
+            job.fail(verifier_pb2.VERIFY_STATUS_CRASHED, f"{DIED} {scorer} died: {gone}")
         elif not job.future.done():
             self._jobs.appendleft(job)
             self._filled.set()

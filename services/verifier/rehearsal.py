@@ -39,7 +39,7 @@ async def rehearse(recipe: Recipe, items: list[VerifyItem], forms: list[list[tup
                 _say(calling=number)
                 for completion, wanted in forms[number]:
                     item.completion_text = completion
-                    (result,) = await pool.score([item], lambda _: None)
+                    (result,) = await pool.score([item])
                     if result.status != VERIFY_STATUS_OK or not wanted or result.answer == wanted[:MESSAGE_CHARACTERS]:
                         told = {name: getattr(result, name) for name in ("reward", "seconds", "message", "answer")}
                         _say(completion=completion, status=status_name(result.status), **told)

@@ -90,9 +90,12 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
     return failed(status, message)
 
 
-def failed(status: verifier_pb2.VerifyStatus, message: str) -> verifier_pb2.VerifyResult:
+def failed(
+    status: verifier_pb2.VerifyStatus, message: str, sequence_id: str = "", seconds: float = 0.0
+) -> verifier_pb2.VerifyResult:
     """Return a failed result. `message` may quote users' code and the policy."""
-    return verifier_pb2.VerifyResult(status=status, message=as_unicode(message)[:MESSAGE_CHARACTERS])
+    message = as_unicode(message)[:MESSAGE_CHARACTERS]
+    return verifier_pb2.VerifyResult(sequence_id=sequence_id, status=status, message=message, seconds=seconds)
 
 
 def _hint(error: BaseException, item: verifier_pb2.VerifyItem, answer: str | None) -> str:
