@@ -35,7 +35,7 @@ from pipelinerl.transfer.chunks import (
 )
 from pipelinerl.transfer.group import HOST, WeightGroup, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupFailed, Manifest, NothingStaged, TransferAborted, WrongChunk
-from services.actor.weight_sync.client import Discard, Hello, Join, Order, Receive, Reply, StagedWeights, as_line
+from services.actor.weight_sync.client import Discard, Join, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
 from services.actor.weight_sync.loaders import Loader
 
 log = logging.getLogger(__name__)
@@ -145,11 +145,13 @@ class Receiver:
 
 
 class TransferWorker:
-    """Performs the actor's orders in one vLLM worker, as in `WeightUpdateClient`. `device`: the model's."""
+    """Performs the actor's orders in one vLLM worker, as in `WeightUpdateClient`. `loading` is sent first. `device`: the
+    model's."""
 
     def __init__(
         self,
-        hello: Hello,
+        rank: int,
+        loading: WeightLoading,
         loader: Loader,
         manifest: Manifest,
         socket_path: str,
@@ -158,7 +160,7 @@ class TransferWorker:
         staging_buffers: int = 2,
         device: torch.device = HOST.device,
     ) -> None:
-        self._rank, self._loader, self._manifest = hello.worker_rank, loader, manifest
+        self._rank, self._loader, self._manifest = rank, loader, manifest
         self._stall_timeout_s, self._staging_buffers = stall_timeout_s, staging_buffers
         self._memory = StagingMemory(staging_buffers)
         self._placement = on_device(device)
@@ -172,7 +174,7 @@ class TransferWorker:
         self._orders: queue.Queue[Order | str | None] = queue.Queue(MAX_WAITING_ORDERS)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(socket_path)
-        self._socket.sendall(as_line(hello))
+        self._socket.sendall(as_line(loading))
         for target in (self._read, self._work):
             threading.Thread(target=target, name=f"weights-{target.__name__}", daemon=True).start()
 
@@ -210,7 +212,7 @@ class TransferWorker:
             with self._socket.makefile("rb") as lines:
                 for line in lines:
                     order = msgspec.json.decode(line, type=Order)
-                    if isinstance(order.body, Discard):
+                    if isinstance(order, Discard):
                         self._abort()
                     self._orders.put(order)
         except (OSError, ValueError) as error:
@@ -234,19 +236,19 @@ class TransferWorker:
     def _perform(self, order: Order) -> Reply:
         staged = None
         try:
-            match order.body:
+            match order:
                 case Join():
-                    self._join(order.body)
+                    self._join(order)
                 case Receive():
-                    staged = self._receive(order.body)
+                    staged = self._receive(order)
                 case Discard():
                     self._discard()
         except Exception as error:
             if not isinstance(error, TransferError):
                 log.exception("weight transfer failed")
             group_broke = isinstance(error, GroupFailed | TransferAborted)
-            return Reply(order.number, problem=f"{type(error).__name__}: {error}", group_broke=group_broke)
-        return Reply(order.number, staged)
+            return Reply(problem=f"{type(error).__name__}: {error}", group_broke=group_broke)
+        return Reply(staged)
 
     def _join(self, order: Join) -> None:
         self._leave()
