@@ -198,8 +198,7 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
         try:
             confine([*filter(None, [share.task.path]), *named], urlsplit(request.base_url).port)
         except NoSandbox as error:
-            refusal = failed(VERIFY_STATUS_CRASHED, f"the episode has no sandbox: {error}")
-            refusal.sequence_id = request.sequence_id
+            refusal = failed(VERIFY_STATUS_CRASHED, f"the episode has no sandbox: {error}", request.sequence_id)
             verifier.send_bytes(refusal.SerializeToString())
             return
     random.seed(request.seed)  # otherwise all episodes would draw the same numbers from the template's state

@@ -12,7 +12,6 @@ user's mistake. Then every frame to the worker is a `VerifyItem` and every frame
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -186,14 +185,11 @@ class RewardPool:
     async def _serve(self, worker: WorkerProcess) -> Loss:
         """Score items of the queue, one at a time, until the worker is lost, and return the reason. Waits for an item, which a
         caller adds, for the worker, and for the reward's deadline."""
+        worker.ended.add_done_callback(lambda _: self._filled.set())
         while True:
             while not self._jobs and not worker.ended.done():
                 self._filled.clear()
-                filled = asyncio.create_task(self._filled.wait())
-                try:
-                    await asyncio.wait((filled, worker.ended), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    filled.cancel()
+                await self._filled.wait()
             if worker.ended.done():
                 gone = await worker.gone()
                 log.warning("reward worker %d ended while idle: %s", worker.pid, gone)
@@ -299,9 +295,7 @@ class WorkerProcess:
 
     async def gone(self) -> WorkerGone:
         """Describe the end of a worker that has exited or closed its pipe."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await asyncio.shield(self.ended)
+        await asyncio.wait((self.ended,), timeout=1.0)
         code = self._process.returncode
         if code is None:
             return WorkerGone("it closed its pipe")

@@ -37,6 +37,7 @@ from services.verifier.episode_worker import is_confined
 from services.verifier.judge import Judge, api_key
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
 from services.verifier.pool import NO_WORKER, QueueFull, RewardPool, run_pool
+from services.verifier.worker import failed
 
 log = logging.getLogger(__name__)
 
@@ -138,11 +139,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             self._metrics.calls.labels(code.name).inc()
 
     def _unknown(self, item: verifier_pb2.VerifyItem | verifier_pb2.EpisodeRequest) -> verifier_pb2.VerifyResult:
-        return verifier_pb2.VerifyResult(
-            sequence_id=item.sequence_id,
-            status=verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK,
-            message=f"task {item.task!r:.100}: this verifier serves {', '.join(self._tasks)}",
-        )
+        message = f"task {item.task!r:.100}: this verifier serves {', '.join(self._tasks)}"
+        return failed(verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK, message, item.sequence_id)
 
 
 @asynccontextmanager
