@@ -22,18 +22,10 @@ from pipelinerl.errors import PipelineRLError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_TIMEOUT, EpisodeRequest, VerifyItem, VerifyResult
+from services.verifier import pool
 from services.verifier.episode_worker import BEGIN, ENDED, JUDGE, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import (
-    FRAME_LENGTH,
-    QueueFull,
-    WorkerGone,
-    WorkerProcess,
-    how_ended,
-    read_frame,
-    start_again,
-    start_worker,
-)
+from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, how_ended, read_frame, start_again, start_worker
 from services.verifier.worker import failed
 
 log = logging.getLogger(__name__)
@@ -57,12 +49,12 @@ async def run_episode_pool(
     recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_episodes: int
 ) -> AsyncIterator[EpisodePool]:
     """Start the template and yield the pool. Raises `UserError` for missing code, `ServiceError` if the start fails."""
-    pool = EpisodePool(recipe, metrics, max_episodes)
+    episodes = EpisodePool(recipe, metrics, max_episodes)
     template = await start_template(recipe)
     async with asyncio.TaskGroup() as tasks:
-        keeper = tasks.create_task(pool.keep_template(template, readiness), name="episode-template")
+        keeper = tasks.create_task(episodes.keep_template(template, readiness), name="episode-template")
         try:
-            yield pool
+            yield episodes
         finally:
             keeper.cancel()
 
@@ -71,7 +63,7 @@ async def run_episode_pool(
 class Template:
     """The process that forks episodes, and the socket to it. `ended`: exit code of each running episode; None if it is lost."""
 
-    process: WorkerProcess
+    process: pool.WorkerProcess
     orders: socket.socket
     ended: dict[int, asyncio.Future[int | None]] = field(default_factory=dict)
 

@@ -14,16 +14,14 @@ import json
 import logging
 import os
 import re
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
 
 from pipelinerl.errors import FieldError, PipelineRLError, as_unicode
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig
+from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.metrics import VerifierMetrics
@@ -115,7 +113,7 @@ class Judge:
                 await self._turn()
             try:
                 left_s = max(until_s - time.monotonic(), 0.1)
-                return await in_thread(lambda: post(self._config, self._key, text, left_s))
+                return await asyncio.wrap_future(on_thread("judge-call", lambda: post(self._config, self._key, text, left_s)))
             except JudgeUnavailable as error:
                 failure = str(error)
                 raise
@@ -201,18 +199,3 @@ def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
     if not isinstance(content, str):
         raise JudgeRefused(f"the response is not a chat completion: {body[:200].decode(errors='replace')!r}")
     return as_unicode(content)
-
-
-async def in_thread(call: Callable[[], str]) -> str:
-    """Run `call()` on a daemon thread, which cannot delay the process's exit after the caller has left."""
-    future = Future[str]()
-    future.set_running_or_notify_cancel()  # so that the result can be set after the caller has left
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:  # noqa: BLE001 - handed to the caller
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="judge-call", daemon=True).start()
-    return await asyncio.wrap_future(future)

@@ -24,7 +24,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Literal
 
 from google.protobuf.message import DecodeError
@@ -90,13 +89,7 @@ start_again = partial(
 
 @asynccontextmanager
 async def run_pool(
-    recipe: Recipe,
-    metrics: VerifierMetrics,
-    readiness: Readiness,
-    *,
-    workers: int,
-    max_queue: int,
-    judges: Mapping[str, Judge] = MappingProxyType({}),
+    recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int, judges: Mapping[str, Judge]
 ) -> AsyncIterator[RewardPool]:
     """Start the workers, and at the end kill them with all processes they started. The service is ready while at least one
     worker is up. Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if a first worker does not start.

@@ -32,7 +32,7 @@ async def rehearse(recipe: Recipe, items: list[VerifyItem], forms: list[list[tup
     costly = set[str]()
     metrics = VerifierMetrics(RunRegistry(recipe.name), recipe.problem_sets)
     try:
-        async with run_pool(recipe, metrics, Readiness(), workers=1, max_queue=1) as pool:
+        async with run_pool(recipe, metrics, Readiness(), workers=1, max_queue=1, judges={}) as pool:
             for number, item in enumerate(items):
                 if item.task in costly:
                     continue

@@ -4,8 +4,9 @@ Every URL contains the key of a running episode. A turn is sampled as the recipe
 probabilities; a request only sets length, stop strings and tools. Answers are sent whole; a stream's connection is kept alive
 until then.
 
-`Rendering` converts messages to tokens and back. Recorded tokens are never rendered again; only the messages after them are. If
-the model's format cannot do that, or if the request's history was not recorded, the whole history begins a branch.
+`context_of` and `answer_of` convert messages to tokens and back. Recorded tokens are never rendered again; only the messages
+after them are. If the model's format cannot do that, or if the request's history was not recorded, the whole history begins a
+branch.
 """
 
 from __future__ import annotations
@@ -66,15 +67,11 @@ class _ChatRequest(_Limits):
     tool_choice: Any = None
     stream: Any = False
     stream_options: dict[str, Any] | None = None
-    n: Any = None
 
 
 class _GenerateRequest(msgspec.Struct):
     token_ids: Annotated[list[int], Meta(min_length=1)]
     sampling_params: _Limits | None = None
-    features: Any = None
-    content_parts: Any = None
-    stream: Any = False
 
 
 class _GivenMessage(msgspec.Struct):
@@ -93,10 +90,10 @@ def _read(given: Any, kind: type[_Result], where: str = "the body") -> _Result:
         raise Unrenderable(f"{where}: {error}") from error
 
 
-def episode_app(episodes: Episodes, rendering: Rendering, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
+def episode_app(episodes: Episodes, chat: ChatFormat, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
     """Return the app, which must run on the event loop that samples. `model`: the model's name in /models."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    endpoint = Endpoint(episodes, rendering, metrics, model, vocab_size)
+    endpoint = Endpoint(episodes, chat, metrics, model, vocab_size)
     app.add_api_route("/episodes/{key}/v1/models", endpoint.models)
     app.add_api_route("/episodes/{key}/v1/chat/completions", endpoint.chat_completions, methods=["POST"])
     app.add_api_route("/episodes/{key}/inference/v1/generate", endpoint.generate, methods=["POST"])
@@ -106,35 +103,35 @@ def episode_app(episodes: Episodes, rendering: Rendering, metrics: ActorMetrics,
 
 
 class Endpoint:
-    def __init__(self, episodes: Episodes, rendering: Rendering, metrics: ActorMetrics, model: str, vocab_size: int) -> None:
-        self._episodes, self._rendering, self._metrics = episodes, rendering, metrics
+    def __init__(self, episodes: Episodes, chat: ChatFormat, metrics: ActorMetrics, model: str, vocab_size: int) -> None:
+        self._episodes, self._chat, self._metrics = episodes, chat, metrics
         self._model, self._vocab_size = model, vocab_size
         self._logged_fields: set[str] = set()
 
     async def models(self, key: str) -> dict[str, Any]:
         episode = self._episodes[key].episode
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
-        return {"object": "list", "data": [{**card, "max_model_len": episode.limits.max_context}]}
+        return {"object": "list", "data": [{**card, "max_model_len": episode.max_context}]}
 
     async def chat_completions(self, key: str, request: Request) -> Response:
         run, body = await self._received(key, request)
-        episode, rendering = run.episode, self._rendering
+        episode, chat = run.episode, self._chat
         asked, messages = _read(body, _ChatRequest), read_messages(body.get("messages") or None)
-        if asked.n not in (None, 1):
-            raise Unrenderable(f"n = {asked.n!r}: use 1, since an episode records each answer once; ask again for another")
+        if body.get("n") not in (None, 1):
+            raise Unrenderable(f"n = {body['n']!r}: use 1, since an episode records each answer once; ask again for another")
         tools, may_call = asked.tools or [], asked.tool_choice != "none"
-        context = rendering.context(episode.served, messages, tools)
+        context = context_of(chat, episode.served, messages, tools)
         self._count_ignored(ignored_fields(body, episode.sampling))
         stop = (*episode.sampling.stop, *asked.stops)
         with_usage = bool((asked.stream_options or {}).get("include_usage"))
 
         def answered(turn: RecordedTurn) -> str:
-            answer = rendering.answer(turn, messages, tools, stop, may_call)
+            answer = answer_of(chat, turn, messages, tools, stop, may_call)
             completion = chat_completion(turn, answer, model=str(body.get("model") or self._model))
             return stream_of(completion, with_usage) if asked.stream else json.dumps(completion)
 
         max_tokens = asked.max_completion_tokens or asked.max_tokens
-        waits = episode.turn(context, max_tokens=max_tokens, stop=asked.stops, stop_token_ids=rendering.stop_token_ids)
+        waits = episode.turn(context, max_tokens=max_tokens, stop=asked.stops, stop_token_ids=chat.stop_token_ids)
         answering = _answer(run, request, waits, answered)
         return await self._stream(answering) if asked.stream else Response(await answering, media_type="application/json")
 
@@ -142,7 +139,7 @@ class Endpoint:
         run, body = await self._received(key, request)
         asked = _read(body, _GenerateRequest)
         limits = asked.sampling_params or _Limits()
-        if asked.features or asked.content_parts or asked.stream:
+        if any(map(body.get, ("features", "content_parts", "stream"))):
             raise Unrenderable("features, content_parts, stream: this endpoint only takes text tokens, and does not stream")
         stop_token_ids = tuple(limits.stop_token_ids or ())
         for name, ids in (("token_ids", asked.token_ids), ("sampling_params.stop_token_ids", stop_token_ids)):
@@ -362,41 +359,37 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-class Rendering:
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
-        self.stop_token_ids = chat.stop_token_ids
-
-    def context(self, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-        """Return the turn's context, int32[context]. It extends the last turn in `served` that is part of the request's
-        history, if any. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
-        turn = _last_known(served, _history(messages, tools))
-        messages, tools = self._chat.control.parted(messages), self._chat.control.parted(tools)
-        token_ids = None
-        if turn is not None:
-            prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
-            num_known = len(turn.messages) - 1
-            token_ids = self._chat.extend(prompt_ids, sampled_ids, messages, num_known, tools)
-        return np.array(token_ids or self._chat.render(messages, tools), dtype=np.int32)
-
-    def answer(
-        self, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: tuple[str, ...] = (), may_call: bool = True
-    ) -> Answer:
-        """Return the turn as a message, without the stop string that ended it, and note its history in the turn."""
+def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
+    """Return the turn's context, int32[context]. It extends the last turn in `served` that is part of the request's
+    history, if any. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
+    turn = _last_known(served, _history(messages, tools))
+    messages, tools = chat.control.parted(messages), chat.control.parted(tools)
+    token_ids = None
+    if turn is not None:
         prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
-        parsed = self._chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
+        num_known = len(turn.messages) - 1
+        token_ids = chat.extend(prompt_ids, sampled_ids, messages, num_known, tools)
+    return np.array(token_ids or chat.render(messages, tools), dtype=np.int32)
 
-        def made_id(number: int) -> str:  # never changes, and has nine letters and digits, as Mistral's templates require
-            salt = number.to_bytes(8, "little")
-            return hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=salt).hexdigest()[:9]
 
-        calls = tuple(
-            ToolCall(as_unicode(call.id) or made_id(number), as_unicode(call.name), as_unicode(call.arguments_json))
-            for number, call in enumerate(parsed.tool_calls)
-        )
-        answer = Answer(before_stop(parsed.content, stop), before_stop(parsed.reasoning, stop), calls)
-        turn.messages = _history([*messages, message_of(answer)], tools)
-        return answer
+def answer_of(
+    chat: ChatFormat, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: Iterable[str] = (), may_call: bool = True
+) -> Answer:
+    """Return the turn as a message, without the stop string that ended it, and note its history in the turn."""
+    prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
+    parsed = chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
+
+    def made_id(number: int) -> str:  # never changes, and has nine letters and digits, as Mistral's templates require
+        salt = number.to_bytes(8, "little")
+        return hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=salt).hexdigest()[:9]
+
+    calls = tuple(
+        ToolCall(as_unicode(call.id) or made_id(number), as_unicode(call.name), as_unicode(call.arguments_json))
+        for number, call in enumerate(parsed.tool_calls)
+    )
+    answer = Answer(before_stop(parsed.content, stop), before_stop(parsed.reasoning, stop), calls)
+    turn.messages = _history([*messages, message_of(answer)], tools)
+    return answer
 
 
 def message_of(answer: Answer) -> Message:

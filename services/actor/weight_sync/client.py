@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -174,6 +174,7 @@ def parse_version(text: str) -> PolicyVersion:
     return PolicyVersion(int(incarnation), int(number)) if separator else PolicyVersion(0, 0)
 
 
+@dataclass(eq=False)
 class WeightUpdateClient:
     """Loads versions into vLLM. Calls must not overlap, except that `discard` may come while `receive` waits. All raise
     `TransferError`.
@@ -184,23 +185,17 @@ class WeightUpdateClient:
     worker holds at a time while it receives.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        *,
-        recompute_kv: bool = False,
-        stall_timeout_s: float = 10.0,
-        bind_host: str | None = None,
-        force_paused: bool = False,
-        staging_buffers: int = 2,
-    ) -> None:
-        self._llm, self._recompute_kv = llm, recompute_kv
-        self._stall_timeout_s, self._bind_host, self._force_paused = stall_timeout_s, bind_host, force_paused
-        self._staging_buffers = staging_buffers
-        self._link: WorkerLink | None = None
-        self.swapping = asyncio.Lock()
-        self.before_swap: Callable[[], Awaitable[None]] | None = None
-        """Callback while the engine is paused for a commit, before the swap."""
+    llm: AsyncLLM
+    _: KW_ONLY
+    recompute_kv: bool = False
+    stall_timeout_s: float = 10.0
+    bind_host: str | None = None
+    force_paused: bool = False
+    staging_buffers: int = 2
+    swapping: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    before_swap: Callable[[], Awaitable[None]] | None = field(default=None, init=False)
+    """Callback while the engine is paused for a commit, before the swap."""
+    _link: WorkerLink | None = field(default=None, init=False)
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built. Raises
@@ -208,16 +203,11 @@ class WeightUpdateClient:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.close()
-        link = await WorkerLink.listen(self._llm.vllm_config.parallel_config.world_size)
-        init_info = {
-            "socket_path": link.path,
-            "manifest": manifest.to_bytes(),
-            "stall_timeout_s": self._stall_timeout_s,
-            "staging_buffers": self._staging_buffers,
-            "force_paused": self._force_paused,
-        }
+        link = await WorkerLink.listen(self.llm.vllm_config.parallel_config.world_size)
+        options = {name: getattr(self, name) for name in ("stall_timeout_s", "staging_buffers", "force_paused")}
+        init_info = {"socket_path": link.path, "manifest": manifest.to_bytes(), **options}
         try:
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
             hellos = await link.hellos(PREPARE_TIMEOUT_S)
             if problem := next((hello.problem for hello in hellos if hello.problem), ""):
                 raise ManifestMismatch(problem)
@@ -230,7 +220,7 @@ class WeightUpdateClient:
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
         """Leave the previous group and join this one. The rank in `group` is that of this engine's first worker."""
         assert self._link is not None, "prepare comes first"
-        await self._link.ask(Join(replace(group, bind_host=self._bind_host), timeout_s))
+        await self._link.ask(Join(replace(group, bind_host=self.bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         """Receive and stage a version. After an error, the group is left. A cancelled caller must call `discard`."""
@@ -250,19 +240,19 @@ class WeightUpdateClient:
 
         async with self.swapping:
             # `AsyncLLM.pause_generation` would add a sleep of 20 ms, for the order in which a caller sees outputs.
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
+            await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self.recompute_kv)
             started = time.monotonic()
             try:
                 if self.before_swap is not None:
                     await self.before_swap()
-                await self._llm.start_weight_update()
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
+                await self.llm.start_weight_update()
+                await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
             except Exception as error:  # vLLM reports a worker's exception as a bare Exception
-                await self._llm.resume_generation()
+                await self.llm.resume_generation()
                 raise TransferError(f"version {version} cannot be committed: {error}") from error
             try:
-                await self._llm.finish_weight_update(weight_version=str(version))
-                await self._llm.resume_generation()
+                await self.llm.finish_weight_update(weight_version=str(version))
+                await self.llm.resume_generation()
             except Exception as error:
                 raise CommitFailed(f"the swap to version {version} failed: {error}") from error
             return time.monotonic() - started
