@@ -126,13 +126,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     _started_s: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
-        engine, bus, metrics, instance, of_actor = (
-            self.engine,
-            self.bus,
-            self.metrics,
-            self.settings.instance,
-            self.recipe.actor,
-        )
+        engine, bus, metrics = self.engine, self.bus, self.metrics
+        instance, of_actor = self.settings.instance, self.recipe.actor
         self.gate = gate = ServingGate(self.recipe.algorithm.max_lag)
         self._held = held = HeldGroups()
         sizes = {"buffer_size": of_actor.publish_buffer, "batch_size": of_actor.verify_batch}
