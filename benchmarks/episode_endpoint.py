@@ -98,29 +98,27 @@ async def serve(model: str) -> None:
     from pipelinerl.messages.verification import VerifierClient
     from pipelinerl.service.http import serve_http
     from services.actor.engine import GenerationRequest
-    from services.actor.episodes.endpoint import Rendering, episode_app
-    from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, base_path
+    from services.actor.episodes.endpoint import episode_app
+    from services.actor.episodes.episode import Episode, Episodes, base_path
     from services.actor.episodes.formats import chat_format
     from services.actor.metrics import ActorMetrics
     from services.actor.vllm_engine import start_engine
 
     recipe = _recipe(model)
     sampling = SamplingParams(recipe.sampling.temperature, TURN_TOKENS)
-    limits = EpisodeLimits(TURNS, recipe.model.max_context, turn_timeout_s=60.0)
+    limits: dict[str, Any] = {"max_turns": TURNS, "max_context": recipe.model.max_context, "turn_timeout_s": 60.0}
     metrics = ActorMetrics(CollectorRegistry())
     async with start_engine(recipe, model) as engine:
         gc.freeze()  # as the service does
         await engine.llm.update_weight_version("1.0")
         serving = Episodes(VerifierClient("127.0.0.1:1"), metrics, recipe, engine.decode)  # environments run in this process
-        app = episode_app(
-            serving, Rendering(chat_format(engine.tokenizer, "")), metrics, model="policy", vocab_size=engine.vocab_size
-        )
+        app = episode_app(serving, chat_format(engine.tokenizer, ""), metrics, model="policy", vocab_size=engine.vocab_size)
 
         def begun(name: str) -> Episode:
             async def sample(context: TokenIds, _: Completion, sampling: SamplingParams, number: int) -> Completion:
                 return await engine.generate(GenerationRequest(f"{name}.{number}", context, sampling, None, "begun at 0"))
 
-            return Episode(sampling, limits, sample, metrics, engine.decode)
+            return Episode(sampling, sample, metrics, engine.decode, **limits)
 
         async with serve_http(app, HOST, 0, on_this_loop=True) as port:
             print(json.dumps(port), flush=True)

@@ -58,7 +58,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.run_dir import create_run_dir
 from pipelinerl.service.http import serve_http
-from services.actor.episodes.endpoint import Rendering, episode_app
+from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import ChatFormat, chat_format
 from services.actor.finishing import Finisher
@@ -176,7 +176,7 @@ class Stage:
                     episodic=True,
                 )
                 await bus.publish_prompt(encode_group(group), group.group_id)
-            app = episode_app(episodes, Rendering(self._chat), metrics, model="policy", vocab_size=engine.vocab_size)
+            app = episode_app(episodes, self._chat, metrics, model="policy", vocab_size=engine.vocab_size)
             port = await stack.enter_async_context(serve_http(app, HOST, 0, on_this_loop=True))
             episodes.address = f"{HOST}:{port}"
             finisher = Finisher(
@@ -205,7 +205,7 @@ class Stage:
                 measured = await self._window(lambda: metrics.tokens_total, lambda: metrics.busy.running)
                 left = await bus.pending_prompts()
                 await sampler.interrupt(STOP_S)
-                await finisher.drained()
+                await finisher.buffer.join()
             if not left:
                 raise ServiceError("there were no prompts left at the end of a round: its window says nothing")
             await check_sequences(bus)

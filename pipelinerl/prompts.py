@@ -19,7 +19,7 @@ from typing import Any
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ModelConfig, TaskConfig
 from pipelinerl.recipe.loading import is_template, no_template_file
-from pipelinerl.tasks.source import Problem
+from pipelinerl.tasks.source import Problem, conversation
 
 log = logging.getLogger(__name__)
 
@@ -179,13 +179,10 @@ def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control
 
 def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> str:
     """Render the problem with instruction and system prompt. Only text from a row is split by marks, not the recipe's."""
-    *before, last = control.parted(problem.messages or ({"role": "user", "content": problem.question},))
-    asked = f"{last['content']}\n{config.instruction}" if config.instruction else last["content"]
+    given = control.parted(problem.messages or ({"role": "user", "content": problem.question},))
+    messages = conversation(given, config)
     if config.prompt_style != "chat":
-        return str(asked)
-    messages: list[Any] = [*before, {**last, "content": asked}]
-    if config.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
+        return str(messages[-1]["content"])
     try:
         return written(tokenizer, messages)
     except Exception as error:  # a template calls raise_exception, is not Jinja, or fails on a field that is not there

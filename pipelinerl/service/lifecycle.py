@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -88,6 +89,25 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
         stopping.cancel()
         await asyncio.wait((working, stopping))
     raise StartStopped("stopped before it was up")
+
+
+def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
+    """Run `work` on a new daemon thread, which blocks neither other work nor the end of the process."""
+    done = Future[_Result]()
+    done.set_running_or_notify_cancel()  # so that cancelling a waiting task does not cancel the work
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            if not isinstance(error, PipelineRLError):
+                log.exception("%s failed", name)
+            done.set_exception(error.with_traceback(None))  # its frames would keep the work's objects alive
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)

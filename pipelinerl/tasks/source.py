@@ -244,6 +244,15 @@ def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any
     return question, []
 
 
+def conversation(messages: Sequence[Mapping[str, Any]], config: TaskConfig) -> list[dict[str, Any]]:
+    """Return a problem's messages with the recipe's instruction and system prompt."""
+    *before, last = map(dict, messages)
+    if config.instruction:
+        last["content"] = f"{last['content']}\n{config.instruction}"
+    is_told = not config.system_prompt or (before or [last])[0]["role"] == "system"
+    return [*([] if is_told else [{"role": "system", "content": config.system_prompt}]), *before, last]
+
+
 def _text_at(row: Mapping[str, Any], name: str) -> str:
     """Return a text or a number of the row as text; a list with one item counts as its item. Raises `BadRow`."""
     value = value_in(row, name)

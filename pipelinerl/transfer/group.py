@@ -21,20 +21,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
-from pipelinerl.errors import FieldError, TransferError
+from pipelinerl.errors import FieldError
 from pipelinerl.messages.control import Backend
+from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.settings import host_port, split_host_port
 from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, RanksMissing, TransferAborted
 
@@ -86,28 +87,6 @@ def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
     if wanted == "nccl" and not on_gpu:
         raise FieldError("weights.backend", wanted, "this trainer has no GPU: use gloo, or auto")
     return "nccl" if wanted == "nccl" or (wanted == "auto" and on_gpu) else "gloo"
-
-
-_Result = TypeVar("_Result")
-
-
-def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
-    """Run `work` on a new daemon thread, which blocks neither other work nor the end of the process."""
-    done = Future[_Result]()
-    done.set_running_or_notify_cancel()  # so that cancelling a waiting task does not cancel the work
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            if not isinstance(error, TransferError):
-                log.exception("%s failed", name)
-            done.set_exception(error.with_traceback(None))  # its frames would keep the work's objects alive
-        else:
-            done.set_result(result)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done
 
 
 ABORT_WITHIN_S = 5.0

@@ -16,7 +16,7 @@ import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable, Container
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import grpc
@@ -26,18 +26,8 @@ from opentelemetry.trace import SpanKind
 from pipelinerl.bus.jetstream import Bus, service_bus
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.initial_model import model_source
-from pipelinerl.messages.sequences import (
-    FINISH_REASON_TO_PROTO,
-    INT32,
-    PolicyVersion,
-    PromptGroup,
-    TokenIds,
-    array_from_bytes,
-    branch_to_proto,
-    check_sampling,
-    sampling_from_proto,
-    write_completion,
-)
+from pipelinerl.messages import sequences
+from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, PolicyVersion, PromptGroup, TokenIds
 from pipelinerl.messages.verification import VerifierClient, result_of
 from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
@@ -55,7 +45,7 @@ from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from pipelinerl.v1.control_pb2 import Registration
 from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, start_of
-from services.actor.episodes.endpoint import Rendering, episode_app
+from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import chat_format_of
 from services.actor.finishing import Finisher
@@ -104,8 +94,8 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         if recipe.episodic_tasks:
             use_chat_template(engine.tokenizer, recipe.model)
             episodes = Episodes(verifier, metrics, recipe, engine.decode)
-            rendering = Rendering(chat_format_of(engine.tokenizer, recipe.model))
-            endpoint = episode_app(episodes, rendering, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
+            chat = chat_format_of(engine.tokenizer, recipe.model)
+            endpoint = episode_app(episodes, chat, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
             serving = serve_http(endpoint, settings.episode_host, settings.episode_port, on_this_loop=True)
             episode_port = await stack.enter_async_context(serving)
             episodes.address = host_port(settings.advertise_host, episode_port)
@@ -116,45 +106,38 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         await actor.run(address.grpc, readiness)
 
 
+@dataclass(eq=False)
 class Actor(actor_pb2_grpc.ActorServiceServicer):
     """Connects the actor's running parts, and serves its gRPC calls: state, held-out generation, the parity probe."""
 
-    def __init__(
-        self,
-        settings: ActorSettings,
-        recipe: Recipe,
-        engine: InferenceEngine,
-        bus: Bus,
-        verifier: VerifierClient,
-        metrics: ActorMetrics,
-        context: LogContext,
-        stop: asyncio.Event,
-        episodes: Episodes | None = None,
-    ) -> None:
-        self._settings, self._recipe, self._bus, self._engine = settings, recipe, bus, engine
-        self.metrics, self._context, self._stop = metrics, context, stop
-        self._started_s = time.monotonic()
-        self._process = uuid.uuid4().hex[:12]
-        instance, of_actor = settings.instance, recipe.actor
-        self.gate = gate = ServingGate(recipe.algorithm.max_lag)
+    settings: ActorSettings
+    recipe: Recipe
+    engine: InferenceEngine
+    bus: Bus
+    verifier: VerifierClient
+    metrics: ActorMetrics
+    context: LogContext
+    stop: asyncio.Event
+    episodes: Episodes | None = None
+    _process: str = field(default_factory=lambda: uuid.uuid4().hex[:12], init=False)
+    _started_s: float = field(default_factory=time.monotonic, init=False)
+
+    def __post_init__(self) -> None:
+        engine, bus, metrics = self.engine, self.bus, self.metrics
+        instance, of_actor = self.settings.instance, self.recipe.actor
+        self.gate = gate = ServingGate(self.recipe.algorithm.max_lag)
         self._held = held = HeldGroups()
-        self._finisher = Finisher(
-            bus, verifier, metrics, held.published, buffer_size=of_actor.publish_buffer, batch_size=of_actor.verify_batch
-        )
-        sampler = partial(Sampler, engine, gate, instance=instance, max_context=recipe.model.max_context, episodes=episodes)
+        sizes = {"buffer_size": of_actor.publish_buffer, "batch_size": of_actor.verify_batch}
+        self._finisher = Finisher(bus, self.verifier, metrics, held.published, **sizes)
+        max_context = self.recipe.model.max_context
+        sampler = partial(Sampler, engine, gate, instance=instance, max_context=max_context, episodes=self.episodes)
         self.training = sampler(places=of_actor.sequences_in_progress, metrics=metrics, keep=held.keep)
         # Training requests do not wait for evaluation, which has its own places.
-        self._heldout = sampler(places=EVALUATION_SLOTS, split=Split.HELDOUT, stopped=stop)
+        self._heldout = sampler(places=EVALUATION_SLOTS, split=Split.HELDOUT, stopped=self.stop)
         self._heldout_samples = asyncio.Semaphore(EVALUATION_SLOTS)
+        most = max(of_actor.samples_in_progress(share.task) for share in self.recipe.mixture.values())
         self._generation = GenerationLoop(
-            bus,
-            self.training,
-            self._finisher,
-            held,
-            gate,
-            metrics,
-            instance=instance,
-            samples_in_progress=max(of_actor.samples_in_progress(share.task) for share in recipe.mixture.values()),
+            bus, self.training, self._finisher, held, gate, metrics, instance=instance, samples_in_progress=most
         )
         self._updates = updates = UpdateListener(bus, engine.weights, gate, metrics, instance=instance, process=self._process)
         metrics.version.read(lambda: gate.served.number if gate.served else None)
@@ -164,34 +147,34 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         metrics.most_in_progress.set(of_actor.sequences_in_progress)
 
     async def run(self, grpc_address: str, readiness: Readiness) -> None:
-        settings, instance = self._settings, self._settings.instance
+        settings, instance = self.settings, self.settings.instance
         me = Registration(
             actor=instance,
             process=self._process,
             grpc_address=grpc_address,
-            ranks=self._recipe.actor.engine.tensor_parallel_size,
+            ranks=self.recipe.actor.engine.tensor_parallel_size,
             pod_uid=settings.pod_uid,
         )
-        heartbeat = Heartbeat(self._bus, self.gate, lambda: self._updates.manifest_id, me)
+        heartbeat = Heartbeat(self.bus, self.gate, lambda: self._updates.manifest_id, me)
         try:
             async with asyncio.TaskGroup() as tasks:
                 producers = [tasks.create_task(part) for part in (self._finisher.run(), self._generation.run())]
                 beside = self._updates.run(), heartbeat.run(), self._show_state(readiness)
-                keeping = self._held.keep_alive(self._bus.limits.ack_wait_s / 3)
+                keeping = self._held.keep_alive(self.bus.limits.ack_wait_s / 3)
                 others = [tasks.create_task(part) for part in (*beside, keeping)]
-                await self._stop.wait()
+                await self.stop.wait()
                 self.gate.drain()
                 readiness.reason = "draining"
                 tasks.create_task(heartbeat.leave())
                 await self.training.interrupt(INTERRUPT_S)
                 try:
                     async with asyncio.timeout(DRAIN_S):
-                        await self._finisher.drained()
+                        await self._finisher.buffer.join()
                 except TimeoutError:
                     log.warning("finished sequences were not verified and stored within %g s; they are handed over", DRAIN_S)
                 await _cancelled(producers)
                 started, num_groups = time.monotonic(), len(self._held)
-                await hand_over(self._bus, self._held, self.metrics, instance=instance, timeout_s=HAND_OVER_S)
+                await hand_over(self.bus, self._held, self.metrics, instance=instance, timeout_s=HAND_OVER_S)
                 log.info("stopped; handed over %d groups in %.1f s", num_groups, time.monotonic() - started)
                 await _cancelled(others)
         finally:
@@ -200,10 +183,10 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     async def _show_state(self, readiness: Readiness) -> None:
         """Update /readyz and the policy version in log lines, and raise an error if the engine is dead."""
         while True:
-            await self._engine.check_health()
+            await self.engine.check_health()
             readiness.reason = self.gate.reason
             served = self.gate.served
-            self._context.policy_version = served.number if served else None
+            self.context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
     # The gRPC service. Bad input is INVALID_ARGUMENT with the name of the field. An engine would fail on token ids outside the
@@ -212,7 +195,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self.gate.served
         return actor_pb2.ActorState(
-            instance=self._settings.instance,
+            instance=self.settings.instance,
             phase=actor_pb2.ActorPhase.Value(f"ACTOR_PHASE_{self.gate.phase.upper()}"),
             policy_version=served.number if served else 0,
             incarnation=served.incarnation if served else 0,
@@ -228,7 +211,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[actor_pb2.GenerateResult]:
         try:
-            groups = read_prompts(request, self._engine.vocab_size, self._recipe.episodic_tasks)
+            groups = read_prompts(request, self.engine.vocab_size, self.recipe.episodic_tasks)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         trace = trace_in(dict(context.invocation_metadata() or ()))
@@ -244,9 +227,9 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     task.cancel()
 
     async def Score(self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ScoreResponse:
-        most = self._recipe.model.max_context - 1
+        most = self.recipe.model.max_context - 1
         try:
-            tokens = read_tokens(request.token_ids, self._engine.vocab_size, "ScoreRequest", "token_ids")
+            tokens = read_tokens(request.token_ids, self.engine.vocab_size, "ScoreRequest", "token_ids")
             if not 2 <= len(tokens) <= most:
                 raise MessageError("ScoreRequest", "token_ids", f"{len(tokens)} tokens, give 2 to {most}")
         except MessageError as error:
@@ -257,7 +240,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no policy version is served yet")
                 raise AssertionError("abort raises")
             try:
-                logprobs = await self._engine.score(tokens)
+                logprobs = await self.engine.score(tokens)
             except EngineError as error:
                 await context.abort(grpc.StatusCode.INTERNAL, str(error))
         return actor_pb2.ScoreResponse(
@@ -279,10 +262,10 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             id=prompt_id, finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason], completion_text=sequence.completion_text
         )
         if group.episodic:
-            result.branches.extend(map(branch_to_proto, sequence.all_branches))
+            result.branches.extend(map(sequences.branch_to_proto, sequence.all_branches))
             result.verdict.CopyFrom(result_of(replace(sequence, sequence_id=prompt_id)))
         else:
-            write_completion(result, sequence)
+            sequences.write_completion(result, sequence)
         return result
 
 
@@ -300,8 +283,8 @@ def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: 
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
     if unknown := {prompt.task for prompt in request.prompts if prompt.task and prompt.task not in episodic}:
         raise MessageError(kind, "prompts.task", f"{unknown} are not episodic tasks of the recipe")
-    sampling = sampling_from_proto(request.sampling)
-    check_sampling(sampling, "SamplingParams")
+    sampling = sequences.sampling_from_proto(request.sampling)
+    sequences.check_sampling(sampling, "SamplingParams")
     return {
         prompt.id: PromptGroup(
             run="",
@@ -324,7 +307,7 @@ def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: 
 
 def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds:
     """Return int32[tokens]. Raises `MessageError` with position and value of the first token outside the vocabulary. Pure."""
-    tokens = array_from_bytes(data, INT32, kind, field)
+    tokens = sequences.array_from_bytes(data, sequences.INT32, kind, field)
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
         first = outside[0]

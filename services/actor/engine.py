@@ -15,17 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.messages.sequences import (
-    EMPTY_COMPLETION,
-    Completion,
-    FinishReason,
-    Logprobs,
-    PartialSequence,
-    PromptGroup,
-    SamplingParams,
-    Sequence,
-    TokenIds,
-)
+from pipelinerl.messages import sequences
+from pipelinerl.messages.sequences import Completion, FinishReason, Logprobs, PartialSequence, PromptGroup, Sequence, TokenIds
 
 if TYPE_CHECKING:
     from services.actor.weight_sync.client import WeightUpdateClient
@@ -47,7 +38,7 @@ class GenerationRequest:
 
     request_id: str
     prompt_token_ids: TokenIds
-    sampling: SamplingParams
+    sampling: sequences.SamplingParams
     seed: int | None = None
     cache_salt: Callable[[], str] = str
 
@@ -192,7 +183,7 @@ def defect_of(made: Completion) -> str:
     """Return why these tokens can be neither trained on nor continued; empty if they can."""
     num_tokens = len(made.completion_token_ids)
     if not num_tokens:
-        return EMPTY_COMPLETION
+        return sequences.EMPTY_COMPLETION
     if not np.isfinite(made.behaviour_logprobs).all():
         return "non_finite_logprobs"
     covered = sum(span.end - span.start for span in made.spans)

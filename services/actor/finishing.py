@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 from opentelemetry.trace import SpanKind
@@ -42,52 +42,42 @@ class FinishedSample:
     """Parent of the sample's next span."""
 
 
+@dataclass(eq=False)
 class Finisher:
     """Gets a reward from the verifier for each finished sample, then publishes it on SEQUENCES and calls `on_published(group,
     sample_index)`. If verifier or stream are unavailable, the bounded buffer fills, generation slots stay taken, and nothing is
     dropped. The verifier unblocks it by answering, the trainer by reading."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        verifier: VerifierClient,
-        metrics: ActorMetrics,
-        on_published: Callable[[PromptGroup, int], Awaitable[None]],
-        *,
-        buffer_size: int,
-        batch_size: int,
-    ) -> None:
-        self._bus, self._verifier, self._metrics = bus, verifier, metrics
-        self._on_published = on_published
-        self._batch_size = batch_size
-        self._reasons = BoundedLabels()
-        self._buffer: asyncio.Queue[FinishedSample] = asyncio.Queue(maxsize=buffer_size)
+    bus: Bus
+    verifier: VerifierClient
+    metrics: ActorMetrics
+    on_published: Callable[[PromptGroup, int], Awaitable[None]]
+    _: KW_ONLY
+    buffer_size: int
+    batch_size: int
+    _reasons: BoundedLabels = field(default_factory=BoundedLabels, init=False)
 
-    async def put(self, sample: FinishedSample) -> None:
-        """Add a sample; wait while the buffer is full."""
-        await self._buffer.put(sample)
+    def __post_init__(self) -> None:
+        self.buffer = asyncio.Queue[FinishedSample](maxsize=self.buffer_size)
+        """Callers put samples here. `join` waits until all are stored."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(WORKERS):
                 tasks.create_task(self._work())
 
-    async def drained(self) -> None:
-        """Wait until all samples put so far are stored."""
-        await self._buffer.join()
-
     async def _work(self) -> None:
         while True:
-            batch = [await self._buffer.get()]
-            while len(batch) < self._batch_size and not self._buffer.empty():
-                batch.append(self._buffer.get_nowait())
+            batch = [await self.buffer.get()]
+            while len(batch) < self.batch_size and not self.buffer.empty():
+                batch.append(self.buffer.get_nowait())
             try:
                 async with asyncio.TaskGroup() as tasks:  # concurrently, in one round trip to the stream
                     for sample in await self._rewarded(batch):
                         tasks.create_task(self._publish(sample))
             finally:
                 for _ in batch:
-                    self._buffer.task_done()
+                    self.buffer.task_done()
 
     async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
         """Return the batch with rewards, or failures. An item that the verifier refuses does not affect the others."""
@@ -114,8 +104,8 @@ class Finisher:
                 about: attributes.Attributes = {attributes.SEQUENCE_ID: sample.sequence.sequence_id, **attributes.rpc(VERIFY)}
                 span = child(sample.trace, "sequence.verify", kind=SpanKind.CLIENT, attributes=about)
                 items.append(verify_item(sample, trace_of(spans.enter_context(span))))
-            results = await self._verifier.verify(items)
-        self._metrics.verify_seconds.observe(time.monotonic() - started)
+            results = await self.verifier.verify(items)
+        self.metrics.verify_seconds.observe(time.monotonic() - started)
         rewarded = []
         for sample, result in zip(samples, results, strict=True):
             failure = f"reward_{status_name(result.status)}: {result.message}"[:500]
@@ -130,10 +120,10 @@ class Finisher:
         about |= {attributes.SEQUENCE_ID: sequence.sequence_id, attributes.REWARD: sequence.reward}
         with child(sample.trace, "sequence.publish", kind=SpanKind.PRODUCER, attributes=about) as span:
             failure = await self._store(sequence, headers_of(trace_of(span) or sample.trace))
-        self._metrics.publish_seconds.observe(time.monotonic() - started)
+        self.metrics.publish_seconds.observe(time.monotonic() - started)
         if failure:
-            self._metrics.failed.labels(self._reasons.of(failure)).inc()
-        await self._on_published(sample.group, sequence.sample_index)
+            self.metrics.failed.labels(self._reasons.of(failure)).inc()
+        await self.on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
         """Publish until the stream has stored the sequence. Return the sequence's failure; empty for a good sequence. A
@@ -141,7 +131,7 @@ class Finisher:
         name = sequence.sequence_id
         try:
             payload = encode_sequence(sequence)
-            await retry_forever(lambda: self._bus.publish_sequence(payload, name, headers), f"publish {name}")
+            await retry_forever(lambda: self.bus.publish_sequence(payload, name, headers), f"publish {name}")
             return sequence.failure
         except MessageError as error:
             failure = f"invalid: {error}"[:500]
@@ -160,7 +150,7 @@ class Finisher:
             reference_json="",
         )
         payload = encode_sequence(bare)
-        await retry_forever(lambda: self._bus.publish_sequence(payload, name, headers), f"publish {name}")
+        await retry_forever(lambda: self.bus.publish_sequence(payload, name, headers), f"publish {name}")
         return failure
 
 

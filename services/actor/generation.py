@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,43 +15,20 @@ import numpy as np
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, MessageError, PayloadTooLarge
-from pipelinerl.messages.sequences import (
-    Completion,
-    DeadLetter,
-    FinishReason,
-    PartialSequence,
-    PromptGroup,
-    SamplingParams,
-    Sequence,
-    TokenIds,
-    decode_group,
-    remains_of_group,
-)
+from pipelinerl.messages import sequences
+from pipelinerl.messages.sequences import Completion, PartialSequence, PromptGroup, SamplingParams, Sequence, TokenIds
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
-from services.actor.engine import (
-    EngineError,
-    GenerationRequest,
-    InferenceEngine,
-    Made,
-    before_stop,
-    cut_at_stop,
-    defect_of,
-    failed_sequence,
-    followed_by,
-    seed_of,
-    sequence_of,
-    start_of,
-    state_of,
-)
+from services.actor import engine
+from services.actor.engine import EngineError, InferenceEngine, Made, defect_of, failed_sequence, seed_of
 from services.actor.episodes.episode import Episodes, sequence_of_episode, verdict_of
 from services.actor.finishing import FinishedSample, Finisher
-from services.actor.hand_over import HeldGroups, publish_samples
+from services.actor.hand_over import HeldGroups, answered, publish_samples
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.gate import EpisodeSalt, ServingGate
+from services.actor.weight_sync.gate import ServingGate
 
 log = logging.getLogger(__name__)
 
@@ -62,33 +39,32 @@ ABORT_AGAIN_S = 0.01
 """Seconds between repeated aborts. One abort is not enough, because it misses a request that is just entering the engine."""
 
 
+@dataclass(eq=False)
 class Sampler:
     """Samples completions and episodes of prompt groups, and decodes at most `places` of them at once. An actor has one sampler
     for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation."""
 
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        gate: ServingGate,
-        *,
-        instance: str,
-        max_context: int,
-        places: int,
-        split: Split = Split.TRAIN,
-        episodes: Episodes | None = None,
-        metrics: ActorMetrics | None = None,
-        keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None,
-        stopped: asyncio.Event | None = None,
-    ) -> None:
-        """`episodes`: required for episodic tasks. `metrics`: None counts nothing. `keep(group, partial)` is called with all
-        usable tokens of a sample when it finishes or is interrupted. Setting `stopped` ends the episodes in progress."""
-        self._engine, self._gate, self._instance, self._max_context = engine, gate, instance, max_context
-        self._split, self._episodes, self._metrics, self._keep = split, episodes, metrics, keep
-        self._places = asyncio.Semaphore(places)
-        self._stopped = stopped or asyncio.Event()
-        self.generating: set[str] = set()
-        self._playing: set[asyncio.Task[Any]] = set()
-        self.interrupted = False
+    engine: InferenceEngine
+    gate: ServingGate
+    _: KW_ONLY
+    instance: str
+    max_context: int
+    places: int
+    split: Split = Split.TRAIN
+    episodes: Episodes | None = None
+    """Required for episodic tasks."""
+    metrics: ActorMetrics | None = None
+    """None counts nothing."""
+    keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None
+    """Callback that gets all usable tokens of a sample when it finishes or is interrupted."""
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Setting it ends the episodes in progress."""
+    interrupted: bool = field(default=False, init=False)
+    generating: set[str] = field(default_factory=set, init=False)
+    _playing: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._free_places = asyncio.Semaphore(self.places)
 
     async def sample(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
         """Continue `start` and return the finished sequence, or a failed one with its reason, or None if it was interrupted.
@@ -102,67 +78,74 @@ class Sampler:
         try:
             async with asyncio.timeout(timeout_s):
                 while self.generating:
-                    await self._engine.abort(sorted(self.generating))
+                    await self.engine.abort(sorted(self.generating))
                     await asyncio.sleep(ABORT_AGAIN_S)
         except (EngineError, TimeoutError) as error:
             left = len(self.generating)
             log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
-        self._stopped.set()  # episodes keep their turns in their records
+        self.stopped.set()  # episodes keep their turns in their records
         if self._playing:
             await asyncio.wait(self._playing, timeout=timeout_s)
 
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
-        index, began_s, salt = start.sample_index, time.monotonic(), EpisodeSalt(self._gate)
-        if self._episodes is None or group.task not in self._episodes.tasks:
+        index, began_s = start.sample_index, time.monotonic()
+        salt, is_kept = "", False  # the first turn with tokens fixes it, so that later turns find the cached prefix
+        if self.episodes is None or group.task not in self.episodes.tasks:
             problem = f"{group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
-            return failed_sequence(group, index, self._instance, f"unknown_task: {problem}")
+            return failed_sequence(group, index, self.instance, f"unknown_task: {problem}")
         task = asyncio.current_task()
         assert task is not None
         self._playing.add(task)
         task.add_done_callback(self._playing.discard)
 
+        def salt_of_turn() -> str:
+            nonlocal salt
+            salt = salt if is_kept else self.gate.cache_salt
+            return salt
+
         async def sample(context: TokenIds, made: Completion, sampling: SamplingParams, number: int) -> Completion:
+            nonlocal is_kept
             carried, name = len(made.completion_token_ids), f"{group.sequence_id(index)}.{number}"
             seed = seed_of(group, index, len(context) + carried, number)
-            turn, _ = await self.extend(name, context, made, sampling, seed, salt)
-            salt.keep(len(turn.completion_token_ids) - carried)
+            turn, _ = await self.extend(name, context, made, sampling, seed, salt_of_turn)
+            is_kept = is_kept or len(turn.completion_token_ids) > carried
             return turn
 
-        episode, result = await self._episodes.play(group, start, sample, split=self._split, stopped=self._stopped, trace=trace)
+        episode, result = await self.episodes.play(group, start, sample, split=self.split, stopped=self.stopped, trace=trace)
         made = episode.partial(index, start.generation_s + time.monotonic() - began_s)
-        self._keep(group, made)
+        self.keep(group, made)
         is_cut = any(not turn.is_finished for turn in episode.served)
         if result is None:
             return None
         failed = verdict_of(episode, result)[0] or episode.finish_reason is None
         if self.interrupted and (is_cut or failed):  # the interruption may be the failure's cause
             return None
-        sequence = sequence_of_episode(group, made, episode, result, self._instance)
+        sequence = sequence_of_episode(group, made, episode, result, self.instance)
         if sequence.failure:
             log.error("episode %s failed: %s", sequence.sequence_id, sequence.failure)
         return sequence
 
     async def _complete(self, group: PromptGroup, start: PartialSequence) -> Sequence | None:
         prompt, index, name = group.prompt_token_ids, start.sample_index, group.sequence_id(start.sample_index)
-        room = self._max_context - len(prompt)
+        room = self.max_context - len(prompt)
         if room < 1:
-            problem = f"prompt_too_long: {len(prompt)} tokens, context {self._max_context}"
-            return failed_sequence(group, index, self._instance, problem)
+            problem = f"prompt_too_long: {len(prompt)} tokens, context {self.max_context}"
+            return failed_sequence(group, index, self.instance, problem)
         sampling = replace(group.sampling, max_tokens=min(group.sampling.max_tokens, room))
         seed = seed_of(group, index, len(start.completion_token_ids))
         try:
-            sample, elapsed_s = await self.extend(name, prompt, start, sampling, seed, lambda: self._gate.cache_salt)
+            sample, elapsed_s = await self.extend(name, prompt, start, sampling, seed, lambda: self.gate.cache_salt)
         except EngineError as error:
-            await self._engine.check_health()
+            await self.engine.check_health()
             log.error("sequence %s failed: %s", name, error)
-            return failed_sequence(group, index, self._instance, f"engine: {error}")
+            return failed_sequence(group, index, self.instance, f"engine: {error}")
         sample = replace(sample, generation_s=start.generation_s + elapsed_s)
         if not defect_of(sample):
-            self._keep(group, sample)
+            self.keep(group, sample)
         if sample.finish_reason is None and self.interrupted:
             return None
-        text = before_stop(self._engine.decode(sample.completion_token_ids), group.sampling.stop)
-        return sequence_of(group, sample, self._instance, text)
+        text = engine.before_stop(self.engine.decode(sample.completion_token_ids), group.sampling.stop)
+        return engine.sequence_of(group, sample, self.instance, text)
 
     async def extend(
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
@@ -171,27 +154,28 @@ class Sampler:
         Return it and its seconds in the engine. `salt()` is called when the request enters. Raises `EngineError`."""
         carried, elapsed_s = len(made.completion_token_ids), 0.0
         if made.finish_reason is None and carried >= sampling.max_tokens:
-            made = replace(made, finish_reason=FinishReason.LENGTH)
+            made = replace(made, finish_reason=sequences.FinishReason.LENGTH)
         if made.finish_reason is not None:
             return made, elapsed_s
         token_ids = np.concatenate([context, made.completion_token_ids]).astype(np.int32)
         left = replace(sampling, max_tokens=sampling.max_tokens - carried)
-        async with self._places:
+        async with self._free_places:
             if self.interrupted:
                 return made, elapsed_s
             began_s = time.monotonic()
             self.generating.add(name)
             try:
-                with self._metrics.busy if self._metrics else nullcontext():
-                    more = await self._engine.generate(GenerationRequest(name, token_ids, left, seed, salt))
+                with self.metrics.busy if self.metrics else nullcontext():
+                    more = await self.engine.generate(engine.GenerationRequest(name, token_ids, left, seed, salt))
             finally:
                 self.generating.discard(name)
             elapsed_s = time.monotonic() - began_s
-        if self._metrics:
-            self._metrics.count_generated(len(more.completion_token_ids))
-        return cut_at_stop(followed_by(made, more), carried, sampling.stop, self._engine.decode), elapsed_s
+        if self.metrics:
+            self.metrics.count_generated(len(more.completion_token_ids))
+        return engine.cut_at_stop(engine.followed_by(made, more), carried, sampling.stop, self.engine.decode), elapsed_s
 
 
+@dataclass(eq=False)
 class GenerationLoop:
     """Keeps H sequences decoding, one in each place of its sampler.
 
@@ -202,30 +186,27 @@ class GenerationLoop:
     it decodes a turn.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        sampler: Sampler,
-        finisher: Finisher,
-        held: HeldGroups,
-        gate: ServingGate,
-        metrics: ActorMetrics,
-        *,
-        instance: str,
-        samples_in_progress: int,
-    ) -> None:
-        self._bus, self._sampler, self._finisher = bus, sampler, finisher
-        self._held, self._gate, self._metrics = held, gate, metrics
-        self._instance, self.slots = instance, asyncio.Semaphore(samples_in_progress)
+    bus: Bus
+    sampler: Sampler
+    finisher: Finisher
+    held: HeldGroups
+    gate: ServingGate
+    metrics: ActorMetrics
+    _: KW_ONLY
+    instance: str
+    samples_in_progress: int
+
+    def __post_init__(self) -> None:
+        self.slots = asyncio.Semaphore(self.samples_in_progress)
 
     async def run(self) -> None:
         """Generate until cancelled. Raises `EngineError` if the engine dies."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._gate.opened.wait()
+                await self.gate.opened.wait()
                 await self.slots.acquire()
                 # The gate may have closed during the wait for a slot.
-                taken = await self._next_group() if self._gate.opened.is_set() else None
+                taken = await self._next_group() if self.gate.opened.is_set() else None
                 if taken is None:
                     self.slots.release()
                     continue
@@ -233,21 +214,21 @@ class GenerationLoop:
                 for position, sample_index in enumerate(samples):
                     if position:
                         await self.slots.acquire()
-                    if self._sampler.interrupted:
+                    if self.sampler.interrupted:
                         return
-                    if not self._gate.opened.is_set() and await self._handed_back(group, samples[position:]):
+                    if not self.gate.opened.is_set() and await self._handed_back(group, samples[position:]):
                         self.slots.release()
                         break
                     tasks.create_task(self._sample(group, sample_index, trace))
 
     async def _next_group(self) -> tuple[PromptGroup, list[int], Trace] | None:
         delivery = await retry_forever(
-            lambda: self._bus.next_prompt(FETCH_TIMEOUT_S), "fetch prompts", backoff=Backoff(first_s=FETCH_RETRY_S)
+            lambda: self.bus.next_prompt(FETCH_TIMEOUT_S), "fetch prompts", backoff=Backoff(first_s=FETCH_RETRY_S)
         )
         if delivery is None:
             return None
-        if self._gate.draining:  # since this fetch began
-            await _as_far_as_possible(delivery.give_back(), "hand back a group")
+        if self.gate.draining:  # since this fetch began
+            await answered(delivery.give_back(), "hand back a group")
             return None
         return await self.admit(delivery)
 
@@ -255,67 +236,69 @@ class GenerationLoop:
         """Take a message and return its group with the samples to generate, or None if there are none. A group that cannot be
         generated ends as failed sequences and a dead letter."""
         try:
-            group = decode_group(delivery.payload, expected_run=self._bus.run)
+            group = sequences.decode_group(delivery.payload, expected_run=self.bus.run)
         except MessageError as error:
             log.error("a prompt group is set aside: %s", error, extra=AGGREGATED)
-            self._metrics.bad_messages.labels("prompt_group").inc()
-            await self._give_up(remains_of_group(delivery.payload, run=self._bus.run), delivery, f"unreadable_group: {error}")
+            self.metrics.bad_messages.labels("prompt_group").inc()
+            await self._give_up(
+                sequences.remains_of_group(delivery.payload, run=self.bus.run), delivery, f"unreadable_group: {error}"
+            )
             return None
-        if delivery.num_deliveries > self._bus.limits.max_deliveries and not self._held.holds(group, delivery):
+        if delivery.num_deliveries > self.bus.limits.max_deliveries and not self.held.holds(group, delivery):
             # It may have crashed several actors.
             log.error("group %s was delivered %d times and is given up", group.group_id, delivery.num_deliveries)
             await self._give_up(group, delivery, "redelivered_too_often")
             return None
-        samples = self._held.take(group, delivery)
-        await self._held.acknowledge(group.group_id)  # in case it asks for no sample
+        samples = self.held.take(group, delivery)
+        await self.held.acknowledge(group.group_id)  # in case it asks for no sample
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
         """Give back samples that were not begun, and return whether another actor will get them. Waits for the stream."""
         try:
-            await publish_samples(self._bus, self._held[group.group_id], samples, self._instance)
+            await publish_samples(self.bus, self.held[group.group_id], samples, self.instance)
         except (MessageError, PayloadTooLarge) as error:
             log.warning("cannot return %d samples of group %s, generating them: %s", len(samples), group.group_id, error)
             return False
         for sample_index in samples:
-            await self._held.published(group, sample_index)
-        log.info("returned %d samples of group %s for another actor: %s", len(samples), group.group_id, self._gate.reason)
+            await self.held.published(group, sample_index)
+        log.info("returned %d samples of group %s for another actor: %s", len(samples), group.group_id, self.gate.reason)
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
         """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences and
         acknowledge it when all are stored. A letter that is too large is stored without the message. Without a stored letter
         the message is not given up, and is delivered again. `group` None: not identifiable."""
-        letter = DeadLetter(
-            run=self._bus.run,
+        letter = sequences.DeadLetter(
+            run=self.bus.run,
             msg_id=delivery.msg_id,
             prompt_group=delivery.payload,
             reason=failure[:REASON_CHARACTERS],
             deliveries=delivery.num_deliveries,
-            actor=self._instance,
+            actor=self.instance,
             at_s=time.time(),
         )
         try:
             try:
-                await self._bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
+                await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
             except PayloadTooLarge:
                 letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be stored)"
                 letter.ClearField("prompt_group")
-                await self._bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
+                await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
         except BusError as error:  # it will be delivered again
             log.warning("a prompt group is not given up yet, because its dead letter cannot be stored: %s", error)
             return
-        self._metrics.dead_letters.inc()
+        self.metrics.dead_letters.inc()
         if group is None:
-            await _as_far_as_possible(delivery.terminate(failure), "terminate a group")
+            await answered(delivery.terminate(failure), "terminate a group")
             return
-        for sample_index in self._held.take(group, delivery):
-            failed = failed_sequence(group, sample_index, self._instance, failure)
-            await self._finisher.put(FinishedSample(group, failed, trace_in(delivery.headers)))
-        await self._held.acknowledge(group.group_id)
+        for sample_index in self.held.take(group, delivery):
+            failed = failed_sequence(group, sample_index, self.instance, failure)
+            await self.finisher.buffer.put(FinishedSample(group, failed, trace_in(delivery.headers)))
+        await self.held.acknowledge(group.group_id)
 
     async def _sample(self, group: PromptGroup, sample_index: int, trace: Trace) -> None:
-        start = start_of(group, sample_index)
+        start = engine.start_of(group, sample_index)
         about: attributes.Attributes = {
             attributes.SEQUENCE_ID: group.sequence_id(sample_index),
             attributes.GROUP_ID: group.group_id,
@@ -323,28 +306,20 @@ class GenerationLoop:
         }
         if carried := start.num_sampled_tokens:
             about[attributes.CARRIED_TOKENS] = carried
-            self._metrics.continued.labels(state_of(start)).inc()
-            self._metrics.carried_tokens.inc(carried)
+            self.metrics.continued.labels(engine.state_of(start)).inc()
+            self.metrics.carried_tokens.inc(carried)
         name = "episode.generate" if group.episodic else "sequence.generate"
         try:
-            episodes = self._metrics.episodes.track_inprogress() if group.episodic else nullcontext()
+            episodes = self.metrics.episodes.track_inprogress() if group.episodic else nullcontext()
             with child(trace, name, attributes=about) as span, episodes:
                 follows = trace_of(span) or trace
-                sequence = await self._sampler.sample(group, start, follows)
+                sequence = await self.sampler.sample(group, start, follows)
                 if sequence is None:  # another actor continues it
                     span.add_event("interrupted")
                 elif span.is_recording():
                     span.set_attributes(attributes.generated(sequence))
             if sequence is not None:  # outside of the H places, so that a full buffer does not block episodes' turns
-                self._metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
-                await self._finisher.put(FinishedSample(group, sequence, follows))
+                self.metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
+                await self.finisher.buffer.put(FinishedSample(group, sequence, follows))
         finally:
             self.slots.release()
-
-
-async def _as_far_as_possible(answer: Awaitable[None], action: str) -> None:
-    """Answer a delivery. A failure is only logged, because the message is then redelivered and answered again."""
-    try:
-        await answer
-    except BusError as error:
-        log.warning("cannot %s, it will be redelivered: %s", action, error)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +21,17 @@ from services.actor.engine import state_of
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
+
+
+async def answered(answer: Awaitable[None], action: str) -> bool:
+    """Answer a delivery and return whether that succeeded. A failure is only logged, because the message is then answered again
+    or redelivered."""
+    try:
+        await answer
+    except BusError as error:
+        log.warning("cannot %s, it will be tried again or redelivered: %s", action, error)
+        return False
+    return True
 
 
 @dataclass(eq=False)
@@ -89,13 +100,7 @@ class HeldGroups(dict[str, HeldGroup]):
         if held is None:
             return
         for position, message in list(held.messages.items()):
-            if message.missing:
-                continue
-            try:
-                await message.delivery.ack()
-            except BusError as error:
-                log.warning("group %s is published but not acknowledged yet: %s", group_id, error)
-            else:
+            if not message.missing and await answered(message.delivery.ack(), f"acknowledge group {group_id}"):
                 held.messages.pop(position, None)
         if not held.messages and self.get(group_id) is held:
             del self[group_id]
@@ -111,10 +116,7 @@ class HeldGroups(dict[str, HeldGroup]):
             await self.acknowledge_all()
             for group_id, held in list(self.items()):
                 for message in list(held.messages.values()):
-                    try:
-                        await message.delivery.in_progress()
-                    except BusError as error:
-                        log.warning("cannot extend the deadline of group %s: %s", group_id, error)
+                    await answered(message.delivery.in_progress(), f"extend the deadline of group {group_id}")
 
 
 HEADER_ROOM_BYTES = 1024

@@ -22,7 +22,7 @@ from pipelinerl.episodes import tool_of
 from pipelinerl.errors import FieldError
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt, refusal, use_chat_template
 from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig
-from pipelinerl.tasks.source import Problem
+from pipelinerl.tasks.source import Problem, conversation
 from services.actor.episodes.formats import Unrenderable, chat_format_of
 
 _SHOWN = 160
@@ -77,9 +77,7 @@ def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelC
         return encoded_prompt(problem, task, tokenizer, control_tokens(tokenizer))[1]
     chat, names = chat_format_of(tokenizer, model), [path.split(":") for path in task.tools]
     tools = [dict(tool_of(getattr(importlib.import_module(module), name)).schema) for module, name in names]
-    asked = {"role": "user", "content": "\n".join(filter(None, (problem.question, task.instruction)))}
-    system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
-    messages = chat.control.parted([*system, asked])
+    messages = chat.control.parted(conversation([{"role": "user", "content": problem.question}], task))
     try:
         return chat.render(messages, tools)
     except Unrenderable as error:

@@ -27,30 +27,14 @@ from statistics import fmean
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipelinerl.episodes import (
-    POLICY_FAULTS,
-    Done,
-    Environment,
-    Messages,
-    Tool,
-    ToolCall,
-    Turn,
-    check_environment_class,
-    tool_of,
-)
+from pipelinerl import episodes
+from pipelinerl.episodes import POLICY_FAULTS, Done, Environment, Messages, Tool, ToolCall, Turn
 from pipelinerl.errors import FieldError, UserError, as_unicode, located
 from pipelinerl.recipe.fields import ProblemSet, TaskConfig
-from pipelinerl.tasks.source import Division, Split
+from pipelinerl.tasks.source import Division, Split, conversation
+from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
-from pipelinerl.v1.verifier_pb2 import (
-    VERIFY_STATUS_BAD_REWARD,
-    VERIFY_STATUS_CRASHED,
-    VERIFY_STATUS_OK,
-    VERIFY_STATUS_OUT_OF_MEMORY,
-    EpisodeRequest,
-    VerifyItem,
-    VerifyResult,
-)
+from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.rewards.compose import imported, make_reward, wrong_number
 from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 
@@ -144,17 +128,17 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
         if isinstance(result, VerifyItem):
             return result
         if wrong := wrong_number((result.reward, *result.components.values()), max_abs):
-            result = failed(VERIFY_STATUS_BAD_REWARD, f"{wrong}: {result.reward}")
+            result = failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"{wrong}: {result.reward}")
     except PolicyFault as fault:
         message = as_unicode(str(fault))[:MESSAGE_CHARACTERS]
-        result = VerifyResult(status=VERIFY_STATUS_OK, components={"answer": 0.0}, message=message)
+        result = VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, components={"answer": 0.0}, message=message)
     except MemoryError:  # the traceback holds the memory and is freed at the end of this block
-        result = failed(VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
+        result = failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
     except EpisodeFailed as failure:
-        result = failed(VERIFY_STATUS_CRASHED, str(failure))
+        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, str(failure))
     except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is an environment's too
         traceback.print_exc()
-        result = failed(VERIFY_STATUS_CRASHED, f"the environment raised {located(error)}")
+        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the environment raised {located(error)}")
     result.sequence_id = request.sequence_id
     result.seconds = time.perf_counter() - started_s
     return result
@@ -168,12 +152,14 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         reward = float(done.reward)
         metrics = {str(name): float(value) for name, value in done.metrics.items()}
         if not all(map(math.isfinite, metrics.values())):
-            return failed(VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
+            return failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
         if done.correct is not None:  # the component `answer` only says whether it is right
             components = {"answer": correct if done.correct else 0.0}
             components["environment"] = reward - components["answer"]
-        return VerifyResult(status=VERIFY_STATUS_OK, reward=reward, components=components, metrics=metrics, answer=turn.text)
+        return VerifyResult(
+            status=verifier_pb2.VERIFY_STATUS_OK, reward=reward, components=components, metrics=metrics, answer=turn.text
+        )
 
     return play
 
@@ -216,9 +202,7 @@ class ToolUse:
         self.tools = [tool.schema for tool in tools.values()]
 
     def start(self, row: Mapping[str, Any], seed: int) -> Messages:
-        system = [{"role": "system", "content": self._task.system_prompt}] if self._task.system_prompt else []
-        asked = "\n".join(filter(None, (str(row[self._task.prompt_field]), self._task.instruction)))
-        return [*system, {"role": "user", "content": asked}]
+        return conversation([{"role": "user", "content": str(row[self._task.prompt_field])}], self._task)
 
     async def reply(self, turn: Turn) -> Messages | Done:
         """Return the results of the turn's calls. A turn without calls ends the episode; a scorer gives the reward later."""
@@ -296,33 +280,21 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
     with selectors.DefaultSelector() as ready:
         for descriptor in (*texts, ended):
             ready.register(descriptor, selectors.EVENT_READ)
-            os.set_blocking(descriptor, descriptor == ended)
-        while True:
-            found = {key.fd for key, _ in ready.select()}
-            for descriptor, text in texts.items():
-                while chunk := _read_now(descriptor):
-                    text += chunk
-                    if text is complained:
-                        sys.stderr.buffer.write(chunk)
-                        sys.stderr.buffer.flush()
-                        del text[:-MESSAGE_CHARACTERS]
-                    elif len(text) > _MOST_ANSWER_BYTES:
-                        raise EpisodeFailed(f"the agent printed more than {_MOST_ANSWER_BYTES} bytes")
-                if chunk == b"" and descriptor in ready.get_map():
+        while (found := {key.fd for key, _ in ready.select()}) != {ended}:  # it has ended, and all that it wrote is read
+            for descriptor in found - {ended}:
+                text, chunk = texts[descriptor], os.read(descriptor, 65536)
+                text += chunk
+                if not chunk:
                     ready.unregister(descriptor)
-            if ended in found:
-                break
+                elif text is complained:
+                    sys.stderr.buffer.write(chunk)
+                    sys.stderr.buffer.flush()
+                    del text[:-MESSAGE_CHARACTERS]
+                elif len(text) > _MOST_ANSWER_BYTES:
+                    raise EpisodeFailed(f"the agent printed more than {_MOST_ANSWER_BYTES} bytes")
     program.wait()
     os.close(ended)
     return printed.decode(errors="replace"), complained.decode(errors="replace")
-
-
-def _read_now(descriptor: int) -> bytes | None:
-    """Read available bytes; return b"" at the end, and None if no bytes are available yet."""
-    try:
-        return os.read(descriptor, 65536)
-    except BlockingIOError:
-        return None
 
 
 def load_play(share: ProblemSet, search_path: str) -> Play:
@@ -331,7 +303,7 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
     if task.source == "environment":
         kind = imported("task.name", task.name)
         try:
-            check_environment_class(kind, task.config)
+            episodes.check_environment_class(kind, task.config)
         except UserError as error:
             raise FieldError("task.name", task.name, str(error)) from error
         return play_environment(lambda: kind(**task.config), reward.correct)
@@ -361,7 +333,7 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
     tools = {}
     for path in task.tools:
         try:
-            tool = tool_of(imported("task.tools", path))
+            tool = episodes.tool_of(imported("task.tools", path))
         except UserError as error:
             raise error if isinstance(error, FieldError) else FieldError("task.tools", path, str(error)) from error
         tools[tool.name] = tool
@@ -443,7 +415,7 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
     told = [one for trace in traces for one in _told_by(trace)]
     last = [node.message.content for node in traces[-1].nodes if node.sampled]
     return VerifyResult(
-        status=VERIFY_STATUS_OK,
+        status=verifier_pb2.VERIFY_STATUS_OK,
         reward=reward,
         components={"answer": reward},
         metrics={name: fmean(value for known, value in told if known == name) for name, _ in told},

@@ -18,21 +18,15 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from pipelinerl.errors import PipelineRLError, ServiceError, UserError
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness
-from pipelinerl.service.retry import retry_forever
-from pipelinerl.v1.verifier_pb2 import (
-    VERIFY_STATUS_CRASHED,
-    VERIFY_STATUS_TIMEOUT,
-    EpisodeRequest,
-    VerifyItem,
-    VerifyResult,
-    VerifyStatus,
-)
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_TIMEOUT, EpisodeRequest, VerifyItem, VerifyResult
+from services.verifier import pool
 from services.verifier.episode_worker import BEGIN, ENDED, JUDGE, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, WorkerProcess, how_ended, read_frame, start_worker
+from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, how_ended, read_frame, start_again, start_worker
+from services.verifier.worker import failed
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +49,12 @@ async def run_episode_pool(
     recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_episodes: int
 ) -> AsyncIterator[EpisodePool]:
     """Start the template and yield the pool. Raises `UserError` for missing code, `ServiceError` if the start fails."""
-    pool = EpisodePool(recipe, metrics, max_episodes)
+    episodes = EpisodePool(recipe, metrics, max_episodes)
     template = await start_template(recipe)
     async with asyncio.TaskGroup() as tasks:
-        keeper = tasks.create_task(pool.keep_template(template, readiness), name="episode-template")
+        keeper = tasks.create_task(episodes.keep_template(template, readiness), name="episode-template")
         try:
-            yield pool
+            yield episodes
         finally:
             keeper.cancel()
 
@@ -69,7 +63,7 @@ async def run_episode_pool(
 class Template:
     """The process that forks episodes, and the socket to it. `ended`: exit code of each running episode; None if it is lost."""
 
-    process: WorkerProcess
+    process: pool.WorkerProcess
     orders: socket.socket
     ended: dict[int, asyncio.Future[int | None]] = field(default_factory=dict)
 
@@ -140,11 +134,8 @@ class EpisodePool:
                 self._template, readiness.reason = None, NO_TEMPLATE
                 await template.close()
             self._metrics.worker_restarts.labels("death").inc()
-            template = await retry_forever(
-                lambda: start_template(self._recipe),
-                "start the process from which episodes are forked",
-                retried=lambda error: isinstance(error, UserError | ServiceError | OSError),
-                level=logging.ERROR,
+            template = await start_again(
+                lambda: start_template(self._recipe), "start the process from which episodes are forked"
             )
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
@@ -155,6 +146,7 @@ class EpisodePool:
             raise EpisodeLost("the process from which episodes are forked is being started")
         if len(template.ended) >= self._max_episodes:
             raise QueueFull(f"max_episodes = {self._max_episodes} are running")
+        began_s = time.monotonic()
         self._numbers += 1
         number, ended = self._numbers, asyncio.get_running_loop().create_future()
         ours, theirs = socket.socketpair()
@@ -174,6 +166,11 @@ class EpisodePool:
                     payload = request.SerializeToString()
                     writer.write(FRAME_LENGTH.pack(len(payload)) + payload)
                     return await self._result(request, reader, ended)
+                except (TimeoutError, WorkerGone) as error:
+                    log.warning("episode %s: %s", request.sequence_id, error)
+                    status = VERIFY_STATUS_TIMEOUT if isinstance(error, TimeoutError) else VERIFY_STATUS_CRASHED
+                    message = f"the episode {str(error).removeprefix('it ')}"
+                    return failed(status, message, request.sequence_id, time.monotonic() - began_s)
                 finally:
                     writer.transport.abort()
             finally:
@@ -185,6 +182,7 @@ class EpisodePool:
     async def _result(
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
     ) -> VerifyResult | VerifyItem:
+        """Read what the episode writes, up to its result. Raises `TimeoutError` or `WorkerGone` if it has none."""
         task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
         works = task.source in ("environment", "tools")  # other sources do not say when they work
         began_s = time.monotonic()
@@ -196,19 +194,16 @@ class EpisodePool:
             except TimeoutError:
                 self._metrics.timeouts.inc()
                 name = "episode_timeout_s" if within_s == left_s else "answer_timeout_s"
-                said = f"took more than task.{name} = {getattr(task, name):g} s and was killed"
-                return _failed(request, VERIFY_STATUS_TIMEOUT, said, began_s)
-            except WorkerGone as too_long:
-                return _failed(request, VERIFY_STATUS_CRASHED, str(too_long).removeprefix("it "), began_s)
+                raise TimeoutError(f"it took more than task.{name} = {getattr(task, name):g} s and was killed") from None
             except (asyncio.IncompleteReadError, ConnectionError):
                 await asyncio.wait((ended,), timeout=_ENDS_WITHIN_S)
                 if not ended.done():
-                    return _failed(request, VERIFY_STATUS_CRASHED, "closed its socket", began_s)
+                    raise WorkerGone("it closed its socket") from None
                 if (code := ended.result()) is None:
                     raise EpisodeLost("the process from which episodes are forked died") from None
                 if code == NOT_FORKED:
                     raise EpisodeLost("no process could be forked for it; the verifier's log says why") from None
-                return _failed(request, VERIFY_STATUS_CRASHED, f"died with {how_ended(code)}", began_s)
+                raise WorkerGone(f"it died with {how_ended(code)}") from None
             if frame in (WAITS, WORKS):
                 works = frame == WORKS
                 continue
@@ -218,12 +213,5 @@ class EpisodePool:
             except DecodeError:
                 result = kind()
             if result.sequence_id != request.sequence_id:
-                said = "wrote something other than results to its socket"
-                return _failed(request, VERIFY_STATUS_CRASHED, said, began_s)
+                raise WorkerGone("it wrote something other than results to its socket")
             return result
-
-
-def _failed(request: EpisodeRequest, status: VerifyStatus, said: str, began_s: float) -> VerifyResult:
-    log.warning("episode %s %s", request.sequence_id, said)
-    message, seconds = f"the episode {said}", time.monotonic() - began_s
-    return VerifyResult(sequence_id=request.sequence_id, status=status, message=message, seconds=seconds)

@@ -24,6 +24,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -32,18 +33,7 @@ from urllib.parse import urlsplit
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, EpisodeRequest, VerifyItem
-from services.verifier.confinement import (
-    MIB,
-    address_space,
-    attach_to_parent,
-    children,
-    clear_leftover_children,
-    kill_group,
-    kill_tree,
-    lower_limit,
-    renew_cpu_limit,
-    take_pipes,
-)
+from services.verifier import confinement
 from services.verifier.episode import Play, Policy, load_play, play_verifiers, run_episode
 from services.verifier.sandbox import NoSandbox, confine, confinement_missing
 from services.verifier.worker import failed
@@ -61,8 +51,8 @@ JUDGE = b"J"
 
 
 def main() -> int:
-    attach_to_parent()
-    pipes = take_pipes()
+    confinement.attach_to_parent()
+    pipes = confinement.take_pipes()
     requests, results = pipes
     orders = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(orders.fileno(), False)
@@ -90,17 +80,15 @@ def main() -> int:
     return 0
 
 
+@dataclass
 class Template:
-    def __init__(
-        self,
-        tasks: Mapping[str, ProblemSet],
-        plays: Mapping[str, Play],
-        orders: socket.socket,
-        pipes: tuple[Connection, Connection],
-    ) -> None:
-        self._tasks, self._plays, self._orders, self._pipes = tasks, plays, orders, pipes
-        self._running: dict[int, int] = {}
-        self._pid, self._wake = os.getpid(), socket.socketpair()
+    tasks: Mapping[str, ProblemSet]
+    plays: Mapping[str, Play]
+    orders: socket.socket
+    pipes: tuple[Connection, Connection]
+    _running: dict[int, int] = field(default_factory=dict)
+    _pid: int = field(default_factory=os.getpid)
+    _wake: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
 
     def serve(self) -> None:
         """Perform orders until the verifier closes its end."""
@@ -110,31 +98,31 @@ class Template:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as ready:
-            ready.register(self._orders, selectors.EVENT_READ)
+            ready.register(self.orders, selectors.EVENT_READ)
             ready.register(woken, selectors.EVENT_READ)
             while True:
                 events = {key.fileobj for key, _ in ready.select()}
                 if woken in events:
                     woken.recv(4096)
                 self._reap()
-                if self._orders in events and not self._take_order(ready):
+                if self.orders in events and not self._take_order(ready):
                     return
 
     def _take_order(self, ready: selectors.BaseSelector) -> bool:
         """Perform one order. Return False after the last one."""
-        order, descriptors, _, _ = socket.recv_fds(self._orders, ORDER.size, 1)
+        order, descriptors, _, _ = socket.recv_fds(self.orders, ORDER.size, 1)
         if not order:
             return False
         what, number = ORDER.unpack(order)
         if what == KILL:
             for pid in [pid for pid, running in self._running.items() if running == number]:
-                kill_tree(pid)
+                confinement.kill_tree(pid)
             return True
         try:
             pid = os.fork()
         except OSError as error:  # a limit of processes or memory; other episodes go on
             print(f"no process for an episode: {error}", file=sys.stderr)
-            self._orders.sendall(ENDED.pack(number, NOT_FORKED))
+            self.orders.sendall(ENDED.pack(number, NOT_FORKED))
         else:
             if pid == 0:
                 ready.close()
@@ -153,25 +141,25 @@ class Template:
             if ended is None:
                 return
             if ended.si_pid in self._running:
-                kill_group(ended.si_pid)  # before the process is reaped, as its number may be reused afterwards
+                confinement.kill_group(ended.si_pid)  # before the process is reaped, as its number may be reused afterwards
             _, status = os.waitpid(ended.si_pid, 0)
-            for orphan in set(children(os.getpid())) - self._running.keys():
-                kill_tree(orphan)
+            for orphan in set(confinement.children(os.getpid())) - self._running.keys():
+                confinement.kill_tree(orphan)
             if (number := self._running.pop(ended.si_pid, None)) is not None:
-                self._orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
+                self.orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
 
     def _become_episode(self, descriptor: int) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in (self._orders, *self._wake, *self._pipes):
+            for end in (self.orders, *self._wake, *self.pipes):
                 end.close()
             os.setsid()
-            attach_to_parent()
+            confinement.attach_to_parent()
             if os.getppid() == self._pid:
                 os.set_inheritable(descriptor, False)
-                _episode(self._tasks, self._plays, Connection(descriptor))
+                _episode(self.tasks, self.plays, Connection(descriptor))
             code = 0
         except BaseException:  # noqa: BLE001 - the process boundary
             traceback.print_exc()
@@ -191,15 +179,14 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
     request = EpisodeRequest.FromString(verifier.recv_bytes())
     share, play = tasks[request.task], plays[request.task]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    lower_limit(resource.RLIMIT_AS, address_space() + share.reward.memory_mib * MIB)
-    renew_cpu_limit(share.task.episode_timeout_s)
+    confinement.lower_limit(resource.RLIMIT_AS, confinement.address_space() + share.reward.memory_mib * confinement.MIB)
+    confinement.renew_cpu_limit(share.task.episode_timeout_s)
     if is_confined(share):
         named = [Path(word).parent for word in shlex.split(share.task.command) if os.path.isfile(word)]
         try:
             confine([*filter(None, [share.task.path]), *named], urlsplit(request.base_url).port)
         except NoSandbox as error:
-            refusal = failed(VERIFY_STATUS_CRASHED, f"the episode has no sandbox: {error}")
-            refusal.sequence_id = request.sequence_id
+            refusal = failed(VERIFY_STATUS_CRASHED, f"the episode has no sandbox: {error}", request.sequence_id)
             verifier.send_bytes(refusal.SerializeToString())
             return
     random.seed(request.seed)  # otherwise all episodes would draw the same numbers from the template's state
@@ -209,7 +196,7 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
     result = run_episode(play, request, policy, share.reward.max_abs)
     if os.getpid() != pid:
         return  # in a child that the environment forked
-    clear_leftover_children()
+    confinement.clear_leftover_children()
     verifier.send_bytes(JUDGE * isinstance(result, VerifyItem) + result.SerializeToString())
 
 

@@ -14,21 +14,18 @@ import json
 import logging
 import os
 import re
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
 
 from pipelinerl.errors import FieldError, PipelineRLError, as_unicode
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig
+from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import QueueFull, RewardPool
+from services.verifier.worker import failed
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +48,6 @@ class JudgeRefused(PipelineRLError):
     """The judge refuses this call, and would refuse it again."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The judge's text; or, if `status` is not OK, the reason why it is missing."""
-
-    text: str
-    status: verifier_pb2.VerifyStatus = verifier_pb2.VERIFY_STATUS_OK
-
-    @property
-    def is_there(self) -> bool:
-        return self.status == verifier_pb2.VERIFY_STATUS_OK
-
-
 class Judge:
     """The judge of one reward, an async context manager. `key`: API key, empty = none; it appears in no log and no message.
     Callers bound the number of calls, since each waits for its answer."""
@@ -71,7 +56,7 @@ class Judge:
         assert reward.judge is not None
         self._config, self._key, self._calls = reward.judge, key, metrics.judge_calls
         self._skips_cut = reward.truncated == "zero"
-        self._answers: OrderedDict[bytes, asyncio.Task[Answer]] = OrderedDict()
+        self._answers: OrderedDict[bytes, asyncio.Task[verifier_pb2.VerifyResult]] = OrderedDict()
         self._places = asyncio.Semaphore(reward.judge.concurrency)
         self._next_at_s = 0.0
         self.num_waiting = 0
@@ -85,11 +70,11 @@ class Judge:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def answer(self, item: verifier_pb2.VerifyItem) -> Answer | None:
-        """Return the judge's answer for an item, or None if the item earns nothing because it was cut. If the caller is
-        cancelled, the call goes on, since the item comes again."""
+    async def answer(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+        """Return a result whose `answer` is the judge's text, empty if the item earns nothing because it was cut; or a failure
+        with a message. If the caller is cancelled, the call goes on, since the item comes again."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
-            return None
+            return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK)
         text = filled(self._config.template, item)
         key = hashlib.sha256(text.encode()).digest()
         if key in self._answers:
@@ -101,13 +86,13 @@ class Judge:
         self._answers.move_to_end(key)
         return await asyncio.shield(self._answers[key])
 
-    async def _ask(self, key: bytes, text: str) -> Answer:
+    async def _ask(self, key: bytes, text: str) -> verifier_pb2.VerifyResult:
         self.num_waiting += 1
         is_kept = False
         try:
             async with self._places:
                 answer = await self._answer_in_time(text)
-            is_kept = answer.is_there
+            is_kept = answer.status == verifier_pb2.VERIFY_STATUS_OK
             return answer
         finally:
             self.num_waiting -= 1
@@ -115,7 +100,7 @@ class Judge:
             if not is_kept:
                 self._answers.pop(key, None)
 
-    async def _answer_in_time(self, text: str) -> Answer:
+    async def _answer_in_time(self, text: str) -> verifier_pb2.VerifyResult:
         """Try to get an answer within the timeout, which starts when the rate limit allows the first try."""
         timeout_s, failure = self._config.timeout_s, ""
         await self._turn()
@@ -128,7 +113,7 @@ class Judge:
                 await self._turn()
             try:
                 left_s = max(until_s - time.monotonic(), 0.1)
-                return await in_thread(lambda: post(self._config, self._key, text, left_s))
+                return await asyncio.wrap_future(on_thread("judge-call", lambda: post(self._config, self._key, text, left_s)))
             except JudgeUnavailable as error:
                 failure = str(error)
                 raise
@@ -141,13 +126,13 @@ class Judge:
                     retried=lambda error: isinstance(error, JudgeUnavailable),
                     backoff=_BACKOFF,
                 )
-            return Answer(said[-ANSWER_CHARACTERS:])
+            return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, answer=said[-ANSWER_CHARACTERS:])
         except TimeoutError:
             late = f"the judge gave no answer within reward.judge.timeout_s = {timeout_s:g} s"
-            return Answer(f"{late}: {failure}" if failure else late, verifier_pb2.VERIFY_STATUS_TIMEOUT)
+            return failed(verifier_pb2.VERIFY_STATUS_TIMEOUT, f"{late}: {failure}" if failure else late)
         except JudgeRefused as error:
             log.error("the judge refuses: %s", error)
-            return Answer(f"the judge refuses: {error}", verifier_pb2.VERIFY_STATUS_CRASHED)
+            return failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the judge refuses: {error}")
 
     async def _turn(self) -> None:
         if self._config.requests_per_minute:
@@ -155,39 +140,6 @@ class Judge:
             mine_s = max(now_s, self._next_at_s)
             self._next_at_s = mine_s + 60.0 / self._config.requests_per_minute
             await asyncio.sleep(mine_s - now_s)
-
-
-class JudgedPool:
-    """A pool that asks an item's judge, if its task has one, before a worker scores it. `judges`: by task."""
-
-    def __init__(self, pool: RewardPool, judges: Mapping[str, Judge]) -> None:
-        self._pool, self._judges, self.max_queue = pool, judges, pool.max_queue
-
-    async def score(
-        self, items: Iterable[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
-    ) -> list[verifier_pb2.VerifyResult]:
-        """Like `RewardPool.score`. Also raises `QueueFull` if too many items wait for their judge."""
-        asked = list(items)
-        waiting = sum(judge.num_waiting for judge in self._judges.values())
-        if waiting + len(asked) > self.max_queue:
-            raise QueueFull(f"{len(asked)} items do not fit: {waiting} of max_queue = {self.max_queue} wait for the judge")
-        answers = await asyncio.gather(*(self._answer(item) for item in asked))
-        failed: dict[int, verifier_pb2.VerifyResult] = {}
-        for index, (item, answer) in enumerate(zip(asked, answers, strict=True)):
-            if answer.is_there:
-                item.judgement = answer.text
-            else:
-                failed[index] = verifier_pb2.VerifyResult(
-                    sequence_id=item.sequence_id, status=answer.status, message=answer.text[:500]
-                )
-                on_result(failed[index])
-        left = [item for index, item in enumerate(asked) if index not in failed]
-        scored = iter(await self._pool.score(left, on_result))
-        return [failed[index] if index in failed else next(scored) for index in range(len(asked))]
-
-    async def _answer(self, item: verifier_pb2.VerifyItem) -> Answer:
-        judge = self._judges.get(item.task)
-        return (await judge.answer(item) if judge is not None else None) or Answer("")
 
 
 def api_key(config: JudgeConfig) -> str:
@@ -247,18 +199,3 @@ def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
     if not isinstance(content, str):
         raise JudgeRefused(f"the response is not a chat completion: {body[:200].decode(errors='replace')!r}")
     return as_unicode(content)
-
-
-async def in_thread(call: Callable[[], str]) -> str:
-    """Run `call()` on a daemon thread, which cannot delay the process's exit after the caller has left."""
-    future = Future[str]()
-    future.set_running_or_notify_cancel()  # so that the result can be set after the caller has left
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:  # noqa: BLE001 - handed to the caller
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="judge-call", daemon=True).start()
-    return await asyncio.wrap_future(future)

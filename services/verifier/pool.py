@@ -1,4 +1,5 @@
-"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only costs its own item.
+"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only costs its own item. If a task has
+a judge, its items wait for the judge's answer before they wait for a worker.
 
 After its deadline a worker is killed with all processes it started, and its item times out. If a worker dies, its item is tried
 once more, since the cause may have been an outside signal or an earlier item; after a second death the item fails.
@@ -11,7 +12,6 @@ user's mistake. Then every frame to the worker is a `VerifyItem` and every frame
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -20,9 +20,10 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from google.protobuf.message import DecodeError
@@ -34,8 +35,9 @@ from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.v1 import verifier_pb2
 from services.verifier.confinement import kill_group, kill_tree
+from services.verifier.judge import Judge
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.worker import RETIRED
+from services.verifier.worker import RETIRED, failed
 
 log = logging.getLogger(__name__)
 
@@ -76,18 +78,23 @@ class Job:
             self.on_result(result)
 
     def fail(self, status: verifier_pb2.VerifyStatus, message: str, seconds: float = 0.0) -> None:
-        name = self.item.sequence_id
-        self.resolve(verifier_pb2.VerifyResult(sequence_id=name, status=status, message=message, seconds=seconds))
+        self.resolve(failed(status, message, self.item.sequence_id, seconds))
+
+
+start_again = partial(
+    retry_forever, retried=lambda error: isinstance(error, UserError | ServiceError | OSError), level=logging.ERROR
+)
+"""Function that starts a process in place of one that ended, and waits until that succeeds."""
 
 
 @asynccontextmanager
 async def run_pool(
-    recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int
+    recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int, judges: Mapping[str, Judge]
 ) -> AsyncIterator[RewardPool]:
     """Start the workers, and at the end kill them with all processes they started. The service is ready while at least one
     worker is up. Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if a first worker does not start.
     """
-    pool = RewardPool(recipe, metrics, readiness, max_queue)
+    pool = RewardPool(recipe, metrics, readiness, max_queue, judges)
     starts = await asyncio.gather(*(start_worker(recipe) for _ in range(workers)), return_exceptions=True)
     first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
     for failure in starts:
@@ -104,10 +111,13 @@ async def run_pool(
 
 
 class RewardPool:
-    """The pool, which `run_pool` creates. The queue is first in, first out, except that repeated items come first."""
+    """The pool, which `run_pool` creates. The queue is first in, first out, except that repeated items come first. `judges`: by
+    task."""
 
-    def __init__(self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int) -> None:
-        self._recipe, self._metrics, self._readiness = recipe, metrics, readiness
+    def __init__(
+        self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int, judges: Mapping[str, Judge]
+    ) -> None:
+        self._recipe, self._metrics, self._readiness, self._judges = recipe, metrics, readiness, judges
         self._rewards = {name: share.reward for name, share in recipe.problem_sets.items()}
         self.max_queue = max_queue
         self._jobs: deque[Job] = deque()
@@ -117,21 +127,36 @@ class RewardPool:
         metrics.queue_capacity.set(max_queue)
 
     async def score(
-        self, items: Iterable[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
+        self,
+        items: Iterable[verifier_pb2.VerifyItem],
+        on_result: Callable[[verifier_pb2.VerifyResult], None] = lambda result: None,
     ) -> list[verifier_pb2.VerifyResult]:
         """Return one result per item, in order. `on_result` gets each result as soon as it is ready. If `QueueFull` is raised,
         no item is queued. If the call is cancelled, its items leave the queue."""
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
-        if len(self._jobs) + len(jobs) > self.max_queue:
-            raise QueueFull(f"{len(jobs)} items do not fit: {len(self._jobs)} of max_queue = {self.max_queue} are waiting")
-        self._jobs.extend(jobs)
+        waiting = len(self._jobs) + sum(judge.num_waiting for judge in self._judges.values())
+        if waiting + len(jobs) > self.max_queue:
+            raise QueueFull(f"{len(jobs)} items do not fit: {waiting} of max_queue = {self.max_queue} are waiting")
+        self._jobs.extend(job for job in jobs if job.item.task not in self._judges)
         self._filled.set()
+        judged = [self._judge(job) for job in jobs if job.item.task in self._judges]
         try:
-            return await asyncio.gather(*(job.future for job in jobs))
+            await asyncio.gather(*(job.future for job in jobs), *judged)
         except asyncio.CancelledError:
             self._jobs = deque(job for job in self._jobs if not job.future.done())
             raise
+        return [job.future.result() for job in jobs]
+
+    async def _judge(self, job: Job) -> None:
+        """Queue an item with its judge's answer. Without one, the item fails."""
+        answer = await self._judges[job.item.task].answer(job.item)
+        if answer.status != verifier_pb2.VERIFY_STATUS_OK:
+            job.fail(answer.status, answer.message)
+            return
+        job.item.judgement = answer.answer
+        self._jobs.append(job)
+        self._filled.set()
 
     async def run_slot(self, worker: WorkerProcess) -> None:
         """Run one worker after another, until cancelled."""
@@ -143,12 +168,7 @@ class RewardPool:
                 self._count_up(-1)
                 await worker.kill()
             self._metrics.worker_restarts.labels(loss).inc()
-            worker = await retry_forever(
-                lambda: start_worker(self._recipe),
-                "start a reward worker",
-                retried=lambda error: isinstance(error, UserError | ServiceError | OSError),
-                level=logging.ERROR,
-            )
+            worker = await start_again(lambda: start_worker(self._recipe), "start a reward worker")
 
     def _count_up(self, change: int) -> None:
         self._up += change
@@ -158,14 +178,11 @@ class RewardPool:
     async def _serve(self, worker: WorkerProcess) -> Loss:
         """Score items of the queue, one at a time, until the worker is lost, and return the reason. Waits for an item, which a
         caller adds, for the worker, and for the reward's deadline."""
+        worker.ended.add_done_callback(lambda _: self._filled.set())
         while True:
             while not self._jobs and not worker.ended.done():
                 self._filled.clear()
-                filled = asyncio.create_task(self._filled.wait())
-                try:
-                    await asyncio.wait((filled, worker.ended), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    filled.cancel()
+                await self._filled.wait()
             if worker.ended.done():
                 gone = await worker.gone()
                 log.warning("reward worker %d ended while idle: %s", worker.pid, gone)
@@ -194,7 +211,7 @@ class RewardPool:
             log.warning("reward worker died on %s (time %d): %s", job.item.sequence_id, job.deaths, gone)
         if job.deaths >= MOST_DEATHS:
             scorer = self._rewards[job.item.task].scorer
-            job.fail(verifier_pb2.VERIFY_STATUS_CRASHED, f"{DIED} {scorer} died: {gone}"[:500])
+            job.fail(verifier_pb2.VERIFY_STATUS_CRASHED, f"{DIED} {scorer} died: {gone}")
         elif not job.future.done():
             self._jobs.appendleft(job)
             self._filled.set()
@@ -271,9 +288,7 @@ class WorkerProcess:
 
     async def gone(self) -> WorkerGone:
         """Describe the end of a worker that has exited or closed its pipe."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await asyncio.shield(self.ended)
+        await asyncio.wait((self.ended,), timeout=1.0)
         code = self._process.returncode
         if code is None:
             return WorkerGone("it closed its pipe")

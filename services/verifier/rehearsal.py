@@ -32,14 +32,14 @@ async def rehearse(recipe: Recipe, items: list[VerifyItem], forms: list[list[tup
     costly = set[str]()
     metrics = VerifierMetrics(RunRegistry(recipe.name), recipe.problem_sets)
     try:
-        async with run_pool(recipe, metrics, Readiness(), workers=1, max_queue=1) as pool:
+        async with run_pool(recipe, metrics, Readiness(), workers=1, max_queue=1, judges={}) as pool:
             for number, item in enumerate(items):
                 if item.task in costly:
                     continue
                 _say(calling=number)
                 for completion, wanted in forms[number]:
                     item.completion_text = completion
-                    (result,) = await pool.score([item], lambda _: None)
+                    (result,) = await pool.score([item])
                     if result.status != VERIFY_STATUS_OK or not wanted or result.answer == wanted[:MESSAGE_CHARACTERS]:
                         told = {name: getattr(result, name) for name in ("reward", "seconds", "message", "answer")}
                         _say(completion=completion, status=status_name(result.status), **told)

@@ -140,12 +140,6 @@ _FOLDER = "/.program"
 _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
 
 
-class _Comparison(ctypes.Structure):
-    """`struct scmp_arg_cmp`."""
-
-    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
-
-
 @cache
 def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
     """Return a seccomp program that admits listed system calls. All others fail with EPERM. clone3, whose flags a filter cannot
@@ -160,7 +154,7 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
             number = library.seccomp_syscall_resolve_name(name.encode())
             if number < 0:  # unknown to this libseccomp or architecture
                 continue
-            wanted = (_Comparison * len(comparisons))(*(_Comparison(*comparison) for comparison in comparisons))
+            wanted = b"".join(struct.pack("IiQQ", *comparison) for comparison in comparisons)  # `struct scmp_arg_cmp`
             failed = library.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, len(comparisons), wanted)
             if failed:
                 raise OSError(-failed, f"seccomp rule for {name}")
@@ -283,20 +277,11 @@ def _give_up_privileges() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-class _Program(ctypes.Structure):
-    """`struct sock_fprog`."""
-
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
-
-
 def _restrict_calls(program: bytes, flags: int = 0) -> int:
     """Apply a seccomp program. With `_LISTENER` in `flags`, return the descriptor on which questions about calls arrive."""
-    return _call(
-        317 if os.uname().machine == "x86_64" else 277,
-        _SECCOMP_SET_MODE_FILTER,
-        flags,
-        ctypes.byref(_Program(len(program) // 8, program)),
-    )
+    instructions = ctypes.create_string_buffer(program)
+    sock_fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))
+    return _call(317 if os.uname().machine == "x86_64" else 277, _SECCOMP_SET_MODE_FILTER, flags, sock_fprog)
 
 
 def _python_paths() -> list[str]:

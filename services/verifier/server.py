@@ -8,8 +8,8 @@ import logging
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from itertools import compress
 
@@ -33,56 +33,36 @@ from pipelinerl.telemetry.tracing import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool, run_episode_pool
 from services.verifier.episode_worker import is_confined
-from services.verifier.judge import Judge, JudgedPool, api_key
+from services.verifier.judge import Judge, api_key
 from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
-from services.verifier.pool import NO_WORKER, QueueFull, run_pool
+from services.verifier.pool import NO_WORKER, QueueFull, RewardPool, run_pool
+from services.verifier.worker import failed
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "pipelinerl.v1.VerifierService"
 
 
-class CallSpans:
-    """The spans of one call, from its arrival to `end`: one for each item with a trace, with a child for its reward."""
-
-    def __init__(self, items: Iterable[verifier_pb2.VerifyItem]) -> None:
-        self._spans: dict[str, Span] = {}
-        for item in items:
-            if (trace := trace_in({"traceparent": item.traceparent})) is not None:
-                about = attributes.rpc(f"{SERVICE_NAME}/Verify")
-                about |= {attributes.SEQUENCE_ID: item.sequence_id, attributes.TASK: item.task}
-                span = child(trace, "sequence.verify", kind=SpanKind.SERVER, attributes=about)
-                self._spans[item.sequence_id] = span
-
-    def scored(self, result: verifier_pb2.VerifyResult) -> None:
-        """End the reward's span now that the item is scored. The time before the span is the wait for a worker."""
-        span = self._spans.get(result.sequence_id)
-        if span is not None:
-            status = status_name(result.status)
-            about: attributes.Attributes = {attributes.STATUS: status, attributes.REWARD: result.reward}
-            reward = child(trace_of(span), "reward.score", attributes=about, began_at=before_ns(result.seconds))
-            if result.status != verifier_pb2.VERIFY_STATUS_OK:
-                reward.set_status(Status(StatusCode.ERROR, status))
-            reward.end()
-
-    def end(self, code: str) -> None:
-        """End all spans with the status of the call, by name."""
-        for span in self._spans.values():
-            _say_how(span, code)
-            span.end()
+def _server_span(asked: verifier_pb2.VerifyItem | verifier_pb2.EpisodeRequest, name: str, call: str) -> Span:
+    about = attributes.rpc(f"{SERVICE_NAME}/{call}") | {attributes.SEQUENCE_ID: asked.sequence_id, attributes.TASK: asked.task}
+    return child(trace_in({"traceparent": asked.traceparent}), name, kind=SpanKind.SERVER, attributes=about)
 
 
-def _say_how(span: Span, code: str) -> None:
-    span.set_attribute(attributes.RPC_STATUS, code)
-    if code != "OK":
-        span.set_status(Status(StatusCode.ERROR, code))
+def _add_reward_span(parent: Span, result: verifier_pb2.VerifyResult) -> None:
+    """Add the span of a reward that was just computed. The time before it is the wait for a worker."""
+    status = status_name(result.status)
+    about: attributes.Attributes = {attributes.STATUS: status, attributes.REWARD: result.reward}
+    reward = child(trace_of(parent), "reward.score", attributes=about, began_at=before_ns(result.seconds))
+    if result.status != verifier_pb2.VERIFY_STATUS_OK:
+        reward.set_status(Status(StatusCode.ERROR, status))
+    reward.end()
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     """Serves one recipe's tasks with the pool of their kind; items and episodes of other tasks get UNKNOWN_TASK."""
 
     def __init__(
-        self, recipe: Recipe, metrics: VerifierMetrics, *, pool: JudgedPool | None, episodes: EpisodePool | None
+        self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | None, episodes: EpisodePool | None
     ) -> None:
         self._tasks = {name: share.task.is_episodic for name, share in recipe.problem_sets.items()}
         """True if samples of the task are episodes."""
@@ -90,30 +70,20 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
         """Score items. The status is RESOURCE_EXHAUSTED if the queue is too full, INVALID_ARGUMENT if they can never fit."""
-        started_s, spans, pool = time.perf_counter(), CallSpans(request.items), self._pool
-        try:
-            async with self._answering(context, spans.end):
-                if pool is not None and len(request.items) > pool.max_queue:
-                    raise UserError(f"items = {len(request.items)}: max_queue is {pool.max_queue}; send fewer at once")
-                is_ours = [self._tasks.get(item.task) is False for item in request.items]
-                ours = list(compress(request.items, is_ours))
-                scored = iter(await pool.score(ours, spans.scored) if pool is not None else ())
-                results = [
-                    next(scored) if known else self._unknown(item) for item, known in zip(request.items, is_ours, strict=True)
-                ]
-        finally:
-            self._metrics.call_seconds.observe(time.perf_counter() - started_s)
+        spans = {item.sequence_id: _server_span(item, "sequence.verify", "Verify") for item in request.items}
+        with self._metrics.call_seconds.time(), ExitStack() as stack:
+            for span in spans.values():
+                stack.enter_context(span)
+            async with self._answering(context, *spans.values()):
+                results = await self._scored(request.items, lambda result: _add_reward_span(spans[result.sequence_id], result))
         for item, result in zip(request.items, results, strict=True):
             self._metrics.count(item.task if item.task in self._tasks else UNKNOWN_TASK, result)
         return verifier_pb2.VerifyResponse(results=results)
 
     async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
         """Run an episode. The status is RESOURCE_EXHAUSTED if too many episodes are running, UNAVAILABLE if it was lost."""
-        about = attributes.rpc(f"{SERVICE_NAME}/RunEpisode")
-        about |= {attributes.SEQUENCE_ID: request.sequence_id, attributes.TASK: request.task}
-        trace = trace_in({"traceparent": request.traceparent})
-        with child(trace, "episode.run", kind=SpanKind.SERVER, attributes=about) as span:
-            async with self._answering(context, partial(_say_how, span)):
+        with _server_span(request, "episode.run", "RunEpisode") as span:
+            async with self._answering(context, span):
                 if self._episodes is None or not self._tasks.get(request.task):
                     result = self._unknown(request)
                 else:
@@ -123,6 +93,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._metrics.count(request.task if known else UNKNOWN_TASK, result, is_episode=self._episodes is not None)
         return result
 
+    async def _scored(
+        self, items: Sequence[verifier_pb2.VerifyItem], on_result: Callable[[verifier_pb2.VerifyResult], None]
+    ) -> list[verifier_pb2.VerifyResult]:
+        pool = self._pool
+        if pool is not None and len(items) > pool.max_queue:
+            raise UserError(f"items = {len(items)}: max_queue is {pool.max_queue}; send fewer at once")
+        is_ours = [self._tasks.get(item.task) is False for item in items]
+        scored = iter(await pool.score(compress(items, is_ours), on_result) if pool is not None else ())
+        return [next(scored) if known else self._unknown(item) for item, known in zip(items, is_ours, strict=True)]
+
     async def _run(self, episodes: EpisodePool, request: verifier_pb2.EpisodeRequest) -> verifier_pb2.VerifyResult:
         started_s = time.perf_counter()
         ended = await episodes.run(request)
@@ -130,14 +110,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             return ended
         assert self._pool is not None, "judged tasks have workers"
         ended.task = request.task
-        scoring = partial(self._pool.score, [ended], lambda _: None)
+        scoring = partial(self._pool.score, [ended])
         (result,) = await retry_forever(scoring, "score an episode's answer", retried=lambda full: isinstance(full, QueueFull))
         result.answer, result.seconds = ended.completion_text, time.perf_counter() - started_s
         return result
 
     @asynccontextmanager
-    async def _answering(self, context: aio.ServicerContext, end: Callable[[str], None]) -> AsyncIterator[None]:
-        """Convert errors to gRPC statuses, and call `end` with the name of the call's status."""
+    async def _answering(self, context: aio.ServicerContext, *spans: Span) -> AsyncIterator[None]:
+        """Convert errors to gRPC statuses, and note the call's status in its spans."""
         code = grpc.StatusCode.INTERNAL
         try:
             yield
@@ -151,15 +131,15 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             code = grpc.StatusCode.INVALID_ARGUMENT if is_mistake else grpc.StatusCode.CANCELLED
             raise
         finally:
-            end(code.name)
+            for span in spans:
+                span.set_attribute(attributes.RPC_STATUS, code.name)
+                if code is not grpc.StatusCode.OK:
+                    span.set_status(Status(StatusCode.ERROR, code.name))
             self._metrics.calls.labels(code.name).inc()
 
     def _unknown(self, item: verifier_pb2.VerifyItem | verifier_pb2.EpisodeRequest) -> verifier_pb2.VerifyResult:
-        return verifier_pb2.VerifyResult(
-            sequence_id=item.sequence_id,
-            status=verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK,
-            message=f"task {item.task!r:.100}: this verifier serves {', '.join(self._tasks)}",
-        )
+        message = f"task {item.task!r:.100}: this verifier serves {', '.join(self._tasks)}"
+        return failed(verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK, message, item.sequence_id)
 
 
 @asynccontextmanager
@@ -172,14 +152,14 @@ async def _servicer(
             running = run_episode_pool(recipe, metrics, readiness.part(NO_TEMPLATE), settings.max_episodes)
             episodes = await stack.enter_async_context(running)
         if recipe.scored_tasks:
-            limits = {"workers": settings.workers, "max_queue": settings.max_queue}
-            workers = await stack.enter_async_context(run_pool(recipe, metrics, readiness.part(NO_WORKER), **limits))
             judges = {
                 name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
                 for name, share in recipe.problem_sets.items()
                 if share.reward.judge is not None
             }
-            pool = JudgedPool(workers, judges)
+            limits = {"workers": settings.workers, "max_queue": settings.max_queue}
+            started = run_pool(recipe, metrics, readiness.part(NO_WORKER), judges=judges, **limits)
+            pool = await stack.enter_async_context(started)
         for code, means in (await _sandboxes(recipe)).items():
             metrics.sandbox.labels(code, means).set(1)
             log.info("sandbox of %s: %s", code, means, extra={"sandbox": means})

@@ -21,16 +21,7 @@ from typing import Any
 from pipelinerl.errors import UserError, as_unicode, located
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
-from services.verifier.confinement import (
-    MIB,
-    address_space,
-    attach_to_parent,
-    clear_leftover_children,
-    go_below_another,
-    lower_limit,
-    renew_cpu_limit,
-    take_pipes,
-)
+from services.verifier import confinement
 from services.verifier.rewards.compose import ComposedReward, make_reward
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput
 from services.verifier.sandbox import NoSandbox, confine
@@ -90,9 +81,12 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
     return failed(status, message)
 
 
-def failed(status: verifier_pb2.VerifyStatus, message: str) -> verifier_pb2.VerifyResult:
+def failed(
+    status: verifier_pb2.VerifyStatus, message: str, sequence_id: str = "", seconds: float = 0.0
+) -> verifier_pb2.VerifyResult:
     """Return a failed result. `message` may quote users' code and the policy."""
-    return verifier_pb2.VerifyResult(status=status, message=as_unicode(message)[:MESSAGE_CHARACTERS])
+    message = as_unicode(message)[:MESSAGE_CHARACTERS]
+    return verifier_pb2.VerifyResult(sequence_id=sequence_id, status=status, message=message, seconds=seconds)
 
 
 def _hint(error: BaseException, item: verifier_pb2.VerifyItem, answer: str | None) -> str:
@@ -117,14 +111,14 @@ def _reference(text: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    attach_to_parent()
-    requests, results = take_pipes()
+    confinement.attach_to_parent()
+    requests, results = confinement.take_pipes()
     try:
         recipe = Recipe.model_validate_json(requests.recv_bytes())
         tasks = recipe.scored_tasks
         rewards = {name: make_reward(share.reward, share.task) for name, share in tasks.items()}
         if any(share.reward.sandbox and share.reward.is_function for share in tasks.values()):
-            go_below_another()
+            confinement.go_below_another()
             confine()
     except ImportError as error:  # raised by our scorers; a missing package of the user's code is a `UserError`
         results.send_bytes(f"reward.scorer: {error}; pip install 'pipelinerl[verifier]'".encode())
@@ -144,19 +138,19 @@ def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
     """Score items. Return `RETIRED` if a reward left the process in a worse state. Raises `EOFError` at the pipe's end."""
-    pid, own = os.getpid(), address_space()
-    reserve = max(share.reward.memory_mib for share in tasks.values()) * MIB
+    pid, own = os.getpid(), confinement.address_space()
+    reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    lower_limit(resource.RLIMIT_AS, own + reserve)
+    confinement.lower_limit(resource.RLIMIT_AS, own + reserve)
     while True:
         item = verifier_pb2.VerifyItem.FromString(requests.recv_bytes())
-        renew_cpu_limit(tasks[item.task].reward.timeout_s)
+        confinement.renew_cpu_limit(tasks[item.task].reward.timeout_s)
         result = score_item(rewards[item.task], item)
         if os.getpid() != pid:
             os._exit(0)  # in a child that the reward forked
-        is_clean = clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
+        is_clean = confinement.clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
         results.send_bytes(result.SerializeToString())
-        half_is_gone = address_space() - own > reserve // 2  # rewards keep memory that the next one lacks
+        half_is_gone = confinement.address_space() - own > reserve // 2  # rewards keep memory that the next one lacks
         if not is_clean or half_is_gone:
             return RETIRED
 

@@ -22,7 +22,7 @@ from pipelinerl.service.settings import host_port
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 from services.actor import app
 from services.actor.engine import GenerationRequest
-from services.actor.episodes.endpoint import Rendering, episode_app
+from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import TemplateFormat
 from services.actor.metrics import ActorMetrics
@@ -66,7 +66,7 @@ def episodes(address: str, data: dict[str, Any] = DATA) -> MakeEpisodes:
         engine.answer = lambda request: half()
         async with VerifierClient(address) as client:
             started = Episodes(client, metrics, Recipe.model_validate(data), engine.decode)
-            endpoint = episode_app(started, Rendering(TemplateFormat(TOKENIZER)), metrics, model="m", vocab_size=VOCAB_SIZE)
+            endpoint = episode_app(started, TemplateFormat(TOKENIZER), metrics, model="m", vocab_size=VOCAB_SIZE)
             async with serve_http(endpoint, "127.0.0.1", 0, on_this_loop=True) as port:
                 started.address = host_port("127.0.0.1", port)
                 yield started

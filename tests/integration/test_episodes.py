@@ -430,7 +430,7 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(
                 run(address.grpc, *(episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)))
             )
             async with asyncio.timeout(START_S):
-                while "max_queue = 1 wait for the judge" not in caplog.text:
+                while "max_queue = 1 are waiting" not in caplog.text:
                     await asyncio.sleep(0.02)
             judging.slow.set()
             waited = [(status_name(one.status), one.reward) for one in await late]

@@ -109,7 +109,7 @@ class ServingActor(app.Actor):
 
     def _longest(self) -> int:
         """Tokens of the completion that is furthest, as the engine tells the actor."""
-        progress = self._engine.progress()  # type: ignore[attr-defined]
+        progress = self.engine.progress()  # type: ignore[attr-defined]
         return max((progress.get(request_id, 0) for request_id in self.training.generating), default=0)
 
 

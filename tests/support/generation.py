@@ -25,7 +25,7 @@ from pipelinerl.messages.sequences import (
 from pipelinerl.messages.sequences import Sequence as TrainedSequence
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.actor.engine import EngineError, GenerationRequest
-from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes
+from services.actor.episodes.episode import Episode, Episodes
 from services.actor.finishing import Finisher
 from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
@@ -55,8 +55,8 @@ async def sample_nothing(*_: object) -> Completion:
 
 def recorded(branches: Iterable[Branch] = ()) -> Episode:
     """An episode with the branches that another actor has recorded; it samples no turn itself."""
-    limits, metrics = EpisodeLimits(100, 10_000, 1.0), ActorMetrics(CollectorRegistry())
-    return Episode(SamplingParams(), limits, sample_nothing, metrics, lambda tokens: "", branches)
+    limits: dict[str, Any] = {"max_turns": 100, "max_context": 10_000, "turn_timeout_s": 1.0}
+    return Episode(SamplingParams(), sample_nothing, ActorMetrics(CollectorRegistry()), lambda tokens: "", branches, **limits)
 
 
 @dataclass

@@ -34,7 +34,7 @@ from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, TransferResult, build_manifest
 from services.actor.engine import GenerationRequest, OnStep
-from services.actor.episodes.episode import Episode, EpisodeLimits
+from services.actor.episodes.episode import Episode
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
@@ -373,9 +373,10 @@ async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None
     async def sample(context: TokenIds, _: Completion, sampling: SamplingParams, call: int) -> Completion:
         return await run.engine.generate(GenerationRequest(f"turn {call}", context, sampling, cache_salt=lambda: "an episode"))
 
-    limits, sampling = EpisodeLimits(len(versions), 1024, 60.0), SamplingParams(temperature, max_tokens=70)
+    sampling = SamplingParams(temperature, max_tokens=70)
+    limits: dict[str, Any] = {"max_turns": len(versions), "max_context": 1024, "turn_timeout_s": 60.0}
     metrics, decode = ActorMetrics(CollectorRegistry()), run.engine.decode
-    episode = Episode(sampling, limits, sample, metrics, decode)
+    episode = Episode(sampling, sample, metrics, decode, **limits)
     context = np.array(PROMPT, np.int32)
     for number, version in enumerate(versions):
         change_strongly(run.model, seed=version.number)

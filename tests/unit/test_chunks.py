@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.transfer.chunks import (
     ROW_BYTES,
     Unpacker,
@@ -26,7 +27,7 @@ from pipelinerl.transfer.chunks import (
     tensor_sums,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupStore, WeightGroup, on_thread, open_store
+from pipelinerl.transfer.group import HOST, GroupStore, WeightGroup, open_store
 from pipelinerl.transfer.manifest import (
     DeadlineExceeded,
     GroupFailed,

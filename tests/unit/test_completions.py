@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipelinerl.messages.sequences import FinishReason, PartialSequence, PolicyVersion, SamplingParams, VersionSpan
 from services.actor.engine import before_stop, cut_at_stop, followed_by, seed_of
 from services.actor.generation import Sampler
-from services.actor.weight_sync.gate import EpisodeSalt, ServingGate
+from services.actor.weight_sync.gate import ServingGate
 from tests.support.generation import STOP, ScriptedEngine, generated, partial
 from tests.unit.builders import make_group
 
@@ -126,14 +126,3 @@ def test_the_text_ends_before_the_stop_text_that_is_complete_first() -> None:
     assert before_stop("x = 1\nEND", ["END", "\n"]) == "x = 1"
     assert before_stop("abcd", ["abcd", "bc"]) == "a"  # "bc" was there one character earlier
     assert before_stop("abc", []) == "abc"
-
-
-def test_an_episode_keeps_the_salt_of_its_first_tokens() -> None:
-    gate = ServingGate(max_lag=None)
-    salt, versions = EpisodeSalt(gate), [PolicyVersion(1, number) for number in range(3)]
-    found = []
-    for version, num_sampled in zip(versions, (0, 3, 5), strict=True):
-        gate.serve(version)
-        found.append(salt())
-        salt.keep(num_sampled)
-    assert found == ["begun at 1:0", "begun at 1:1", "begun at 1:1"]

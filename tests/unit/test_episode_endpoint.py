@@ -18,8 +18,8 @@ from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.service.http import serve_http
 from services.actor.engine import EngineError
 from services.actor.episodes import endpoint
-from services.actor.episodes.endpoint import MAX_BODY_BYTES, Rendering, episode_app
-from services.actor.episodes.episode import Episode, EpisodeLimits, Episodes, base_path
+from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
+from services.actor.episodes.episode import Episode, Episodes, base_path
 from services.actor.episodes.formats import Answer, ChatFormat, TemplateFormat
 from services.actor.metrics import ActorMetrics
 from tests.support.machine import until
@@ -111,13 +111,14 @@ async def stage(
     timeout_s: float = 20.0,
     chat: ChatFormat | None = None,
 ) -> AsyncIterator[Stage]:
-    registry, sampler, limits = CollectorRegistry(), Sampler(list(says)), EpisodeLimits(max_turns, max_context, timeout_s)
+    registry, sampler = CollectorRegistry(), Sampler(list(says))
+    limits: dict[str, Any] = {"max_turns": max_turns, "max_context": max_context, "turn_timeout_s": timeout_s}
     metrics = ActorMetrics(registry)
     episodes = Episodes(VerifierClient("127.0.0.1:1"), metrics, make_recipe(), TOKENIZER.decode)
-    episode = Episode(SamplingParams(0.7, max_tokens=max_tokens), limits, sampler, metrics, TOKENIZER.decode)
+    episode = Episode(SamplingParams(0.7, max_tokens=max_tokens), sampler, metrics, TOKENIZER.decode, **limits)
     sampler.open.set()
-    rendering = Rendering(chat or TemplateFormat(TOKENIZER))
-    app = episode_app(episodes, rendering, metrics, model="org/model", vocab_size=VOCAB_SIZE)
+    chat = chat or TemplateFormat(TOKENIZER)
+    app = episode_app(episodes, chat, metrics, model="org/model", vocab_size=VOCAB_SIZE)
     async with serve_http(app, "127.0.0.1", 0, on_this_loop=True) as port:
         yield Stage(episodes, sampler, episode, metrics, registry, f"http://127.0.0.1:{port}")
         await episode.end()

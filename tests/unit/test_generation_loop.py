@@ -271,8 +271,8 @@ async def test_failures_of_any_text_make_few_series_of_the_counter() -> None:
         for number in range(100):
             group = make_group(number)
             sequence = without_arrays(make_sequence(group, 0), f"strange {number}: {'x' * 100}")
-            await finisher.put(FinishedSample(group, sequence))
-        await finisher.drained()
+            await finisher.buffer.put(FinishedSample(group, sequence))
+        await finisher.buffer.join()
         running.cancel()
     samples = [sample for family in registry.collect() for sample in family.samples]
     counts = [sample.value for sample in samples if sample.name == "pipelinerl_actor_sequences_failed_total"]

@@ -1,7 +1,9 @@
 """Completions scored by another model: what it is asked, how often, and what becomes of its failures. Against a real server."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig, TaskConfig
+from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import (
@@ -20,9 +23,9 @@ from pipelinerl.v1.verifier_pb2 import (
     VerifyResult,
 )
 from services.verifier import judge as judging
-from services.verifier.judge import Judge, JudgedPool, api_key
+from services.verifier.judge import Judge, api_key
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import QueueFull
+from services.verifier.pool import QueueFull, RewardPool
 from services.verifier.rewards.compose import make_reward
 from services.verifier.worker import score_item
 from tests.support.chat_endpoint import endpoint
@@ -67,7 +70,7 @@ async def test_the_judge_gets_the_filled_template_and_the_key_and_each_text_once
             tricky = item("I say {reference} and {prompt} 😀")
             same = await asyncio.gather(one.answer(tricky), one.answer(tricky))
             again = await one.answer(tricky)
-            assert ([*same, again], again.text) == ([again] * 3, "Well.\nSCORE: 7")
+            assert ([*same, again], again.answer) == ([again] * 3, "Well.\nSCORE: 7")
             assert [one.calls(outcome) for outcome in ("answered", "cached", "retried", "failed")] == [1, 2, 0, 0]
     ((path, headers, body),) = server.asked
     assert (path, headers["Authorization"], headers["Content-Type"]) == (
@@ -83,7 +86,7 @@ async def test_what_may_heal_is_tried_again() -> None:
     with endpoint((503, "busy"), (429, "slow down"), "SCORE: 10") as server:
         async with judge_of(server.url) as one:
             answer = await one.answer(item("x"))
-            assert (answer.text, len(server.asked)) == ("SCORE: 10", 3)
+            assert (answer.answer, len(server.asked)) == ("SCORE: 10", 3)
             assert (one.calls("answered"), one.calls("retried")) == (1, 2)
 
 
@@ -104,9 +107,9 @@ async def test_a_failure_is_a_failure_tells_no_key_and_is_not_kept(
         async with judge_of(server.url, timeout_s=float(timeout_s)) as one:
             for _ in range(2):
                 answer = await one.answer(item("x"))
-                assert (answer.status, told in answer.text) == (status, True), answer.text
+                assert (answer.status, told in answer.message) == (status, True), answer.message
             assert (one.calls("failed"), one.calls("cached")) == (2, 0)
-    assert KEY not in caplog.text + answer.text
+    assert KEY not in caplog.text + answer.message
 
 
 async def test_a_judge_that_is_away_is_waited_for() -> None:
@@ -115,7 +118,7 @@ async def test_a_judge_that_is_away_is_waited_for() -> None:
     async with judge_of(server.url, timeout_s=0.1) as one:
         answer = await one.answer(item("x"))
     assert answer.status == VERIFY_STATUS_TIMEOUT
-    assert "Connection refused" in answer.text
+    assert "Connection refused" in answer.message
 
 
 async def test_the_key_does_not_follow_a_redirection() -> None:
@@ -153,26 +156,36 @@ async def test_old_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- from the judge's answer to a result
 
 
-class Workers:
+class InProcess:
     """Scores in this process, as a worker would."""
 
-    max_queue = 8
+    pid = 0
 
     def __init__(self, config: RewardConfig) -> None:
         self._reward = make_reward(config, TaskConfig(name="t"))
+        self.ended = asyncio.get_running_loop().create_future()
 
-    async def score(self, items: Sequence[VerifyItem], on_result: Callable[[VerifyResult], None]) -> list[VerifyResult]:
-        results = [score_item(self._reward, item) for item in items]
-        for result in results:
-            on_result(result)
-        return results
+    async def score(self, item: VerifyItem, within_s: float) -> VerifyResult:
+        return score_item(self._reward, item)
+
+    async def kill(self) -> None: ...
+
+
+@asynccontextmanager
+async def judged_pool(config: RewardConfig, one: Judge) -> AsyncIterator[RewardPool]:
+    recipe: Any = SimpleNamespace(problem_sets={"t": SimpleNamespace(reward=config)})
+    worker: Any = InProcess(config)
+    async with one:
+        pool = RewardPool(recipe, VerifierMetrics(CollectorRegistry(), ["t"]), Readiness(), 8, {"t": one})
+        slot = asyncio.create_task(pool.run_slot(worker))
+        yield pool
+        slot.cancel()
 
 
 async def scored(config: RewardConfig, *items: VerifyItem) -> list[VerifyResult]:
     heard: list[VerifyResult] = []
-    async with Judge(config, "", VerifierMetrics(CollectorRegistry(), ["t"])) as one:
-        pool: Any = Workers(config)
-        results = await JudgedPool(pool, {"t": one}).score(items, heard.append)
+    async with judged_pool(config, CountedJudge(config)) as pool:
+        results = await pool.score(items, heard.append)
     assert sorted(result.sequence_id for result in heard) == [item.sequence_id for item in items]
     return results
 
@@ -197,18 +210,17 @@ async def test_the_judge_is_not_asked_about_what_earns_nothing_anyway() -> None:
 async def test_more_items_than_may_wait_are_refused_and_what_was_asked_is_known_when_they_come_again() -> None:
     with endpoint("SCORE: 1", slow=True) as server:
         config = reward(server.url)
-        pool: Any = Workers(config)
-        async with Judge(config, "", VerifierMetrics(CollectorRegistry(), ["t"])) as one:
-            judged = JudgedPool(pool, {"t": one})
-            first = asyncio.create_task(judged.score([item("a"), item("b")], lambda result: None))
+        one = CountedJudge(config)
+        async with judged_pool(config, one) as pool:
+            first = asyncio.create_task(pool.score([item("a"), item("b")]))
             while one.num_waiting < 2:
                 await asyncio.sleep(0)
-            with pytest.raises(QueueFull, match="7 items do not fit: 2 of max_queue = 8 wait for the judge"):
-                await judged.score([item("c")] * 7, lambda result: None)
+            with pytest.raises(QueueFull, match="7 items do not fit: 2 of max_queue = 8 are waiting"):
+                await pool.score([item("c")] * 7)
             first.cancel()  # as a caller whose deadline has passed
             await asyncio.gather(first, return_exceptions=True)
             server.slow.set()
-            results = await judged.score([item("a"), item("b")], lambda result: None)
+            results = await pool.score([item("a"), item("b")])
     assert ([result.reward for result in results], len(server.asked)) == ([0.1, 0.1], 2)
 
 

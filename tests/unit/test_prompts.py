@@ -16,7 +16,7 @@ from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig, TaskShare
 from pipelinerl.recipe.loading import RecipeError, recipe_from_data, recipe_yaml
 from pipelinerl.recipe.preflight import check_environment
 from pipelinerl.tasks.source import Problem
-from services.actor.episodes.endpoint import Rendering
+from services.actor.episodes.endpoint import context_of
 from services.actor.episodes.formats import TemplateFormat, Unrenderable, chat_format, chat_format_of
 from services.actor.preview import preview
 from services.trainer.data.feeder import encode
@@ -326,6 +326,6 @@ def test_a_service_without_the_templates_file_says_so() -> None:
 
 
 def test_an_episode_with_a_template_that_refuses_system_messages_says_so_to_its_agent() -> None:
-    rendering = Rendering(TemplateFormat(tokenizer_with(NO_SYSTEM)))
+    chat = TemplateFormat(tokenizer_with(NO_SYSTEM))
     with pytest.raises(Unrenderable, match="System role not supported"):
-        rendering.context([], [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], [])
+        context_of(chat, [], [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], [])

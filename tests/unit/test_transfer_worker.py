@@ -16,7 +16,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore, WeightGroup, open_store
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferResult
-from services.actor.weight_sync.client import Discard, Hello, Join, Receive, StagedWeights, WeightLoading, WorkerLink
+from services.actor.weight_sync.client import Discard, Join, Receive, StagedWeights, WeightLoading, WorkerLink
 from services.actor.weight_sync.worker import TransferWorker
 from services.trainer.weight_sync.sender import WeightSender
 
@@ -76,7 +76,7 @@ async def engine(*loaders: KeepingLoader, staging_buffers: int = 2, stall_timeou
     given = {"stall_timeout_s": stall_timeout_s, "staging_buffers": staging_buffers}
     try:
         for rank, loader in enumerate(loaders):
-            about = Hello(rank, WeightLoading(loader.mode)), loader, MANIFEST, link.path
+            about = rank, WeightLoading(loader.mode), loader, MANIFEST, link.path
             workers.append(await asyncio.to_thread(TransferWorker, *about, **given))
         await link.hellos(SOON_S)
         async with asyncio.timeout(SOON_S):

@@ -4,8 +4,9 @@ Every URL contains the key of a running episode. A turn is sampled as the recipe
 probabilities; a request only sets length, stop strings and tools. Answers are sent whole; a stream's connection is kept alive
 until then.
 
-`Rendering` converts messages to tokens and back. Recorded tokens are never rendered again; only the messages after them are. If
-the model's format cannot do that, or if the request's history was not recorded, the whole history begins a branch.
+`context_of` and `answer_of` convert messages to tokens and back. Recorded tokens are never rendered again; only the messages
+after them are. If the model's format cannot do that, or if the request's history was not recorded, the whole history begins a
+branch.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from msgspec import Meta
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from pipelinerl.episodes import TOO_LARGE
+from pipelinerl.episodes import TOO_LARGE, ToolCall
 from pipelinerl.errors import as_unicode
 from pipelinerl.messages.sequences import SamplingParams, TokenIds
 from services.actor.engine import before_stop
 from services.actor.episodes.episode import EnvironmentRun, Episodes, RecordedTurn, Refused, no_such_episode
-from services.actor.episodes.formats import Answer, ChatFormat, Message, ToolCall, Tools, Unrenderable, parsed_json
+from services.actor.episodes.formats import Answer, ChatFormat, Message, Tools, Unrenderable, parsed_json
 from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
 
 log = logging.getLogger(__name__)
@@ -43,98 +45,129 @@ BODY_WITHIN_S = 30.0
 KEEP_ALIVE_S = 2.0
 """Time until a stream's head is sent, and between the comments that keep clients with short timeouts waiting."""
 MAX_STOPS = 16
-ROLES = ("system", "user", "assistant", "tool")
 
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    messages: list[Message]
-    tools: Tools
-    may_call: bool
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    streams: bool
-    with_usage: bool
+class _Limits(msgspec.Struct):
+    """Fields of a request that limit its turn."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())
 
 
-def episode_app(episodes: Episodes, rendering: Rendering, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
+class _ChatRequest(_Limits):
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    tools: Tools | None = None
+    tool_choice: Any = None
+    stream: Any = False
+    stream_options: dict[str, Any] | None = None
+
+
+class _GenerateRequest(msgspec.Struct):
+    token_ids: Annotated[list[int], Meta(min_length=1)]
+    sampling_params: _Limits | None = None
+
+
+class _GivenMessage(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[str | dict[str, Any]] | None = None
+    name: Any = None
+    tool_call_id: Any = None
+    reasoning_content: Any = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+def _read(given: Any, kind: type[_Result], where: str = "the body") -> _Result:
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise Unrenderable(f"{where}: {error}") from error
+
+
+def episode_app(episodes: Episodes, chat: ChatFormat, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
     """Return the app, which must run on the event loop that samples. `model`: the model's name in /models."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    endpoint = Endpoint(episodes, rendering, metrics, model, vocab_size)
+    endpoint = Endpoint(episodes, chat, metrics, model, vocab_size)
     app.add_api_route("/episodes/{key}/v1/models", endpoint.models)
     app.add_api_route("/episodes/{key}/v1/chat/completions", endpoint.chat_completions, methods=["POST"])
     app.add_api_route("/episodes/{key}/inference/v1/generate", endpoint.generate, methods=["POST"])
-    app.add_exception_handler(Refused, endpoint.refuse)
-    app.add_exception_handler(Unrenderable, endpoint.invalid)
-    app.add_exception_handler(RecursionError, endpoint.invalid)
-    app.add_exception_handler(HTTPException, endpoint.not_found)
-    app.add_exception_handler(Exception, endpoint.fail)
+    for kind in (Refused, Unrenderable, RecursionError, HTTPException, Exception):
+        app.add_exception_handler(kind, endpoint.refuse)
     return app
 
 
 class Endpoint:
-    def __init__(self, episodes: Episodes, rendering: Rendering, metrics: ActorMetrics, model: str, vocab_size: int) -> None:
-        self._episodes, self._rendering, self._metrics = episodes, rendering, metrics
+    def __init__(self, episodes: Episodes, chat: ChatFormat, metrics: ActorMetrics, model: str, vocab_size: int) -> None:
+        self._episodes, self._chat, self._metrics = episodes, chat, metrics
         self._model, self._vocab_size = model, vocab_size
         self._logged_fields: set[str] = set()
 
     async def models(self, key: str) -> dict[str, Any]:
         episode = self._episodes[key].episode
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
-        return {"object": "list", "data": [{**card, "max_model_len": episode.limits.max_context}]}
+        return {"object": "list", "data": [{**card, "max_model_len": episode.max_context}]}
 
     async def chat_completions(self, key: str, request: Request) -> Response:
         run, body = await self._received(key, request)
-        episode, rendering = run.episode, self._rendering
-        asked = read_chat(body)
-        context = rendering.context(episode.served, asked.messages, asked.tools)
+        episode, chat = run.episode, self._chat
+        asked, messages = _read(body, _ChatRequest), read_messages(body.get("messages") or None)
+        if body.get("n") not in (None, 1):
+            raise Unrenderable(f"n = {body['n']!r}: use 1, since an episode records each answer once; ask again for another")
+        tools, may_call = asked.tools or [], asked.tool_choice != "none"
+        context = context_of(chat, episode.served, messages, tools)
         self._count_ignored(ignored_fields(body, episode.sampling))
-        stop = (*episode.sampling.stop, *asked.stop)
+        stop = (*episode.sampling.stop, *asked.stops)
+        with_usage = bool((asked.stream_options or {}).get("include_usage"))
 
         def answered(turn: RecordedTurn) -> str:
-            answer = rendering.answer(turn, asked.messages, asked.tools, stop, asked.may_call)
+            answer = answer_of(chat, turn, messages, tools, stop, may_call)
             completion = chat_completion(turn, answer, model=str(body.get("model") or self._model))
-            return stream_of(completion, asked.with_usage) if asked.streams else json.dumps(completion)
+            return stream_of(completion, with_usage) if asked.stream else json.dumps(completion)
 
-        waits = episode.turn(context, max_tokens=asked.max_tokens, stop=asked.stop, stop_token_ids=rendering.stop_token_ids)
+        max_tokens = asked.max_completion_tokens or asked.max_tokens
+        waits = episode.turn(context, max_tokens=max_tokens, stop=asked.stops, stop_token_ids=chat.stop_token_ids)
         answering = _answer(run, request, waits, answered)
-        return await self._stream(answering) if asked.streams else Response(await answering, media_type="application/json")
+        return await self._stream(answering) if asked.stream else Response(await answering, media_type="application/json")
 
     async def generate(self, key: str, request: Request) -> Response:
         run, body = await self._received(key, request)
-        token_ids, max_tokens, stop, stop_token_ids = read_generate(body, self._vocab_size)
+        asked = _read(body, _GenerateRequest)
+        limits = asked.sampling_params or _Limits()
+        if any(map(body.get, ("features", "content_parts", "stream"))):
+            raise Unrenderable("features, content_parts, stream: this endpoint only takes text tokens, and does not stream")
+        stop_token_ids = tuple(limits.stop_token_ids or ())
+        for name, ids in (("token_ids", asked.token_ids), ("sampling_params.stop_token_ids", stop_token_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+                raise Unrenderable(f"{name}: give token ids from 0 to {self._vocab_size - 1}")
         ignored = ignored_fields(body.get("sampling_params") or {}, run.episode.sampling)
         self._count_ignored(name for name in ignored if name != "logprobs")  # the answer has them
-        context = np.array(token_ids, dtype=np.int32)
-        waits = run.episode.turn(context, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids)
+        waits = run.episode.turn(
+            np.array(asked.token_ids, dtype=np.int32),
+            max_tokens=limits.max_tokens,
+            stop=limits.stops,
+            stop_token_ids=stop_token_ids,
+        )
         model = str(body.get("model") or self._model)
         answer = await _answer(run, request, waits, lambda turn: json.dumps(generated(turn, model=model)))
         return Response(answer, media_type="application/json")
 
     async def refuse(self, _: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
+        refused = _refusal_of(error)
         # OpenAI's clients would otherwise retry after a 408 or 5xx, and be refused again.
-        headers = {"x-should-retry": "false"} | ({"connection": "close"} if error.status == 408 else {})
-        return JSONResponse(self._told(error), error.status, headers=headers)
+        headers = {"x-should-retry": "false"} | ({"connection": "close"} if refused.status == 408 else {})
+        return JSONResponse(self._told(refused), refused.status, headers=headers)
 
     def _told(self, error: Refused) -> dict[str, Any]:
         """Count a refusal and return it in OpenAI's form."""
         self._metrics.episode_refusals.labels(error.code).inc()
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
-
-    async def invalid(self, request: Request, error: Exception) -> Response:
-        return await self.refuse(request, Refused(400, "invalid_request", str(error)))
-
-    async def fail(self, request: Request, error: Exception) -> Response:
-        return await self.refuse(request, _defect(error))
-
-    async def not_found(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        answered = "POST {base_url}/chat/completions and GET {base_url}/models are answered"
-        return await self.refuse(request, Refused(error.status_code, "not_found", f"{error.detail}: only {answered}"))
 
     async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
         """Answer with a stream. An early error, such as a refusal, has its own HTTP status; a later one is an event."""
@@ -146,14 +179,13 @@ class Endpoint:
                     yield ": the turn is being sampled\n\n"
                     await asyncio.wait((task,), timeout=KEEP_ALIVE_S)
                 yield task.result()
-            except Refused as error:
-                yield f"data: {json.dumps(self._told(error))}\n\n"
             except asyncio.CancelledError:
                 self._told(_hung_up_on())
                 raise
             except Exception as error:
-                log.exception("a turn of an episode cannot be answered")
-                yield f"data: {json.dumps(self._told(_defect(error)))}\n\n"
+                if not isinstance(error, Refused):
+                    log.exception("a turn of an episode cannot be answered")
+                yield f"data: {json.dumps(self._told(_refusal_of(error)))}\n\n"
             finally:
                 task.cancel()
 
@@ -211,41 +243,6 @@ def _parsed(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise Unrenderable("the body is not a JSON object")
     return parsed
-
-
-def read_chat(body: Mapping[str, Any]) -> ChatRequest:
-    """Read a request for a chat completion. Raises `Unrenderable`. Pure."""
-    if body.get("n") not in (None, 1):
-        raise Unrenderable(f"n = {body['n']!r}: use 1, since an episode records each answer once; ask again for another")
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Unrenderable("tools: give a list of functions with their JSON schemas")
-    options = body.get("stream_options")
-    return ChatRequest(
-        messages=read_messages(body.get("messages")),
-        tools=tools,
-        may_call=bool(tools) and body.get("tool_choice") != "none",
-        max_tokens=_max_tokens(body, "max_completion_tokens") or _max_tokens(body, "max_tokens"),
-        stop=_stop_of(body),
-        streams=bool(body.get("stream")),
-        with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-    )
-
-
-def read_generate(body: Mapping[str, Any], vocab_size: int) -> tuple[list[int], int | None, tuple[str, ...], tuple[int, ...]]:
-    """Read the tokens, maximum tokens, stop strings and stop tokens of vLLM's request. Raises `Unrenderable`. Pure."""
-    sampling = body.get("sampling_params") or {}
-    if not isinstance(sampling, dict):
-        raise Unrenderable("sampling_params: give an object")
-    if body.get("features") or body.get("content_parts") or body.get("stream"):
-        raise Unrenderable("features, content_parts, stream: this endpoint only takes text tokens, and does not stream")
-    token_ids, stop_token_ids = body.get("token_ids"), sampling.get("stop_token_ids") or []
-    for name, ids in (("token_ids", token_ids), ("sampling_params.stop_token_ids", stop_token_ids)):
-        if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < vocab_size for one in ids):
-            raise Unrenderable(f"{name}: give a list of token ids from 0 to {vocab_size - 1}")
-    if not token_ids:
-        raise Unrenderable("token_ids: is empty")
-    return token_ids, _max_tokens(sampling, "max_tokens"), _stop_of(sampling), tuple(stop_token_ids)
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
@@ -345,23 +342,16 @@ def _hung_up_on() -> Refused:
     return Refused(499, "hung_up", "the client hung up")
 
 
-def _defect(error: Exception) -> Refused:
+def _refusal_of(error: Exception) -> Refused:
+    match error:
+        case Refused():
+            return error
+        case Unrenderable() | RecursionError():
+            return Refused(400, "invalid_request", str(error))
+        case HTTPException():
+            answered = "POST {base_url}/chat/completions and GET {base_url}/models are answered"
+            return Refused(error.status_code, "not_found", f"{error.detail}: only {answered}")
     return Refused(500, "internal_error", f"the actor cannot answer this: {type(error).__name__}: {error}"[:500])
-
-
-def _max_tokens(body: Mapping[str, Any], name: str) -> int | None:
-    value = body.get(name)
-    if value is not None and (type(value) is not int or value < 1):
-        raise Unrenderable(f"{name} = {value!r}: give an integer of at least 1")
-    return value
-
-
-def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
-    given = body.get("stop") or ()
-    stop = (given,) if isinstance(given, str) else given
-    if not isinstance(stop, list | tuple) or len(stop) > MAX_STOPS or not all(isinstance(one, str) and one for one in stop):
-        raise Unrenderable(f"stop: give a string, or a list of at most {MAX_STOPS} strings that are not empty")
-    return tuple(stop)
 
 
 def _usage(turn: RecordedTurn) -> dict[str, int]:
@@ -369,41 +359,37 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-class Rendering:
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
-        self.stop_token_ids = chat.stop_token_ids
-
-    def context(self, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-        """Return the turn's context, int32[context]. It extends the last turn in `served` that is part of the request's
-        history, if any. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
-        turn = _last_known(served, _history(messages, tools))
-        messages, tools = self._chat.control.parted(messages), self._chat.control.parted(tools)
-        token_ids = None
-        if turn is not None:
-            prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
-            num_known = len(turn.messages) - 1
-            token_ids = self._chat.extend(prompt_ids, sampled_ids, messages, num_known, tools)
-        return np.array(token_ids or self._chat.render(messages, tools), dtype=np.int32)
-
-    def answer(
-        self, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: tuple[str, ...] = (), may_call: bool = True
-    ) -> Answer:
-        """Return the turn as a message, without the stop string that ended it, and note its history in the turn."""
+def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
+    """Return the turn's context, int32[context]. It extends the last turn in `served` that is part of the request's
+    history, if any. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
+    turn = _last_known(served, _history(messages, tools))
+    messages, tools = chat.control.parted(messages), chat.control.parted(tools)
+    token_ids = None
+    if turn is not None:
         prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
-        parsed = self._chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
+        num_known = len(turn.messages) - 1
+        token_ids = chat.extend(prompt_ids, sampled_ids, messages, num_known, tools)
+    return np.array(token_ids or chat.render(messages, tools), dtype=np.int32)
 
-        def made_id(number: int) -> str:  # never changes, and has nine letters and digits, as Mistral's templates require
-            salt = number.to_bytes(8, "little")
-            return hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=salt).hexdigest()[:9]
 
-        calls = tuple(
-            ToolCall(as_unicode(call.name), as_unicode(call.arguments), as_unicode(call.id) or made_id(number))
-            for number, call in enumerate(parsed.tool_calls)
-        )
-        answer = Answer(before_stop(parsed.content, stop), before_stop(parsed.reasoning, stop), calls)
-        turn.messages = _history([*messages, message_of(answer)], tools)
-        return answer
+def answer_of(
+    chat: ChatFormat, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: Iterable[str] = (), may_call: bool = True
+) -> Answer:
+    """Return the turn as a message, without the stop string that ended it, and note its history in the turn."""
+    prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
+    parsed = chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
+
+    def made_id(number: int) -> str:  # never changes, and has nine letters and digits, as Mistral's templates require
+        salt = number.to_bytes(8, "little")
+        return hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=salt).hexdigest()[:9]
+
+    calls = tuple(
+        ToolCall(as_unicode(call.id) or made_id(number), as_unicode(call.name), as_unicode(call.arguments_json))
+        for number, call in enumerate(parsed.tool_calls)
+    )
+    answer = Answer(before_stop(parsed.content, stop), before_stop(parsed.reasoning, stop), calls)
+    turn.messages = _history([*messages, message_of(answer)], tools)
+    return answer
 
 
 def message_of(answer: Answer) -> Message:
@@ -412,53 +398,35 @@ def message_of(answer: Answer) -> Message:
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in answer.tool_calls
-        ]
+        message["tool_calls"] = [_call(call.id, call.name, call.arguments_json) for call in answer.tool_calls]
     return message
 
 
 def read_messages(given: Any) -> list[Message]:
     """Read a request's messages: text parts are joined, arguments of calls parsed. Raises `Unrenderable`."""
-    if not isinstance(given, list) or not given:
-        raise Unrenderable("messages: give a list with at least one message")
-    return [_read_message(message, f"messages[{number}]") for number, message in enumerate(given)]
+    return [_message(one) for one in _read(given, list[_GivenMessage], "messages")]
 
 
-def _read_message(given: Any, where: str) -> Message:
-    role = given.get("role") if isinstance(given, Mapping) else None
-    role = "system" if role == "developer" else role
-    if role not in ROLES:
-        raise Unrenderable(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}")
-    message: Message = {"role": role, "content": _text_of(given.get("content"), f"{where}.content")}
+def _message(given: _GivenMessage) -> Message:
+    message: Message = {"role": "system" if given.role == "developer" else given.role}
+    parts = given.content if isinstance(given.content, list) else [given.content or ""]
+    try:
+        message["content"] = "".join(part if isinstance(part, str) else part["text"] for part in parts)
+        calls = [
+            (call.get("id") or "", call["function"]["name"], call["function"]["arguments"]) for call in given.tool_calls or ()
+        ]
+    except (KeyError, TypeError) as error:
+        raise Unrenderable("messages: parts need a text, and tool_calls function.name and function.arguments") from error
     for field in ("name", "tool_call_id", "reasoning_content"):
-        if isinstance(given.get(field), str):
-            message[field] = given[field]
-    if calls := given.get("tool_calls"):
-        try:
-            message["tool_calls"] = [_read_call(call) for call in calls]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise Unrenderable(f"{where}.tool_calls: each needs function.name and function.arguments") from error
+        if isinstance(value := getattr(given, field), str):
+            message[field] = value
+    if calls:
+        message["tool_calls"] = [_call(call_id, str(name), parsed_json(arguments)) for call_id, name, arguments in calls]
     return message
 
 
-def _read_call(given: Any) -> dict[str, Any]:
-    function = given["function"]
-    arguments = parsed_json(function["arguments"])
-    return {
-        "id": given.get("id") or "",
-        "type": "function",
-        "function": {"name": str(function["name"]), "arguments": arguments},
-    }
-
-
-def _text_of(content: Any, where: str) -> str:
-    parts = content if isinstance(content, list) else ["" if content is None else content]
-    try:
-        return "".join(part if isinstance(part, str) else part["text"] for part in parts)
-    except (TypeError, KeyError) as error:
-        raise Unrenderable(f"{where}: only text is supported, as a string or as parts of type text") from error
+def _call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:

@@ -16,25 +16,15 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from pipelinerl.episodes import CONTEXT_LENGTH, MAX_TURNS
 from pipelinerl.errors import MessageError, PipelineRLError, ServiceError
-from pipelinerl.messages.sequences import (
-    Branch,
-    Completion,
-    FinishReason,
-    PartialSequence,
-    PromptGroup,
-    SamplingParams,
-    Sequence,
-    TokenIds,
-    Turn,
-    VersionSpan,
-)
+from pipelinerl.messages import sequences
+from pipelinerl.messages.sequences import Branch, Completion, PartialSequence, PromptGroup, SamplingParams, TokenIds, Turn
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, judged, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
@@ -84,7 +74,7 @@ class RecordedTurn:
     is_asked_for: bool = False
     """True if this run of the environment has requested the turn, even if the client hung up later."""
     messages: Any = None
-    """The request's messages and the answer, for `endpoint.Rendering`; None for a request with tokens."""
+    """The request's messages and the answer, for `endpoint.context_of`; None for a request with tokens."""
 
     @property
     def is_finished(self) -> bool:
@@ -96,36 +86,30 @@ class RecordedTurn:
         return np.concatenate([self.context_token_ids, self.made.completion_token_ids])
 
 
-@dataclass(frozen=True)
-class EpisodeLimits:
+@dataclass(eq=False)
+class Episode:
+    """One running episode. `sampling.max_tokens` bounds a turn. `carried`: branches that another actor has recorded. `turns`:
+    all recorded turns, in the order of their first requests. A turn is sampled to its end even if its client hangs up; a client
+    that repeats the request gets it."""
+
+    sampling: SamplingParams
+    sample: Sample
+    metrics: ActorMetrics
+    decode: Callable[[TokenIds], str]
+    carried: InitVar[Iterable[Branch]] = ()
+    _: KW_ONLY
     max_turns: int
     """Turns that one run of the environment may request, including those for which its client hung up."""
     max_context: int
     """Tokens of a branch, including its prompt."""
     turn_timeout_s: float
     """Time for a turn, including the wait for a slot."""
+    failure: str = field(default="", init=False)
+    """Why the episode cannot go on: the engine failed or a turn missed its deadline. All further requests are refused."""
+    policy_fault: str = field(default="", init=False)
 
-
-class Episode:
-    """One running episode. `sampling.max_tokens` bounds a turn. `carried`: branches that another actor has recorded. `turns`:
-    all recorded turns, in the order of their first requests. A turn is sampled to its end even if its client hangs up; a client
-    that repeats the request gets it."""
-
-    def __init__(
-        self,
-        sampling: SamplingParams,
-        limits: EpisodeLimits,
-        sample: Sample,
-        metrics: ActorMetrics,
-        decode: Callable[[TokenIds], str],
-        carried: Iterable[Branch] = (),
-    ) -> None:
-        self.sampling, self.limits = sampling, limits
+    def __post_init__(self, carried: Iterable[Branch]) -> None:
         self.turns = [turn for branch in carried for turn in _turns_of(branch)]
-        self.failure = ""
-        """Why the episode cannot go on: the engine failed or a turn missed its deadline. All further requests are refused."""
-        self.policy_fault = ""
-        self._sample, self._metrics, self.decode = sample, metrics, decode
         self._run = 0
         self._requests, self._calls = itertools.count(1), itertools.count()
         self._sampling: dict[RecordedTurn, asyncio.Task[None]] = {}
@@ -160,9 +144,9 @@ class Episode:
         the turn counts as not served."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
-        num_tokens, limits = len(context_token_ids), self.limits
-        if (room := limits.max_context - num_tokens) < 1:
-            problem = f"leave no room for a turn in a context of {limits.max_context} (model.max_context)"
+        num_tokens = len(context_token_ids)
+        if (room := self.max_context - num_tokens) < 1:
+            problem = f"leave no room for a turn in a context of {self.max_context} (model.max_context)"
             raise self.policy_refused(CONTEXT_LENGTH, f"{num_tokens} tokens {problem}")
         sampling = replace(
             self.sampling,
@@ -171,11 +155,11 @@ class Episode:
             stop_token_ids=tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids))),
         )
         known = self._known(context_token_ids, sampling)
-        if (known is None or not known.is_asked_for) and self.num_asked_for >= limits.max_turns:
-            raise self.policy_refused(MAX_TURNS, f"this episode had its {limits.max_turns} turns (task.max_turns)")
+        if (known is None or not known.is_asked_for) and self.num_asked_for >= self.max_turns:
+            raise self.policy_refused(MAX_TURNS, f"this episode had its {self.max_turns} turns (task.max_turns)")
         turn, run = self.take(context_token_ids, sampling), self._run
         is_known = turn.is_finished or turn in self._sampling
-        self._metrics.episode_turns.labels("replayed" if is_known else "sampled").inc()
+        self.metrics.episode_turns.labels("replayed" if is_known else "sampled").inc()
         try:
             if not turn.is_finished:
                 await asyncio.shield(self._sampled(turn, sampling))
@@ -228,8 +212,8 @@ class Episode:
         The other turns are dropped. Call this after that run has ended."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
-        self._metrics.episode_branches.inc(max(0, len(branches) - 1))
-        self._metrics.episode_dropped_turns.inc(len(self.turns) - len(good))
+        self.metrics.episode_branches.inc(max(0, len(branches) - 1))
+        self.metrics.episode_dropped_turns.inc(len(self.turns) - len(good))
         return branches
 
     def partial(self, sample_index: int, generation_s: float = 0.0) -> PartialSequence:
@@ -238,7 +222,7 @@ class Episode:
         return PartialSequence(sample_index=sample_index, generation_s=generation_s, branches=_branches(begun))
 
     @property
-    def finish_reason(self) -> FinishReason | None:
+    def finish_reason(self) -> sequences.FinishReason | None:
         """Finish reason of the finished turn that this run requested last; None if there is none."""
         reasons = [turn.made.finish_reason for turn in self.served if turn.is_finished]
         return reasons[-1] if reasons else None
@@ -258,10 +242,10 @@ class Episode:
 
     async def _go_on_with(self, turn: RecordedTurn, sampling: SamplingParams) -> None:
         try:
-            async with asyncio.timeout(self.limits.turn_timeout_s):
-                made = await self._sample(turn.context_token_ids, turn.made, sampling, next(self._calls))
+            async with asyncio.timeout(self.turn_timeout_s):
+                made = await self.sample(turn.context_token_ids, turn.made, sampling, next(self._calls))
         except (EngineError, TimeoutError) as error:
-            timeout = f"turn_timeout: no turn within {self.limits.turn_timeout_s:g} s (task.turn_timeout_s)"
+            timeout = f"turn_timeout: no turn within {self.turn_timeout_s:g} s (task.turn_timeout_s)"
             self._fail(turn, f"engine: {error}"[:500] if isinstance(error, EngineError) else timeout)
             return
         is_interrupted_before_any = made.finish_reason is None and not len(made.completion_token_ids)
@@ -339,8 +323,12 @@ class Episodes:
         )
         share, max_context = self.tasks[request.task], self._recipe.model.max_context
         task, judge = share.task, share.reward.judge
-        limits = EpisodeLimits(task.max_turns, max_context, task.turn_timeout_s)
-        episode = Episode(group.sampling, limits, sample, self._metrics, self._decode, start.branches)
+        limits: dict[str, Any] = {
+            "max_turns": task.max_turns,
+            "max_context": max_context,
+            "turn_timeout_s": task.turn_timeout_s,
+        }
+        episode = Episode(group.sampling, sample, self._metrics, self._decode, start.branches, **limits)
         timeout_s = task.episode_timeout_s + CALL_SLACK_S + (judge.timeout_s if judge is not None else 0.0)
         try:
             return episode, await unless_stopped(self._run(episode, request, timeout_s), stopped)
@@ -387,7 +375,7 @@ def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResul
 
 def sequence_of_episode(
     group: PromptGroup, sample: PartialSequence, episode: Episode, result: VerifyResult, actor: str
-) -> Sequence:
+) -> sequences.Sequence:
     """Return the episode as a sequence with its reward, or with the reason of its failure. Texts are the first branch's."""
     failure, result = verdict_of(episode, result)
     branches, last = episode.result(), episode.finish_reason
@@ -415,7 +403,7 @@ def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
 
 def _branch(path: list[RecordedTurn]) -> Branch:
     prompt = path[0].context_token_ids
-    spans: list[VersionSpan] = []
+    spans: list[sequences.VersionSpan] = []
     turns: list[Turn] = []
     for turn in path:
         start = len(turn.context_token_ids) - len(prompt)
@@ -434,7 +422,7 @@ def _branch(path: list[RecordedTurn]) -> Branch:
 def _turns_of(branch: Branch) -> list[RecordedTurn]:
     token_ids = np.concatenate([branch.prompt_token_ids, branch.completion_token_ids])
     offset, read, made = len(branch.prompt_token_ids), 0, list[RecordedTurn]()
-    for turn in branch.turns or (Turn(0, len(branch.completion_token_ids), FinishReason.STOP),):
+    for turn in branch.turns or (Turn(0, len(branch.completion_token_ids), sequences.FinishReason.STOP),):
         size = turn.end - turn.start
         spans = tuple(
             replace(span, start=span.start - turn.start, end=span.end - turn.start)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipelinerl.episodes import ToolCall
 from pipelinerl.errors import PipelineRLError, as_unicode
 from pipelinerl.prompts import ControlTokens, after_answer, written
 from pipelinerl.recipe.fields import ModelConfig
@@ -35,15 +36,6 @@ _KEPT_TEXTS, _KEPT_CHARACTERS = 1024, 16_384
 
 class Unrenderable(PipelineRLError):
     """Messages or tools that are invalid, or that this model's format cannot write."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool, with the arguments as the JSON that the model wrote."""
-
-    name: str
-    arguments: str
-    id: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,7 +200,7 @@ class FamilyFormat:
         attempts = parsed.tool_calls if tools else []
         # A call of an unknown tool is passed on, for the agent to answer.
         calls = tuple(
-            ToolCall(call.name, _as_json(call.arguments), call.id or "")
+            ToolCall(call.id or "", call.name, _as_json(call.arguments))
             for call in attempts
             if call.name and call.status in ("ok", "unknown_tool")
         )
@@ -377,7 +369,7 @@ def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: boo
 def _hermes_calls(text: str) -> list[ToolCall | None]:
     """Return the calls in a text, None for each that is not valid."""
     return [
-        ToolCall(call["name"], _as_json(call["arguments"]))
+        ToolCall("", call["name"], _as_json(call["arguments"]))
         if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)
         else None
         for call in map(parsed_json, _TOOL_CALL.findall(text))

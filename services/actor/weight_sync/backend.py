@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from pipelinerl.errors import ManifestMismatch
 from pipelinerl.transfer.manifest import Manifest
 from services.actor.weight_sync.adapters import AdapterLoader, install
-from services.actor.weight_sync.client import Hello, WeightLoading, parse_version
+from services.actor.weight_sync.client import WeightLoading, parse_version
 from services.actor.weight_sync.loaders import Loader, PausedLoader, choose
 from services.actor.weight_sync.worker import TransferWorker
 
@@ -66,7 +66,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Between two decode steps, check the manifest and start the transfer thread, whose `Hello` reports any mismatch."""
+        """Between two decode steps, check the manifest and start the transfer thread, which reports any mismatch."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         self._sends_adapter, problem, reason = bool(manifest.low_rank), "", ""
@@ -87,7 +87,8 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except ManifestMismatch as error:
             problem = str(error)
         self._worker = TransferWorker(
-            Hello(get_world_group().rank_in_group, WeightLoading(loader.mode, reason), problem),
+            get_world_group().rank_in_group,
+            WeightLoading(loader.mode, reason, problem),
             loader,
             manifest,
             init_info.socket_path,

@@ -14,8 +14,9 @@ import os
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,10 +35,12 @@ PREPARE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class WeightLoading:
-    """The way in which received weights are loaded: the loader's `mode`, and the `reason` why it is not the shadow loader."""
+    """A worker's first line: the loader's `mode`, the `reason` why it is not the shadow loader, and the `problem` if the model
+    cannot take the manifest's weights."""
 
     mode: str
     reason: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,6 @@ class StagedWeights:
 
 class CommitFailed(TransferError):
     """A swap failed half-way, so it is unknown which weights the engine serves. The process should end."""
-
-
-class Hello(msgspec.Struct, frozen=True):
-    """A worker's first line: its rank, how weights are loaded, and why the manifest does not fit the model (or "")."""
-
-    worker_rank: int
-    loading: WeightLoading
-    problem: str = ""
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -81,17 +76,12 @@ class Discard(msgspec.Struct, tag=True, frozen=True):
     """Give up a running transfer or a staged version; leave the group if a transfer was running."""
 
 
-class Order(msgspec.Struct, frozen=True):
-    """An order to a worker. The reply repeats `number`."""
-
-    number: int
-    body: Join | Receive | Discard
+Order = Join | Receive | Discard
 
 
 class Reply(msgspec.Struct, frozen=True):
     """`staged`: result of a Receive. `problem`: why the order failed, or "". `group_broke`: the whole transfer group failed."""
 
-    number: int
     staged: StagedWeights | None = None
     problem: str = ""
     group_broke: bool = False
@@ -99,17 +89,16 @@ class Reply(msgspec.Struct, frozen=True):
 
 class WorkerLink:
     """The actor's end of the socket. Open it with `WorkerLink.listen`, pass `path` to the workers, await `hellos`, then `ask`.
-    An order goes to all workers and is complete when all have replied. If a connection is lost, all waiting calls fail."""
+    An order goes to all workers and is complete when all have replied. Each worker replies in the order in which it was asked.
+    If a connection is lost, all waiting calls fail."""
 
     def __init__(self, directory: str, num_workers: int) -> None:
         self.path = os.path.join(directory, "weights.sock")
         self._directory, self._num_workers = directory, num_workers
         self._server: asyncio.Server | None = None
-        self._writers: list[asyncio.StreamWriter] = []
-        self._hellos: list[Hello] = []
+        self._workers: list[tuple[asyncio.StreamWriter, deque[asyncio.Future[Reply]]]] = []
+        self._hellos: list[WeightLoading] = []
         self._all_here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting: dict[int, tuple[asyncio.Future[None], list[Reply]]] = {}
-        self._next_number = 0
         self._lost = ""
 
     @classmethod
@@ -119,7 +108,7 @@ class WorkerLink:
         link._server = await asyncio.start_unix_server(link._serve, link.path)
         return link
 
-    async def hellos(self, timeout_s: float) -> list[Hello]:
+    async def hellos(self, timeout_s: float) -> list[WeightLoading]:
         """Wait for every worker's first message. Raises TransferError if some are missing after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -129,21 +118,15 @@ class WorkerLink:
             raise TransferError(message) from error
         return self._hellos
 
-    async def ask(self, body: Join | Receive | Discard) -> list[StagedWeights]:
+    async def ask(self, order: Order) -> list[StagedWeights]:
         """Send an order to all workers and return what they have staged, if anything. Raises TransferError if a worker fails or
         its connection is lost, and GroupFailed if the group broke."""
         if self._lost:
             raise TransferError(self._lost)
-        number, self._next_number = self._next_number, self._next_number + 1
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        replies: list[Reply] = []
-        self._waiting[number] = future, replies
-        for writer in self._writers:
-            writer.write(as_line(Order(number, body)))
-        try:
-            await future
-        finally:
-            del self._waiting[number]
+        for writer, waiting in self._workers:
+            waiting.append(asyncio.get_running_loop().create_future())
+            writer.write(as_line(order))
+        replies = await asyncio.gather(*(waiting[-1] for _, waiting in self._workers))
         for reply in replies:
             if reply.problem:
                 raise GroupFailed("", reply.problem) if reply.group_broke else TransferError(reply.problem)
@@ -151,7 +134,7 @@ class WorkerLink:
 
     async def close(self) -> None:
         self._lose("closed")
-        for writer in self._writers:
+        for writer, _ in self._workers:
             writer.close()
         if self._server is not None:
             self._server.close()
@@ -159,16 +142,15 @@ class WorkerLink:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            self._hellos.append(msgspec.json.decode(await reader.readline(), type=Hello))
-            self._writers.append(writer)
+            self._hellos.append(msgspec.json.decode(await reader.readline(), type=WeightLoading))
+            waiting = deque[asyncio.Future[Reply]]()
+            self._workers.append((writer, waiting))
             if len(self._hellos) == self._num_workers:
                 self._all_here.set_result(None)
             while line := await reader.readline():
-                reply = msgspec.json.decode(line, type=Reply)
-                future, replies = self._waiting.get(reply.number, (None, []))
-                replies.append(reply)
-                if future is not None and not future.done() and len(replies) == self._num_workers:
-                    future.set_result(None)
+                reply, future = msgspec.json.decode(line, type=Reply), waiting.popleft()
+                if not future.done():  # its caller may have left
+                    future.set_result(reply)
         except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
             log.error("a vLLM worker's weight connection broke: %s", error)
         finally:
@@ -177,12 +159,12 @@ class WorkerLink:
 
     def _lose(self, why: str) -> None:
         self._lost = self._lost or why
-        for future, _ in self._waiting.values():
+        for future in (future for _, waiting in self._workers for future in waiting):
             if not future.done():
                 future.set_exception(TransferError(self._lost))
 
 
-def as_line(message: Hello | Order | Reply) -> bytes:
+def as_line(message: WeightLoading | Order | Reply) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
@@ -192,6 +174,7 @@ def parse_version(text: str) -> PolicyVersion:
     return PolicyVersion(int(incarnation), int(number)) if separator else PolicyVersion(0, 0)
 
 
+@dataclass(eq=False)
 class WeightUpdateClient:
     """Loads versions into vLLM. Calls must not overlap, except that `discard` may come while `receive` waits. All raise
     `TransferError`.
@@ -202,23 +185,17 @@ class WeightUpdateClient:
     worker holds at a time while it receives.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        *,
-        recompute_kv: bool = False,
-        stall_timeout_s: float = 10.0,
-        bind_host: str | None = None,
-        force_paused: bool = False,
-        staging_buffers: int = 2,
-    ) -> None:
-        self._llm, self._recompute_kv = llm, recompute_kv
-        self._stall_timeout_s, self._bind_host, self._force_paused = stall_timeout_s, bind_host, force_paused
-        self._staging_buffers = staging_buffers
-        self._link: WorkerLink | None = None
-        self.swapping = asyncio.Lock()
-        self.before_swap: Callable[[], Awaitable[None]] | None = None
-        """Callback while the engine is paused for a commit, before the swap."""
+    llm: AsyncLLM
+    _: KW_ONLY
+    recompute_kv: bool = False
+    stall_timeout_s: float = 10.0
+    bind_host: str | None = None
+    force_paused: bool = False
+    staging_buffers: int = 2
+    swapping: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    before_swap: Callable[[], Awaitable[None]] | None = field(default=None, init=False)
+    """Callback while the engine is paused for a commit, before the swap."""
+    _link: WorkerLink | None = field(default=None, init=False)
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built. Raises
@@ -226,16 +203,11 @@ class WeightUpdateClient:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.close()
-        link = await WorkerLink.listen(self._llm.vllm_config.parallel_config.world_size)
-        init_info = {
-            "socket_path": link.path,
-            "manifest": manifest.to_bytes(),
-            "stall_timeout_s": self._stall_timeout_s,
-            "staging_buffers": self._staging_buffers,
-            "force_paused": self._force_paused,
-        }
+        link = await WorkerLink.listen(self.llm.vllm_config.parallel_config.world_size)
+        options = {name: getattr(self, name) for name in ("stall_timeout_s", "staging_buffers", "force_paused")}
+        init_info = {"socket_path": link.path, "manifest": manifest.to_bytes(), **options}
         try:
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
             hellos = await link.hellos(PREPARE_TIMEOUT_S)
             if problem := next((hello.problem for hello in hellos if hello.problem), ""):
                 raise ManifestMismatch(problem)
@@ -243,12 +215,12 @@ class WeightUpdateClient:
             await link.close()
             raise
         self._link = link
-        return hellos[0].loading
+        return hellos[0]
 
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
         """Leave the previous group and join this one. The rank in `group` is that of this engine's first worker."""
         assert self._link is not None, "prepare comes first"
-        await self._link.ask(Join(replace(group, bind_host=self._bind_host), timeout_s))
+        await self._link.ask(Join(replace(group, bind_host=self.bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         """Receive and stage a version. After an error, the group is left. A cancelled caller must call `discard`."""
@@ -268,19 +240,19 @@ class WeightUpdateClient:
 
         async with self.swapping:
             # `AsyncLLM.pause_generation` would add a sleep of 20 ms, for the order in which a caller sees outputs.
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
+            await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self.recompute_kv)
             started = time.monotonic()
             try:
                 if self.before_swap is not None:
                     await self.before_swap()
-                await self._llm.start_weight_update()
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
+                await self.llm.start_weight_update()
+                await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
             except Exception as error:  # vLLM reports a worker's exception as a bare Exception
-                await self._llm.resume_generation()
+                await self.llm.resume_generation()
                 raise TransferError(f"version {version} cannot be committed: {error}") from error
             try:
-                await self._llm.finish_weight_update(weight_version=str(version))
-                await self._llm.resume_generation()
+                await self.llm.finish_weight_update(weight_version=str(version))
+                await self.llm.resume_generation()
             except Exception as error:
                 raise CommitFailed(f"the swap to version {version} failed: {error}") from error
             return time.monotonic() - started

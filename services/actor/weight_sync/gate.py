@@ -68,18 +68,3 @@ class ServingGate:
             self.opened.clear()
         else:
             self.opened.set()
-
-
-class EpisodeSalt:
-    """The cache salt of an episode. Its first turn with tokens fixes the salt, so that later turns find the cached prefix."""
-
-    def __init__(self, gate: ServingGate) -> None:
-        self._gate, self._kept, self._is_kept = gate, "", False
-
-    def __call__(self) -> str:
-        if not self._is_kept:
-            self._kept = self._gate.cache_salt
-        return self._kept
-
-    def keep(self, num_sampled: int) -> None:
-        self._is_kept = self._is_kept or num_sampled > 0

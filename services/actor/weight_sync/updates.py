@@ -115,7 +115,7 @@ class UpdateListener:
     async def _refuse(self, error: TransferError) -> NoReturn:
         """Tell the trainer why this actor can serve no version, then raise the error, which ends the actor."""
         self._metrics.updates.labels("refused").inc()
-        await self._answer("failed", Abort(reason=str(error)[:REASON_CHARACTERS], actor=self._instance))
+        await self._answer("failed", Abort, None, reason=str(error)[:REASON_CHARACTERS])
         if not isinstance(error, ManifestMismatch):
             raise error
         raise UserError(
@@ -148,7 +148,7 @@ class UpdateListener:
             return
         self.epoch, self._alone = epoch, alone
         log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
-        await self._answer("joined", EpochJoined(**self._of(epoch)))
+        await self._answer("joined", EpochJoined, epoch)
 
     async def _on_announce(self, announce: Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
@@ -178,18 +178,9 @@ class UpdateListener:
         self._staged = version
         self._metrics.received_bytes.inc(staged.num_bytes)
         self._metrics.receive_seconds.observe(staged.receive_s)
-        await self._answer(
-            "staged",
-            Staged(
-                **self._of(announce),
-                version=announce.version,
-                checksum=staged.checksum,
-                bytes=staged.num_bytes,
-                receive_s=staged.receive_s,
-                prepare_s=staged.prepare_s,
-            ),
-            headers_of(trace_of(span)),
-        )
+        figures = {name: getattr(staged, name) for name in ("checksum", "receive_s", "prepare_s")}
+        fields = {"version": announce.version, "bytes": staged.num_bytes, **figures}
+        await self._answer("staged", Staged, announce, headers_of(trace_of(span)), **fields)
 
     async def _on_commit(self, commit: Commit, trace: Trace) -> None:
         version = PolicyVersion(commit.incarnation, commit.version)
@@ -213,9 +204,8 @@ class UpdateListener:
             self._gate.swapping = False
         self._metrics.updates.labels("committed").inc()
         self._metrics.stall_seconds.observe(stall_s)
-        await self._answer(
-            "serving", Serving(**self._of(commit), version=commit.version, stall_s=stall_s), headers_of(trace_of(span))
-        )
+        headers = headers_of(trace_of(span))
+        await self._answer("serving", Serving, commit, headers, version=commit.version, stall_s=stall_s)
 
     async def _stop_receiving(self) -> None:
         """End a running receive and drop a staged version. Bounded, since the receiver abandons a stuck transfer."""
@@ -244,13 +234,18 @@ class UpdateListener:
         log.error("weight update failed here: %s", error)
         self._metrics.updates.labels("failed").inc()
         reason, group_broke = str(error)[:REASON_CHARACTERS], isinstance(error, GroupFailed | TransferAborted)
-        await self._answer("failed", Abort(**self._of(about), version=version, reason=reason, group_broke=group_broke))
+        await self._answer("failed", Abort, about, version=version, reason=reason, group_broke=group_broke)
 
-    def _of(self, order: EpochStart | Announce | Commit) -> dict[str, Any]:
-        return {"actor": self._instance, "incarnation": order.incarnation, "epoch": order.epoch}
-
-    async def _answer(self, kind: str, message: EpochJoined | Staged | Serving | Abort, headers: Headers = NO_HEADERS) -> None:
-        payload = message.SerializeToString()
+    async def _answer(
+        self,
+        kind: str,
+        answer: type[EpochJoined | Staged | Serving | Abort],
+        order: EpochStart | Announce | Commit | None,
+        headers: Headers = NO_HEADERS,
+        **fields: Any,
+    ) -> None:
+        epoch: dict[str, Any] = {"incarnation": order.incarnation, "epoch": order.epoch} if order is not None else {}
+        payload = answer(actor=self._instance, **epoch, **fields).SerializeToString()
         await retry_forever(lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}")
 
 

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import msgspec
 import torch
@@ -24,18 +24,11 @@ from torch import Tensor
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.chunks import (
-    HEADER_SIZE,
-    ReusedMemory,
-    Unpacker,
-    announced_checksum,
-    checksum,
-    prefetch,
-    version_checksum,
-)
+from pipelinerl.transfer import chunks
+from pipelinerl.transfer.chunks import HEADER_SIZE, ReusedMemory, Unpacker, checksum, prefetch
 from pipelinerl.transfer.group import HOST, WeightGroup, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupFailed, Manifest, TransferAborted
-from services.actor.weight_sync.client import Discard, Hello, Join, Order, Receive, Reply, StagedWeights, as_line
+from services.actor.weight_sync.client import Discard, Join, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
 from services.actor.weight_sync.loaders import Loader
 
 log = logging.getLogger(__name__)
@@ -51,6 +44,7 @@ class StagingMemory:
         self.chunks, self.large = ReusedMemory(buffers + 1), ReusedMemory(buffers)
 
 
+@dataclass(eq=False)
 class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. Iterate
     `tensors()` to the end, close it in any case, then call `staged`. The group is in use until it is closed, which takes at
@@ -61,38 +55,35 @@ class Receiver:
     receive into; None = new memory.
     """
 
-    def __init__(
-        self,
-        group: WeightGroup,
-        manifest: Manifest,
-        version: PolicyVersion,
-        *,
-        timeout_s: float,
-        stall_timeout_s: float,
-        aborted: threading.Event,
-        buffers: int = 1,
-        memory: StagingMemory | None = None,
-    ) -> None:
-        self._group, self._manifest, self._version = group, manifest, version
+    group: WeightGroup
+    manifest: Manifest
+    version: PolicyVersion
+    _: KW_ONLY
+    timeout_s: float
+    stall_timeout_s: float
+    aborted: threading.Event
+    buffers: int = 1
+    memory: StagingMemory | None = None
+
+    def __post_init__(self) -> None:
         self._began = time.monotonic()
-        self._deadline, self._stall_timeout_s = self._began + timeout_s, stall_timeout_s
-        self._aborted, self._buffers = aborted, buffers
-        self._memory = memory if group.placement.stream is None else None
-        self._largest_chunk = max(chunk.num_bytes for chunk in manifest.chunks)
+        self._deadline = self._began + self.timeout_s
+        self._memory = self.memory if self.group.placement.stream is None else None
+        self._largest_chunk = max(chunk.num_bytes for chunk in self.manifest.chunks)
         self._checksums: list[int] = []
         self._receive_s = self._checked_s = self._waited_s = 0.0
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """Yield all parameters in the manifest's order. Raises TransferError; the group is then unusable."""
-        unpacker = Unpacker(self._manifest, self._new_memory)
-        chunks: Generator[tuple[Tensor, int], None, None] = (self._take(chunk, unpacker) for chunk in self._manifest.chunks)
-        if self._buffers > 1 and len(self._manifest.chunks) > 1:
-            chunks = prefetch(chunks, self._buffers, f"receive-{self._version}")
-        with contextlib.closing(chunks):
-            for chunk in self._manifest.chunks:
+        unpacker = Unpacker(self.manifest, self._new_memory)
+        taken: Generator[tuple[Tensor, int], None, None] = (self._take(chunk, unpacker) for chunk in self.manifest.chunks)
+        if self.buffers > 1 and len(self.manifest.chunks) > 1:
+            taken = prefetch(taken, self.buffers, f"receive-{self.version}")
+        with contextlib.closing(taken):
+            for chunk in self.manifest.chunks:
                 started = time.monotonic()
                 self._time_left()
-                raw, expected = next(chunks)
+                raw, expected = next(taken)
                 self._check(chunk, raw, expected)
                 self._waited_s += time.monotonic() - started
                 del raw
@@ -102,66 +93,66 @@ class Receiver:
 
     def staged(self) -> StagedWeights:
         """Return the version's figures, after all `tensors()` were read. `prepare_s`: time not spent waiting for bytes."""
-        assert len(self._checksums) == len(self._manifest.chunks)
+        assert len(self._checksums) == len(self.manifest.chunks)
         return StagedWeights(
-            checksum=version_checksum(self._manifest.manifest_id, self._checksums),
-            num_bytes=self._manifest.total_bytes,
+            checksum=chunks.version_checksum(self.manifest.manifest_id, self._checksums),
+            num_bytes=self.manifest.total_bytes,
             receive_s=self._receive_s + self._checked_s,
             prepare_s=time.monotonic() - self._began - self._waited_s,
         )
 
     def _take(self, chunk: Chunk, unpacker: Unpacker) -> tuple[Tensor, int]:
-        started, placement = time.monotonic(), self._group.placement
+        started, placement = time.monotonic(), self.group.placement
         with placement.scope():
             header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
-            self._group.broadcast(header, self._time_left())
-            expected = announced_checksum(header, self._version, chunk)
+            self.group.broadcast(header, self._time_left())
+            expected = chunks.announced_checksum(header, self.version, chunk)
             raw = unpacker.room(chunk)
-            self._group.broadcast(raw, self._time_left())
+            self.group.broadcast(raw, self._time_left())
         self._receive_s += time.monotonic() - started
         return raw, expected
 
     def _new_memory(self, num_bytes: int) -> Tensor:
         if self._memory is None:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._group.placement.device)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.group.placement.device)
         if num_bytes > self._largest_chunk:
             return self._memory.large.take(num_bytes)
         return self._memory.chunks.take(self._largest_chunk)[:num_bytes]  # all of one size, so that each can be reused
 
     def _check(self, chunk: Chunk, raw: Tensor, expected: int) -> None:
         started = time.monotonic()
-        with self._group.placement.scope():
+        with self.group.placement.scope():
             actual = checksum(raw)
         if actual != expected:
-            problem = f"version {self._version}, chunk {chunk.index}: checksum {actual:08x}, expected {expected:08x}"
+            problem = f"version {self.version}, chunk {chunk.index}: checksum {actual:08x}, expected {expected:08x}"
             raise TransferError(problem)
         self._checksums.append(actual)
         self._checked_s += time.monotonic() - started
 
     def _time_left(self) -> float:
-        if self._aborted.is_set():
-            raise TransferAborted(f"receiving of version {self._version} was given up")
-        return min(self._deadline - time.monotonic(), self._stall_timeout_s)
+        if self.aborted.is_set():
+            raise TransferAborted(f"receiving of version {self.version} was given up")
+        return min(self._deadline - time.monotonic(), self.stall_timeout_s)
 
 
+@dataclass(eq=False)
 class TransferWorker:
-    """Performs the actor's orders in one vLLM worker, as in `WeightUpdateClient`. `device`: the model's."""
+    """Performs the actor's orders in one vLLM worker, as in `WeightUpdateClient`. `loading` is sent first. `device`: the
+    model's."""
 
-    def __init__(
-        self,
-        hello: Hello,
-        loader: Loader,
-        manifest: Manifest,
-        socket_path: str,
-        *,
-        stall_timeout_s: float,
-        staging_buffers: int = 2,
-        device: torch.device = HOST.device,
-    ) -> None:
-        self._rank, self._loader, self._manifest = hello.worker_rank, loader, manifest
-        self._stall_timeout_s, self._staging_buffers = stall_timeout_s, staging_buffers
-        self._memory = StagingMemory(staging_buffers)
-        self._placement = on_device(device)
+    rank: int
+    loading: WeightLoading
+    loader: Loader
+    manifest: Manifest
+    socket_path: str
+    _: KW_ONLY
+    stall_timeout_s: float
+    staging_buffers: int = 2
+    device: torch.device = HOST.device
+
+    def __post_init__(self) -> None:
+        self._memory = StagingMemory(self.staging_buffers)
+        self._placement = on_device(self.device)
         self._group: WeightGroup | None = None
         self._staged: PolicyVersion | None = None
         self._to_swap: PolicyVersion | None = None
@@ -171,8 +162,8 @@ class TransferWorker:
         self._discarding = threading.Lock()
         self._orders: queue.Queue[Order | str | None] = queue.Queue(MAX_WAITING_ORDERS)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(socket_path)
-        self._socket.sendall(as_line(hello))
+        self._socket.connect(self.socket_path)
+        self._socket.sendall(as_line(self.loading))
         for target in (self._read, self._work):
             threading.Thread(target=target, name=f"weights-{target.__name__}", daemon=True).start()
 
@@ -193,7 +184,7 @@ class TransferWorker:
             self._placement.synchronize()  # no queued work may still read the old weights
             assert self._to_swap is not None, "check_staged comes first"
             self._check_staged()
-            self._loader.swap()
+            self.loader.swap()
             self._placement.synchronize()
             self._staged = None
         # The pause does not have to wait until the old weights are freed.
@@ -212,7 +203,7 @@ class TransferWorker:
             with self._socket.makefile("rb") as lines:
                 for line in lines:
                     order = msgspec.json.decode(line, type=Order)
-                    if isinstance(order.body, Discard):
+                    if isinstance(order, Discard):
                         self._abort()
                     self._orders.put(order)
         except (OSError, ValueError) as error:
@@ -226,7 +217,7 @@ class TransferWorker:
             if isinstance(order, str):
                 with self._loading:
                     if self._staged is None:
-                        self._loader.drop()
+                        self.loader.drop()
                 continue
             with contextlib.suppress(OSError):
                 self._socket.sendall(as_line(self._perform(order)))
@@ -236,23 +227,23 @@ class TransferWorker:
     def _perform(self, order: Order) -> Reply:
         staged = None
         try:
-            match order.body:
+            match order:
                 case Join():
-                    self._join(order.body)
+                    self._join(order)
                 case Receive():
-                    staged = self._receive(order.body)
+                    staged = self._receive(order)
                 case Discard():
                     self._discard()
         except Exception as error:
             if not isinstance(error, TransferError):
                 log.exception("weight transfer failed")
             group_broke = isinstance(error, GroupFailed | TransferAborted)
-            return Reply(order.number, problem=f"{type(error).__name__}: {error}", group_broke=group_broke)
-        return Reply(order.number, staged)
+            return Reply(problem=f"{type(error).__name__}: {error}", group_broke=group_broke)
+        return Reply(staged)
 
     def _join(self, order: Join) -> None:
         self._leave()
-        spec = replace(order.group, rank=order.group.rank + self._rank)
+        spec = replace(order.group, rank=order.group.rank + self.rank)
         if spec.backend == "nccl" and self._placement is HOST:
             raise TransferError("weights.backend is nccl, but this engine is on CPU: set weights.backend: gloo")
         placement = self._placement if spec.backend == "nccl" else HOST
@@ -263,18 +254,18 @@ class TransferWorker:
             raise TransferError("no transfer group is joined")
         receiver = Receiver(
             self._group,
-            self._manifest,
+            self.manifest,
             order.version,
             timeout_s=order.timeout_s,
-            stall_timeout_s=self._stall_timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
             aborted=self._aborted,
-            buffers=self._staging_buffers,
+            buffers=self.staging_buffers,
             memory=self._memory,
         )
         try:
             with self._loading, self._placement.scope(), contextlib.closing(receiver.tensors()) as tensors:
                 self._staged = None
-                self._loader.load(tensors)
+                self.loader.load(tensors)
                 self._placement.synchronize()
                 self._staged = order.version
         except BaseException:
@@ -285,7 +276,7 @@ class TransferWorker:
     def _discard(self) -> None:
         with self._loading:
             self._staged = None
-            self._loader.drop()
+            self.loader.drop()
         with self._discarding:
             self._discards -= 1
             if not self._discards:

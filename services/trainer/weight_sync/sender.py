@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.transfer.chunks import (
     ReusedMemory,
     checksum,
@@ -34,7 +35,7 @@ from pipelinerl.transfer.chunks import (
     prefetch,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_device, on_thread
+from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupSpec, LowRank, Manifest, TransferAborted, TransferResult, build_manifest
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
 

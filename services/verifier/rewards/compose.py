@@ -27,7 +27,7 @@ from typing import Any, SupportsFloat
 from pipelinerl.errors import FieldError, as_unicode, located
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig, TaskConfig
 from pipelinerl.tasks.rows import ABSENT, value_in
-from pipelinerl.tasks.source import prompt_of
+from pipelinerl.tasks.source import conversation, prompt_of
 from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.item import NO_ANSWER, BadReference, BadReward, RewardInput, Score, Scorer, reference_answer
 from services.verifier.rewards.mathematics import math_scorer
@@ -223,11 +223,7 @@ def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
         return {**columns, "prompts": [prompt], "completions": [completion]}
     is_of_file = bool(task.path) and isinstance(item.reference.get("row"), Mapping)
     question, asked = prompt_of(row, task) if is_of_file else (str(row.get("entry", {}).get("question", prompt)), [])
-    *before, last = asked or [{"role": "user", "content": question}]
-    content = f"{last['content']}\n{task.instruction}" if task.instruction else last["content"]
-    messages = [*before, {**last, "content": content}]
-    if task.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": task.system_prompt})
+    messages = conversation(asked or [{"role": "user", "content": question}], task)
     return {**columns, "prompts": [messages], "completions": [[{"role": "assistant", "content": completion}]]}
 
 

@@ -18,18 +18,8 @@ from typing import Any
 from mpmath import mpc
 
 from pipelinerl.tasks.final_answer import boxes, final_answer
-from services.verifier.rewards.expressions import (
-    Node,
-    Number,
-    Unreadable,
-    agree,
-    evaluate,
-    inexact,
-    precise,
-    read,
-    symbols,
-    tidy,
-)
+from services.verifier.rewards import expressions
+from services.verifier.rewards.expressions import Node, Number, Unreadable, evaluate, inexact, symbols
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
 
 _TAIL_CHARACTERS = 4000
@@ -156,7 +146,7 @@ def _is_mathematics(text: str) -> bool:
         return (not is_label or " " in node.name) if node.kind == "text" else any(in_parts)
 
     try:
-        return not has_words(read(tidy(text)))
+        return not has_words(expressions.read(expressions.tidy(text)))
     except Unreadable:
         return False
 
@@ -182,7 +172,7 @@ def _words(text: str) -> list[str]:
 
 def same(reference: str, answer: str) -> bool:
     """Return whether two texts are the same answer."""
-    a, b = tidy(reference), tidy(answer)
+    a, b = expressions.tidy(reference), expressions.tidy(answer)
     if not a or not b or _key(a) == _key(b):
         return bool(a and b)
     choices = [_CHOICE.fullmatch(text.replace("\x02", "")) for text in (a, b)]
@@ -198,8 +188,8 @@ def same(reference: str, answer: str) -> bool:
     if is_prose and _words(a) == _words(b):
         return True
     try:
-        with precise():
-            return _same(wanted := read(a), _total(read(b), wanted))
+        with expressions.precise():
+            return _same(wanted := expressions.read(a), _total(expressions.read(b), wanted))
     except Unreadable:
         return False
 
@@ -390,7 +380,7 @@ def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
 
 def _same_value(a: Node, b: Node) -> bool:
     found = list(_values((a, b)))
-    return len(found) >= (2 if symbols(a) | symbols(b) else 1) and all(agree(x, y) for x, y in found)
+    return len(found) >= (2 if symbols(a) | symbols(b) else 1) and all(expressions.agree(x, y) for x, y in found)
 
 
 def _ratio(a: Number, b: Number) -> Number:
@@ -410,7 +400,7 @@ def _same_relation(a: Node, b: Node) -> bool:
         return False
     ratios = [_ratio(*pair) for pair in found]
     is_positive = not isinstance(ratios[0], mpc) and ratios[0] > 0
-    return all(agree(ratios[0], ratio) for ratio in ratios) and (is_positive or signs[0][0] in ("=", "!="))
+    return all(expressions.agree(ratios[0], ratio) for ratio in ratios) and (is_positive or signs[0][0] in ("=", "!="))
 
 
 # --- the scorer
@@ -437,15 +427,15 @@ def _alarm(seconds: float) -> Iterator[None]:
 def reference_text(text: str) -> str:
     """Return the answer in a reference. Raises `BadReference` if no answer could be compared with it."""
     answer = final_answer(thoughtless(text))
-    plain, quoted = tidy(answer), f"{text[:80]!r}"
+    plain, quoted = expressions.tidy(answer), f"{text[:80]!r}"
     if not re.search(r"\w|\\[a-zA-Z{]", plain):
         raise BadReference("answer", f"{quoted} is not a mathematical expression")
     braces = re.sub(r"\\[{}]", "", answer)
     if braces.count("{") != braces.count("}"):
         raise BadReference("answer", f"{quoted} is not a mathematical expression: its braces are not in pairs")
     try:
-        with precise():
-            node = read(plain)
+        with expressions.precise():
+            node = expressions.read(plain)
             if not symbols(node):
                 _same_value(node, node)
     except Unreadable as problem:
