@@ -83,20 +83,14 @@ def run(args: argparse.Namespace) -> int:
 
 def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
     """Return the ports of the live page (None: no page) and of the runner's metrics; 0 is any free one. Raises `FieldError`."""
-    page_port = None if args.no_page else free_port("--page-port", args.page_port)
-    metrics_port = free_port("--metrics-port", args.metrics_port)
-    if metrics_port and metrics_port == page_port:
-        raise FieldError("--metrics-port", metrics_port, "is the port of --page-port; give another, or 0 for any free one")
-    return page_port, metrics_port
-
-
-def free_port(option: str, port: int) -> int:
-    """Return the same port. Raises `FieldError` if it is no port number, or another process listens there."""
-    if not 0 <= port <= 65535:
-        raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")
-    if why := why_taken(port):
-        raise FieldError(option, port, f"cannot listen there ({why}); give another, or 0")
-    return port
+    for option, port in (("--page-port", args.page_port), ("--metrics-port", args.metrics_port)):
+        if not 0 <= port <= 65535:
+            raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")
+        if why := why_taken(port):
+            raise FieldError(option, port, f"cannot listen there ({why}); give another, or 0")
+    if 0 < args.metrics_port == args.page_port:
+        raise FieldError("--metrics-port", args.metrics_port, "is the port of --page-port; give another, or 0 for any free one")
+    return None if args.no_page else args.page_port, args.metrics_port
 
 
 Prepared = tuple[Recipe, RunDir, Placement | None, list[str]]

@@ -53,14 +53,9 @@ async def follow_trainer(
             on_up(address)
             async with open_channel(address.grpc, certificates) as channel:
                 trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-                async with asyncio.TaskGroup() as group:
-                    following = [
-                        group.create_task(_follow_status(trainer, state)),
-                        group.create_task(_follow_steps(trainer, state, elapsed_s)),
-                    ]
+                steps = _follow_steps(trainer, state, elapsed_s)
+                async with background(_follow_status(trainer, state)), background(steps):
                     await process.wait()
-                    for task in following:
-                        task.cancel()
 
 
 async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState) -> None:

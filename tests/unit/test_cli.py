@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.commands.run import _until_there, chosen_ports, free_port
+from pipelinerl.commands.run import _until_there, chosen_ports
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.rehearsal import Preview
 from pipelinerl.run_dir import RunDir
@@ -322,28 +322,22 @@ def test_what_the_machine_lacks_is_no_mistake(pipelinerl: Command) -> None:
     assert "No module named 'no_such_package_here'" in printed
 
 
-@pytest.mark.parametrize("option", ["--page-port", "--metrics-port"])
-def test_a_port_that_is_taken_or_none_is_refused_before_anything_starts(option: str) -> None:
-    assert free_port(option, 0) == 0
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(FieldError, match=f"{option} = {port}: cannot listen there .*; give another, or 0"):
-            free_port(option, port)
-    assert free_port(option, port) == port
-    with pytest.raises(FieldError, match=f"{option} = 65536: give a port from 1 to 65535"):
-        free_port(option, 65536)
-
-
-def test_page_and_metrics_cannot_have_the_same_port() -> None:
-    def ports(page_port: int, metrics_port: int, no_page: bool = False) -> tuple[int | None, int]:
+def test_a_port_that_is_taken_or_none_or_asked_for_twice_is_refused_before_anything_starts() -> None:
+    def ports(page_port: int = 0, metrics_port: int = 0, no_page: bool = False) -> tuple[int | None, int]:
         return chosen_ports(Namespace(page_port=page_port, metrics_port=metrics_port, no_page=no_page))
 
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    for name in ("page_port", "metrics_port"):
+        option = f"--{name.replace('_', '-')}"
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(FieldError, match=f"{option} = {port}: cannot listen there .*; give another, or 0"):
+                ports(**{name: port})
+        with pytest.raises(FieldError, match=f"{option} = 65536: give a port from 1 to 65535"):
+            ports(**{name: 65536})
     with pytest.raises(FieldError, match=f"--metrics-port = {port}: is the port of --page-port; give another"):
         ports(port, port)
-    assert ports(port, 0) == (port, 0)
-    assert ports(0, 0) == (0, 0)
+    assert (ports(port, 0), ports(0, port)) == ((port, 0), (0, port))
+    assert ports() == (0, 0)
     assert ports(0, port, no_page=True) == (None, port)
 
 
