@@ -29,16 +29,13 @@ class Credentials:
     def __init__(self, folder: Path) -> None:
         self.tls_dir = folder / "tls"
         """Folder in the layout of `pipelinerl.service.tls`: one certificate for NATS and all services, which is its own CA."""
+        self.page_key = folder / "page-key"
+        """File with the key that begins the live page's path."""
         self._folder = folder
 
     def nats(self, user: str) -> Path:
         """Return the file with `user:password`."""
         return self._folder / f"nats-{user}"
-
-    @property
-    def page_key(self) -> Path:
-        """Return the file with the key that begins the live page's path."""
-        return self._folder / "page-key"
 
     def make(self, run: str) -> dict[str, Any]:
         """Write all files. Returns the part of nats-server's configuration with the passwords and the certificate."""
