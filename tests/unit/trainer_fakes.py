@@ -237,7 +237,7 @@ def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunVie
     parts = {
         "updater": {"served_version": -1, "epoch": 2, "evictions": 0, "bad_messages": 1, "members": (), "serving": ()},
         "feeder": {"allowance_by_version": 5, "in_flight": 7, "in_flight_limit": 12, "refused": {}},
-        "intake": {"tokens_arrived_here": 12, "position": 7, "bad_messages": 0, "failures": {}, "num_ready": 3},
+        "intake": {"tokens_arrived_here": 12, "position": 7, "bad_messages": 0, "failures": {}, "ready": [()] * 3},
         "uploads": {"waiting_s": None, "last": {}},
         "checkpoints": {"positions": {2: 5, 4: 7}, "saved_at_s": 9100.0},
     }

@@ -315,7 +315,7 @@ STATE_METRICS = (
                 lambda run: run.uploads.last.get("at_s")),
     StateMetric("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series "
                 "without uploads.", lambda run: run.uploads.waiting_s),
-    StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready),
+    StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: len(run.intake.ready)),
     StateMetric("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
                 "bound, up to the run's end.", lambda run: run.feeder.allowance_by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
