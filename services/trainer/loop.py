@@ -208,7 +208,8 @@ class OptimizerLoop:
             self._next = None
             if self.version + 1 < self._recipe.trainer.steps:  # taken and planned during this step's computation
                 self._next = asyncio.create_task(self._prepared(self.version + 1))
-            with self._intake.step_span(batch, self.version + 1) as span:
+            ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
+            with self._intake.traces.step(self.version + 1, ids) as span:
                 with measured(seconds, "compute"):
                     figures = await self._in_compute(self._policy.step, prepared)
                 if self._recipe.weights.verify_logprobs:

@@ -14,12 +14,11 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from opentelemetry.trace import Span
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry
@@ -100,7 +99,7 @@ class Intake:
         lineage: groups.Lineage = groups.FIRST_INCARNATION,
     ) -> None:
         self._bus, self._recipe, self._feeder = bus, recipe, feeder
-        self._tracker, self._traces = tracker, traces
+        self._tracker, self.traces = tracker, traces
         self._vocab_size, self._lineage = vocab_size, lineage
         self._masked = {name for name, share in recipe.mixture.items() if share.reward.truncated == "mask"}
         """Tasks whose truncated completions are left out of the policy loss."""
@@ -133,7 +132,7 @@ class Intake:
                 sequence = self._read(entry)
                 if sequence is not None:
                     if self._tracker.ledger.is_open(sequence.sequence_id):
-                        self._traces.received(entry, sequence)
+                        self.traces.received(entry, sequence)
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
@@ -147,10 +146,6 @@ class Intake:
         per_step = groups.groups_per_step(self._recipe)
         self._handed_out, self._phase = self._phase[:per_step], self._phase[per_step:]
         return self._handed_out
-
-    def step_span(self, batch: list[TrainingGroup], version: int) -> AbstractContextManager[Span]:
-        """Return a span for the optimizer step on `batch` that produces `version`. Call `close` inside it."""
-        return self._traces.step(version, (sequence.sequence_id for group in batch for sequence in group.sequences))
 
     def close(self, batch: list[TrainingGroup], version: int, *, skipped: bool) -> None:
         """Close the sequences of a computed step, which produced `version`."""
