@@ -41,6 +41,7 @@ from services.trainer.learn.meter import LOG_WEIGHTS, measured
 from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.world import HEARTBEAT
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class OptimizerLoop:
         """Send heartbeats to any other ranks until cancelled, since this rank may wait long. Raises `RuntimeError` if one is
         gone."""
         while self._policy.num_ranks > 1:
-            await self._in_compute(self._policy.heartbeat)
+            await self._in_compute(self._policy.learner.order, HEARTBEAT)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:

@@ -48,6 +48,7 @@ from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
 from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.world import HEARTBEAT
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 
@@ -215,8 +216,8 @@ class FakePolicy:
         self.checkpoint_saw_summary.append((self.run_dir / "summary.json").exists())
         return tensors_of(version)
 
-    def heartbeat(self) -> None:
-        self._call("heartbeat")
+    def order(self, kind: str) -> None:
+        self._call({HEARTBEAT: "heartbeat"}[kind])
 
     def end(self) -> None:
         self._call("end")
