@@ -231,8 +231,7 @@ class Coordinator:
                 self._newcomers.discard(actor)
                 return self._form() if self.phase is Phase.WAITING else []
             case VersionReady(version):
-                message = f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
-                assert self.phase is Phase.IDLE, message
+                assert self.phase is Phase.IDLE, f"version {version} offered while {self.version} is {self.phase.value!r}"
                 self.version, self._restarts = version, 0
                 return self._send() if self._group_stands and self.members == self._eligible() else self._form()
             case HoldCommits(above):
