@@ -120,7 +120,7 @@ class Observed:
         updater.regroups, updater.updates = 0, {"served": 1, "aborted": 0}
         feeder: Any = SimpleNamespace(allowance_by_version=1, in_flight=1, in_flight_limit=1, refused={})
         feeder.tracker, feeder.bounds = tracker, bounds
-        intake: Any = SimpleNamespace(tokens_arrived_here=1, position=1, bad_messages=0, failures={}, num_ready=1)
+        intake: Any = SimpleNamespace(tokens_arrived_here=1, position=1, bad_messages=0, failures={}, ready=[()])
         intake.quarantine = SimpleNamespace(actors=())
         uploads: Any = SimpleNamespace(waiting_s=None, last={})
         checkpoints: Any = SimpleNamespace(positions={}, saved_at_s=None)

@@ -243,15 +243,31 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(data, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a text file atomically."""
+def write_whole(path: Path, text: str, *, mode: int = 0o666, durably: bool = False) -> None:
+    """Replace a text file atomically. `mode`: file mode before the umask. `durably`: wait for the disk, so that after a crash
+    the old or the new file exists."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
     try:
-        beside.write_text(text, encoding="utf-8")
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+            if durably:
+                file.flush()
+                os.fsync(file.fileno())
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)
         raise
+    if durably:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def resumable(run_dir: Path) -> dict[int, Path]:

@@ -41,6 +41,7 @@ from services.trainer.learn.meter import LOG_WEIGHTS, measured
 from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.world import HEARTBEAT
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class OptimizerLoop:
         """Send heartbeats to any other ranks until cancelled, since this rank may wait long. Raises `RuntimeError` if one is
         gone."""
         while self._policy.num_ranks > 1:
-            await self._in_compute(self._policy.heartbeat)
+            await self._in_compute(self._policy.learner.order, HEARTBEAT)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:
@@ -208,7 +209,8 @@ class OptimizerLoop:
             self._next = None
             if self.version + 1 < self._recipe.trainer.steps:  # taken and planned during this step's computation
                 self._next = asyncio.create_task(self._prepared(self.version + 1))
-            with self._intake.step_span(batch, self.version + 1) as span:
+            ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
+            with self._intake.traces.step(self.version + 1, ids) as span:
                 with measured(seconds, "compute"):
                     figures = await self._in_compute(self._policy.step, prepared)
                 if self._recipe.weights.verify_logprobs:

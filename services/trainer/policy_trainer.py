@@ -58,7 +58,7 @@ from services.trainer.weight_sync.sender import (
     converted_parameters,
     whole_weights,
 )
-from services.trainer.world import ADAPTER, END, HEARTBEAT, WEIGHTS, Message, RankLayout, World, join_ranks, world_of_ranks
+from services.trainer.world import ADAPTER, END, WEIGHTS, Message, RankLayout, World, join_ranks, world_of_ranks
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +83,6 @@ class PolicyTrainer:
             ids = ",".join(prepared.sequence_ids)
             log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
         return figures
-
-    def heartbeat(self) -> None:
-        self.learner.order(HEARTBEAT)
 
     def end(self) -> None:
         """Order the other ranks to end, and wait for a checkpoint that is being written."""

@@ -63,7 +63,7 @@ async def test_what_is_in_flight_follows_actors_arrivals_and_steps() -> None:
         assert len(await one.take_issued()) == 1
         for group in (first, second):  # as complete groups they count again
             await one.publish(make_sequence(group, 1))
-        await one.until(lambda: one.intake.num_ready == 2)
+        await one.until(lambda: len(one.intake.ready) == 2)
         assert (one.feeder.in_flight, one.feeder.allowance) == (70, 0)
         assert len(await one.intake.take_batch(version=0)) == 2
         one.feeder.begin_step(wait_share=1.0, for_max_lag=False)
@@ -198,7 +198,7 @@ async def test_nothing_of_an_actor_in_quarantine_is_trained_on(caplog: pytest.Lo
         first, second, third, _ = await one.take_issued()
         await one.publish(replace(make_sequence(first, 0), actor="bad"))
         await one.publish(replace(make_sequence(first, 1, reward=0.0), actor="good"))
-        await one.until(lambda: one.intake.num_ready == 1)
+        await one.until(lambda: len(one.intake.ready) == 1)
         one.intake.judge_actors({"bad": np.full(256, 5.0, np.float32), "good": np.zeros(256, np.float32)})
         assert "actor 'bad' is quarantined: 100% of its tokens of lag 0" in caplog.text
         await one.publish(replace(make_sequence(second, 0), actor="bad"))

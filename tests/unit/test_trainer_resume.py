@@ -160,7 +160,7 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
             assert again.loop.checkpoints.saved_at_s == saved_at_s == again.start.folder.stat().st_mtime
             await again.checkpoint()
             assert again.loop.checkpoints.saved_at_s > saved_at_s
-            assert again.intake.num_ready == 1  # the third group, complete and not trained
+            assert len(again.intake.ready) == 1  # the third group, complete and not trained
             assert again.published_again == 0
             await again.train_a_version(answers=1)
 
@@ -210,7 +210,7 @@ async def test_groups_that_a_former_release_issued_need_no_token_and_later_ones_
             for index in range(2):
                 await publish(bus, replace(old, token=b""), index, VersionSpan(0, 0, 2, 2))
             await again.idle()
-            assert (again.intake.num_ready, again.intake.bad_messages) == (1, 0)
+            assert (len(again.intake.ready), again.intake.bad_messages) == (1, 0)
             new = make_group(again.feeder.tokens.first_group)
             await publish(bus, new, 0, VersionSpan(0, 0, 2, 2))
             await again.idle()
@@ -276,7 +276,7 @@ async def test_groups_issued_after_the_checkpoint_are_taken_over(tmp_path: Path)
         async with life(tmp_path, bus) as again:
             assert (again.tracker.issued_groups, again.published_again) == (6, 0)
             await again.idle()
-            assert (again.tracker.issued_groups, again.intake.num_ready) == (6, 3)
+            assert (again.tracker.issued_groups, len(again.intake.ready)) == (6, 3)
             assert (await bus.prompts_info()).messages == 3
 
 

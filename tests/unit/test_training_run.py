@@ -107,13 +107,13 @@ async def test_other_ranks_hear_from_a_run_that_waits_for_actors_and_then_of_its
         assert policy.calls == ["heartbeat", "end"]
 
 
-def gone() -> None:
+def gone(kind: str) -> None:
     raise RuntimeError("connection closed by peer")
 
 
 async def test_a_run_that_waits_ends_when_another_rank_is_gone(tmp_path: Path) -> None:
     async with training_run(tmp_path) as (run, policy), asyncio.timeout(60):
-        policy.num_ranks, policy.heartbeat = 2, gone  # type: ignore[method-assign]
+        policy.num_ranks, policy.order = 2, gone  # type: ignore[method-assign]
         with pytest.raises(ExceptionGroup) as raised:
             await run.run(asyncio.Event())
         assert raised.group_contains(RuntimeError, match="closed by peer")
@@ -182,7 +182,7 @@ async def test_a_trainer_that_lingers_ends_with_an_error_when_a_rank_is_gone(
         run.loop.version, policy.version, policy.num_ranks = 4, 4, 2
         running = asyncio.create_task(run.run(asyncio.Event()))
         await until_logged(caplog, LINGERS)
-        policy.heartbeat = gone  # type: ignore[method-assign]
+        policy.order = gone  # type: ignore[method-assign]
         with pytest.raises(ExceptionGroup) as raised:
             await running
         assert raised.group_contains(RuntimeError, match="closed by peer")

@@ -48,6 +48,7 @@ from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
 from services.trainer.weight_sync.updater import WeightUpdater
+from services.trainer.world import HEARTBEAT
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 
@@ -215,8 +216,8 @@ class FakePolicy:
         self.checkpoint_saw_summary.append((self.run_dir / "summary.json").exists())
         return tensors_of(version)
 
-    def heartbeat(self) -> None:
-        self._call("heartbeat")
+    def order(self, kind: str) -> None:
+        self._call({HEARTBEAT: "heartbeat"}[kind])
 
     def end(self) -> None:
         self._call("end")
@@ -237,7 +238,7 @@ def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunVie
     parts = {
         "updater": {"served_version": -1, "epoch": 2, "evictions": 0, "bad_messages": 1, "members": (), "serving": ()},
         "feeder": {"allowance_by_version": 5, "in_flight": 7, "in_flight_limit": 12, "refused": {}},
-        "intake": {"tokens_arrived_here": 12, "position": 7, "bad_messages": 0, "failures": {}, "num_ready": 3},
+        "intake": {"tokens_arrived_here": 12, "position": 7, "bad_messages": 0, "failures": {}, "ready": [()] * 3},
         "uploads": {"waiting_s": None, "last": {}},
         "checkpoints": {"positions": {2: 5, 4: 7}, "saved_at_s": 9100.0},
     }

@@ -33,8 +33,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipelinerl.audit.journal import Journal
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.fields import CheckpointConfig
-from pipelinerl.run_dir import CHECKPOINTS, resumable
-from services.trainer.checkpoint.files import replacing, sync_folder, sync_tree
+from pipelinerl.run_dir import CHECKPOINTS, resumable, sync_folder
+from services.trainer.checkpoint.files import replacing, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState, Start
 from services.trainer.learn.lora import has_adapters, peft_config
 from services.trainer.learn.policy import Policy

@@ -3,35 +3,13 @@ whole or not at all, even after a crash."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from pipelinerl.run_dir import RUN_STATE
-
-
-def write_json_durably(path: Path, value: Mapping[str, Any], mode: int = 0o666) -> None:
-    """Replace `path` atomically. After a crash, the old or the new file exists. `mode`: file mode before the umask."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(json.dumps(value).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+from pipelinerl.run_dir import RUN_STATE, sync_folder
 
 
 def sync_tree(folder: Path) -> None:

@@ -29,7 +29,7 @@ from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
 from pipelinerl.rl.ledger import failed_sample
 from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, STATE_FORMAT, missing_from, resumable, write_whole
 from pipelinerl.v1 import sequence_pb2
-from services.trainer.checkpoint.files import tidy, write_json_durably
+from services.trainer.checkpoint.files import tidy
 from services.trainer.data.feeder import GroupTokens
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
@@ -63,7 +63,7 @@ def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> 
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
     content = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json")}
-    write_json_durably(run_dir / LINEAGE, _lineage_file(run_dir) | content)
+    write_whole(run_dir / LINEAGE, json.dumps(_lineage_file(run_dir) | content) + "\n", durably=True)
 
 
 def read_training_began(run_dir: Path) -> float | None:
@@ -76,7 +76,7 @@ def note_training_began(run_dir: Path, now_s: float) -> None:
     """Record on disk when training began. Only the first call of a run counts, and only after `write_lineage`."""
     content = _lineage_file(run_dir)
     if content and BEGAN not in content:
-        write_json_durably(run_dir / LINEAGE, {**content, BEGAN: now_s})
+        write_whole(run_dir / LINEAGE, json.dumps({**content, BEGAN: now_s}) + "\n", durably=True)
 
 
 def _lineage_file(run_dir: Path) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
         return GroupTokens(bytes.fromhex(content["key"]), int(content["first_group"]))
     except FileNotFoundError:
         made = GroupTokens(secrets.token_bytes(32), reserved)
-        write_json_durably(path, {"key": made.key.hex(), "first_group": reserved}, mode=0o600)
+        content = {"key": made.key.hex(), "first_group": reserved}
+        write_whole(path, json.dumps(content) + "\n", mode=0o600, durably=True)
         return made
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} does not hold the key of the run's groups: {error!r}; restore it, or remove it") from error

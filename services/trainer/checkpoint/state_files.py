@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
-from services.trainer.checkpoint.files import sync_folder
+from pipelinerl.run_dir import sync_folder
 from services.trainer.learn.step import Learner
 from services.trainer.world import SAVE, Message
 

@@ -37,10 +37,10 @@ from prometheus_client import Counter, Histogram
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_line
 from pipelinerl.initial_model import COMPLETE
 from pipelinerl.local.die_with_parent import guarded
-from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable
+from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable, write_whole
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
-from services.trainer.checkpoint.files import link_export, link_tree, tidy, write_json_durably
+from services.trainer.checkpoint.files import link_export, link_tree, tidy
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -276,7 +276,7 @@ class Uploads:
         try:
             await _put(tried.folder, url)
             last = {"version": tried.version, "url": url, "at_s": time.time()}
-            await asyncio.to_thread(write_json_durably, self._run_dir / UPLOADED, last)
+            await asyncio.to_thread(write_whole, self._run_dir / UPLOADED, json.dumps(last) + "\n", durably=True)
         except (ServiceError, OSError):
             self._tries.labels("failed").inc()
             raise

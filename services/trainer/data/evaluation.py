@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -212,7 +212,7 @@ class Evaluator:
                     members, before = sorted(self._updater.serving.items()), len(done)
                     async with asyncio.TaskGroup() as tasks:
                         for position, (name, member) in enumerate(members):
-                            for asked in self._by_task(missing[position :: len(members)]):
+                            for asked in self._by_task(missing[position :: len(members)]).values():
                                 tasks.create_task(ask(name, member.grpc_address, asked[:MOST_ASKED]))
                     if len(done) == before:
                         log.warning("%d actors answered none of %d held-out problems", len(members), len(missing))
@@ -221,12 +221,12 @@ class Evaluator:
             log.warning("held-out evaluation: %d of %d completions in time", len(done), len(self._problems))
         return done
 
-    def _by_task(self, problem_ids: list[str]) -> list[list[str]]:
+    def _by_task(self, problem_ids: Iterable[str]) -> dict[str, list[str]]:
         """Group the problems by task, which share sampling settings."""
         found: dict[str, list[str]] = {}
         for problem_id in problem_ids:
             found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
-        return list(found.values())
+        return found
 
     def _sampling(self, problem: EncodedProblem) -> sequence_pb2.SamplingParams:
         """Return the settings of training, but with the evaluation's temperature and the task's `max_tokens`. If the prompt
@@ -263,38 +263,27 @@ class Evaluator:
     ) -> HeldoutResult:
         reasons = {answer: reason_left_out(completions.get(answer), verdicts.get(answer)) for answer in self._problems}
         told = dict(Counter(filter(None, reasons.values())))
-        by_set: dict[str, list[list[bool | None]]] = {}
         known = {answer: self._sequence(completion, verdicts.get(answer)) for answer, completion in completions.items()}
-        reported: dict[str, list[dict[str, float]]] = {}
-        for number, (answer, problem) in enumerate(self._problems.items()):
-            of_set = by_set.setdefault(problem.share.name, [])
-            if number % self._samples == 0:
-                of_set.append([])
-            verdict = verdicts.get(answer)
-            right = verdict is not None and is_right(verdict, problem.share.reward.correct)
-            of_set[-1].append(None if reasons[answer] else right)
-            if verdict is not None and not reasons[answer]:
-                reported.setdefault(problem.share.name, []).append(known[answer].reported)
+        by_set: dict[str, list[list[bool | None]]] = {}
+        sets: dict[str, Accuracy] = {}
+        for name, answers in self._by_task(self._problems).items():
+            correct = self._problems[answers[0]].share.reward.correct
+            right = [None if reasons[one] else one in verdicts and is_right(verdicts[one], correct) for one in answers]
+            by_set[name] = [right[first : first + self._samples] for first in range(0, len(right), self._samples)]
+            if (accuracy := accuracy_of(by_set[name])) is not None:
+                reported = means_of(known[one].reported for one in answers if one in verdicts and not reasons[one])
+                sets[name] = replace(accuracy, reported=reported)
         overall = accuracy_of(problem for name in self._recipe.mixture for problem in by_set.get(name, ()))
         if overall is None:
             raise ServiceError(f"no held-out problem has a verdict: {told}")
         if told:
             log.warning("held-out accuracy of version %d leaves out answers: %s", version, told)
-        return HeldoutResult(
-            version,
-            overall,
-            sum(sequence.num_episode_tokens for sequence in known.values()),
-            tuple(known[answer] for answer in self._shown(completions)),
-            {
-                name: replace(accuracy, reported=means_of(reported.get(name, ())))
-                for name, of_set in by_set.items()
-                if (accuracy := accuracy_of(of_set)) is not None
-            },
-        )
+        num_tokens = sum(sequence.num_episode_tokens for sequence in known.values())
+        return HeldoutResult(version, overall, num_tokens, tuple(known[answer] for answer in self._shown(completions)), sets)
 
     def _shown(self, completions: Mapping[str, actor_pb2.GenerateResult]) -> list[str]:
         """Return the first answers, taking the sets in turn: four answers, or one per set if there are more than four sets."""
-        by_set = self._by_task(sorted(completions))
+        by_set = self._by_task(sorted(completions)).values()
         in_turn = [answer for answers in zip_longest(*by_set) for answer in answers if answer is not None]
         return in_turn[: max(4, len(by_set))]
 

@@ -14,12 +14,11 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from opentelemetry.trace import Span
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry
@@ -100,11 +99,12 @@ class Intake:
         lineage: groups.Lineage = groups.FIRST_INCARNATION,
     ) -> None:
         self._bus, self._recipe, self._feeder = bus, recipe, feeder
-        self._tracker, self._traces = tracker, traces
+        self._tracker, self.traces = tracker, traces
         self._vocab_size, self._lineage = vocab_size, lineage
         self._masked = {name for name, share in recipe.mixture.items() if share.reward.truncated == "mask"}
         """Tasks whose truncated completions are left out of the policy loss."""
-        self._ready: deque[tuple[Sequence, ...]] = deque()
+        self.ready: deque[tuple[Sequence, ...]] = deque()
+        """Trainable samples of each complete group that waits for a step."""
         self._changed = asyncio.Condition()
         self._phase: list[TrainingGroup] = []
         self._handed_out: list[TrainingGroup] = []
@@ -121,10 +121,6 @@ class Intake:
         """For each short reason: the message of the first failed sequence."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
-
     async def run(self) -> None:
         """Read the log until cancelled. Raises `UserError` if too many consecutive groups are lost."""
         async with AsyncExitStack() as stack:
@@ -136,7 +132,7 @@ class Intake:
                 sequence = self._read(entry)
                 if sequence is not None:
                     if self._tracker.ledger.is_open(sequence.sequence_id):
-                        self._traces.received(entry, sequence)
+                        self.traces.received(entry, sequence)
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
@@ -151,10 +147,6 @@ class Intake:
         self._handed_out, self._phase = self._phase[:per_step], self._phase[per_step:]
         return self._handed_out
 
-    def step_span(self, batch: list[TrainingGroup], version: int) -> AbstractContextManager[Span]:
-        """Return a span for the optimizer step on `batch` that produces `version`. Call `close` inside it."""
-        return self._traces.step(version, (sequence.sequence_id for group in batch for sequence in group.sequences))
-
     def close(self, batch: list[TrainingGroup], version: int, *, skipped: bool) -> None:
         """Close the sequences of a computed step, which produced `version`."""
         for group in batch:
@@ -168,12 +160,12 @@ class Intake:
         """Return the sequences without an outcome. Call this between two steps, after the last batch is closed."""
         is_open = self._tracker.ledger.is_open
         handed_out = [group for group in self._handed_out if is_open(group.sequences[0].sequence_id)]
-        return HeldSequences((*handed_out, *self._phase), tuple(self._ready), self._tracker.held())
+        return HeldSequences((*handed_out, *self._phase), tuple(self.ready), self._tracker.held())
 
     def restore(self, held: HeldSequences, position: int) -> None:
         """Take over the sequences of an earlier intake. Restore the tracker first."""
         self._phase, self.position = list(held.taken), position
-        self._ready.extend(held.ready)
+        self.ready.extend(held.ready)
         for sequence in held.open:
             completed = self._tracker.arrive(sequence)
             assert not completed, f"group {sequence.group_id} was held as incomplete"
@@ -238,7 +230,7 @@ class Intake:
                 self.failures.setdefault(short_reason(sequence.failure), sequence.failure)
         if samples and (good := self._good(samples)):
             async with self._changed:
-                self._ready.append(good)
+                self.ready.append(good)
                 self._changed.notify_all()
         self._feeder.look_again()
 
@@ -265,8 +257,8 @@ class Intake:
     async def _take_group(self, version: int) -> TrainingGroup:
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._ready)
-                group = self._fresh(self._ready.popleft(), version)
+                await self._changed.wait_for(lambda: self.ready)
+                group = self._fresh(self.ready.popleft(), version)
             if group is not None:
                 return group
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -164,8 +164,6 @@ class MembershipMetrics:
         self._bytes.inc(update.num_bytes)
 
 
-STATES = tuple(field.name for field in fields(LedgerCounts))
-OUTCOMES = tuple(outcome.value for outcome in Outcome)
 _NONE_STALE = {reason.value: 0 for reason in StaleReason}
 
 
@@ -289,7 +287,7 @@ STATE_METRICS = (
     StateMetric("epoch", "Epoch: number of the current membership of the transfer group.",
                 lambda run: run.updater.epoch, "epoch"),
     StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.",
-                lambda run: run.ledger.counts.as_dict(), labels={"state": STATES}),
+                lambda run: run.ledger.counts.as_dict(), labels={"state": tuple(LedgerCounts().as_dict())}),
     StateMetric("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
                 lambda run: run.ledger.counts.discrepancy),
     StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
@@ -298,7 +296,7 @@ STATE_METRICS = (
                 lambda run: {**_NONE_STALE, **run.ledger.reasons(Outcome.DROPPED_STALE)},
                 labels={"reason": tuple(_NONE_STALE)}),
     StateMetric("tokens_total", "Completion tokens by outcome of their sequence, since this start.",
-                lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": OUTCOMES}),
+                lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": tuple(Outcome)}),
     StateMetric("tokens_arrived_total", "Completion tokens that reached the trainer, since this start.",
                 lambda run: run.intake.tokens_arrived_here, "tokens"),
     StateMetric("bad_messages", "Messages set aside: sequences since the run began, others since this start.",
@@ -315,7 +313,7 @@ STATE_METRICS = (
                 lambda run: run.uploads.last.get("at_s")),
     StateMetric("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series "
                 "without uploads.", lambda run: run.uploads.waiting_s),
-    StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: run.intake.num_ready),
+    StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: len(run.intake.ready)),
     StateMetric("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
                 "bound, up to the run's end.", lambda run: run.feeder.allowance_by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",

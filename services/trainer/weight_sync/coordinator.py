@@ -93,7 +93,7 @@ class MemberReady:
 
 @dataclass(frozen=True)
 class VersionReady:
-    """The trainer has a version to send. Only valid while `idle`."""
+    """The trainer has a version to send. Only valid in the phase IDLE."""
 
     version: int
 
@@ -213,10 +213,6 @@ class Coordinator:
         self._deadline_token = 0
 
     @property
-    def idle(self) -> bool:
-        return self.phase is Phase.IDLE
-
-    @property
     def held(self) -> bool:
         """Return whether the version in transfer may be staged, but not committed yet."""
         return self._under_way and self._held_above is not None and self.version > self._held_above
@@ -235,7 +231,7 @@ class Coordinator:
                 self._newcomers.discard(actor)
                 return self._form() if self.phase is Phase.WAITING else []
             case VersionReady(version):
-                assert self.idle, f"version {version} offered while {self.version} is in phase {self.phase.value!r}"
+                assert self.phase is Phase.IDLE, f"version {version} offered while {self.version} is {self.phase.value!r}"
                 self.version, self._restarts = version, 0
                 return self._send() if self._group_stands and self.members == self._eligible() else self._form()
             case HoldCommits(above):
