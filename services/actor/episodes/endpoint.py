@@ -404,7 +404,8 @@ def message_of(answer: Answer) -> Message:
 
 def read_messages(given: Any) -> list[Message]:
     """Read a request's messages: text parts are joined, arguments of calls parsed. Raises `Unrenderable`."""
-    return [_message(one) for one in _read(given, list[_GivenMessage], "messages")]
+    fix = "messages (give a list of messages of the roles system, user, assistant and tool, whose content is text)"
+    return [_message(one) for one in _read(given, list[_GivenMessage], fix)]
 
 
 def _message(given: _GivenMessage) -> Message:
