@@ -29,7 +29,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test cluster-check test-tools test-unit durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage test-agent verifiers test-verifiers clean
+.PHONY: help install run test cluster-check test-tools test-unit test-runner-v2 durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage test-agent verifiers test-verifiers clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -148,6 +148,9 @@ image-requirements: $(STAMP)  ## Write requirements/images for CPU anew from req
 
 hashes:  ## Ask pip for the hash of each pin in requirements that has none (with the .venv of before)
 	@PYTHONPATH=. $(BIN)/python deploy/images/requirements.py --hashes
+
+test-runner-v2: $(STAMP)  ## Test engines with vLLM's model runner V2 and its scheduling, those of GPUs, interpreted on this CPU
+	@TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/support/runner_v2 $(PYTEST) tests/integration/test_engine.py
 
 BESIDE := $(VENV)/beside
 test-adamw8bit: $(STAMP)  ## Test the 8-bit optimizer, with torchao beside the environment

@@ -785,7 +785,7 @@ class Recipe(Section):
     )
     description: Changeable[str] = Field("", description="One line for people.")
     mode: Literal["pipeline", "conventional"] = Field("pipeline", description="The paper's two methods.")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, sampling and the trainer.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, the trainer and, if `sampling.seeded`, samples.")
     trackers: Annotated[
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
         must(lambda names: len(set(names)) == len(names), "name each tracker once"),

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import secrets
 import shutil
 import stat
 import sys
@@ -28,7 +29,7 @@ from pipelinerl.messages.sequences import Completion, FinishReason, Logprobs, Sa
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
-from services.actor.engine import EngineError, GenerationRequest, OnStep
+from services.actor.engine import EngineError, GenerationRequest, OnStep, defect_of
 from services.actor.weight_sync.client import WeightUpdateClient, parse_version
 
 if TYPE_CHECKING:
@@ -80,12 +81,14 @@ WARM_UP_TOKENS = 2
 
 
 def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]:
-    """Return the vLLM engine arguments of a recipe. Pure."""
+    """Return the vLLM engine arguments of a recipe. Pure, except for the seed."""
     engine = recipe.actor.engine
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": recipe.model.dtype,
-        "seed": recipe.seed,
+        # vLLM derives the random numbers of requests without a seed from this one. Actors with equal seeds, and an actor that
+        # starts again, would draw the same numbers for different prompts, and the same samples for the same prompt.
+        "seed": secrets.randbits(32),
         "max_model_len": recipe.model.max_context,
         "max_num_seqs": recipe.actor.sequences_in_progress + EVALUATION_SLOTS,
         "tensor_parallel_size": engine.tensor_parallel_size,
@@ -173,7 +176,7 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
     # FlashInfer's sampler only serves top-p and top-k, which recipes do not have, and compiles with nvcc at its start.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    from vllm import envs
+    from vllm import __version__, envs
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -184,9 +187,11 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
         raise EngineError("stopped before vLLM was started")
     try:
         loggers = None if on_step is None else [step_logger(on_step)]
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"vLLM does not start with model {model!r}: {error}") from error
+    log.info("vLLM %s runs with its model runner V%d", __version__, 2 if llm.vllm_config.use_v2_model_runner else 1)
+    return llm
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
@@ -243,12 +248,17 @@ class VllmEngine:
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
-        """Generate two tokens for each of H one-token prompts, because vLLM compiles its sampler functions at their first use,
-        which took 2.5 s. This leaves nothing in the KV cache. Raises `EngineError`."""
+        """Generate two tokens for each of H one-token prompts, and score a prompt, because vLLM compiles its functions at their
+        first use, which took 2.5 s. This leaves nothing in the KV cache. Raises `EngineError`, also if the results lack a
+        log-probability or a version, because no sample of such an engine could be trained on."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]
-        await asyncio.gather(*(self._run(request_id, prompt, sampling) for request_id in requests))
+        outputs = await asyncio.gather(*(self._run(request_id, prompt, sampling) for request_id in requests))
+        scored = await self.score(np.zeros(WARM_UP_TOKENS, np.int32))
+        defects = {defect_of(completion_of(output.outputs[0])) for output in outputs} - {""}
+        if defects or not np.isfinite(scored).all():
+            raise EngineError(f"vLLM's first results cannot be used: {', '.join(sorted(defects)) or 'non-finite scores'}")
 
     async def generate(self, request: GenerationRequest) -> Completion:
         sampling = vllm_sampling(request.sampling, request.seed)

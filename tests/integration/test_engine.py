@@ -6,6 +6,7 @@ One engine for each model shape: every property is checked on each. Engines with
 import asyncio
 import copy
 import multiprocessing
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -82,6 +83,8 @@ async def check_generation(run: Running, steps: list[tuple[float | None, float]]
     assert run.llm.output_handler is not None
     config = run.llm.vllm_config
     assert (config.cache_config.enable_prefix_caching, config.model_config.trust_remote_code) == (True, False)
+    is_as_on_gpu = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # make test-runner-v2
+    assert (config.use_v2_model_runner, config.scheduler_config.async_scheduling) == (is_as_on_gpu, is_as_on_gpu)
     request = GenerationRequest("r", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4))
     generation = await run.engine.generate(request)
     assert 1 <= len(generation.completion_token_ids) <= 4

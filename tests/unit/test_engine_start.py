@@ -9,12 +9,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.service.lifecycle import StartStopped
 from services.actor import metrics as actor_metrics
 from services.actor import vllm_engine
+from services.actor.engine import EngineError
 from services.actor.metrics import ActorMetrics, BusyClock
 from services.actor.vllm_engine import build_off_loop, engine_arguments, step_logger, use_known_model_infos
 from services.actor.weight_sync.client import WorkerLink
@@ -73,6 +75,40 @@ async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: boo
 def test_an_engine_in_sixteen_bits_computes_logits_in_float32(model: dict[str, str], override: object) -> None:
     recipe = make_recipe(model={"source": "path", "name": "nowhere", "max_context": 64, **model})
     assert engine_arguments(recipe, "nowhere", on_gpu=True).get("hf_overrides") == override
+
+
+def test_no_two_engines_draw_the_same_random_numbers() -> None:
+    """vLLM's model runner V2 seeds the n-th request without a seed with the n-th number that NumPy draws from the engine's."""
+    seeds = [engine_arguments(make_recipe(seed=3), "nowhere", on_gpu=True)["seed"] for _ in range(3)]
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    assert len({np.random.RandomState(seed).randint(2**62) for seed in seeds}) == 3
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "end", "scored", "says"),
+    [
+        ([-1.0, -2.0], 2, [-1.0], None),
+        ([-1.0, float("nan")], 2, [-1.0], "cannot be used: non_finite_logprobs"),
+        ([-1.0, -2.0], 1, [-1.0], "cannot be used: version_spans: cover 1 of 2 tokens"),
+        ([-1.0], 2, [-1.0], "1 log-probabilities for 2 tokens"),
+        ([-1.0, -2.0], 2, [float("nan")], "cannot be used: non-finite scores"),
+    ],
+)
+async def test_an_engine_whose_first_results_no_trainer_could_use_does_not_start(
+    logprobs: list[float], end: int, scored: list[float], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = SimpleNamespace(
+        token_ids=[1, 2],
+        logprobs=SimpleNamespace(logprobs=logprobs, start_indices=range(len(logprobs))),
+        finish_reason="length",
+        weight_versions=[SimpleNamespace(version="default", start=0, end=end)],
+    )
+    monkeypatch.setattr(vllm_engine, "vllm_sampling", MagicMock())
+    engine = vllm_engine.VllmEngine(MagicMock(), MagicMock())
+    monkeypatch.setattr(engine, "_run", AsyncMock(return_value=SimpleNamespace(outputs=[output])))
+    monkeypatch.setattr(engine, "score", AsyncMock(return_value=np.array(scored)))
+    with pytest.raises(EngineError, match=says) if says else nullcontext():
+        await engine.warm_up(make_recipe())
 
 
 async def test_an_engine_that_ends_leaves_no_folder_of_its_weight_socket(monkeypatch: pytest.MonkeyPatch) -> None:
