@@ -7,18 +7,20 @@ of the sampling distribution (`processed_logprobs`), and token versions come fro
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import os
 import secrets
 import shutil
+import signal
 import stat
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -187,11 +189,41 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
         raise EngineError("stopped before vLLM was started")
     try:
         loggers = None if on_step is None else [step_logger(on_step)]
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        if can_fork(arguments):
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        prepare_forks()
+        llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"vLLM does not start with model {model!r}: {error}") from error
     log.info("vLLM %s runs with its model runner V%d", __version__, 2 if llm.vllm_config.use_v2_model_runner else 1)
     return llm
+
+
+def can_fork(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the engine process on a CPU may be a fork of this one, as vLLM makes it on a GPU. It then need not import
+    everything again, which takes as long as the rest of its start. On CPUs vLLM itself spawns, since a child cannot use a
+    thread pool of OpenMP that its parent has started; with a single thread there is none. Workers of several ranks are spawned.
+    """
+    import torch
+
+    return arguments.get("distributed_executor_backend") is not None and torch.get_num_threads() == 1
+
+
+@cache
+def prepare_forks() -> None:
+    """Let forked children neither answer signals for this process nor destroy what belongs to it. They inherit the handlers of
+    the event loop, together with the socket that wakes it: a SIGTERM to the engine process would stop the actor instead. And
+    garbage that the child collects may own threads, such as a store of torch's, which the child does not have and would await.
+    """
+
+    def in_child() -> None:
+        gc.freeze()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=in_child)
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -206,3 +207,39 @@ def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(clock: Clock
     of = registry.get_sample_value
     assert (of("pipelinerl_actor_decode_step_seconds_count"), of("pipelinerl_actor_decode_step_seconds_sum")) == (2, 1.5)
     assert of("pipelinerl_actor_kv_cache_usage_ratio") == 0.125
+
+
+SIGNALLED_CHILD = """
+import asyncio, multiprocessing, os, signal, time
+from services.actor.vllm_engine import prepare_forks
+
+def work(begun):
+    begun.set()
+    time.sleep(600)
+
+async def main():
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    prepare_forks()
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    child = context.Process(target=work, args=(begun,))
+    await asyncio.to_thread(child.start)
+    await asyncio.to_thread(begun.wait, 60)
+    child.terminate()
+    await asyncio.to_thread(child.join, 30)
+    for _ in range(5):
+        await asyncio.sleep(0)  # the loop reads its wake-up socket and runs the handler
+    print(child.exitcode, stop.is_set())
+    child.kill()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(stop.wait(), 60)
+    print("stopped")
+
+asyncio.run(main())
+"""
+
+
+def test_a_signal_to_a_forked_engine_process_ends_it_and_does_not_stop_the_actor() -> None:
+    done = subprocess.run([sys.executable, "-c", SIGNALLED_CHILD], capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout.splitlines() == ["-15 False", "stopped"], done.stderr
