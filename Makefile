@@ -60,7 +60,7 @@ run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to cha
 # One worker runs all tests that start engines or whole runs, one after another; the others share the rest, longest files first
 # (tests/durations.json). Every process has one thread.
 JOBS ?= 3
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadgroup
 
 test: $(STAMP)  ## The whole test suite, end to end included (about half an hour on two cores, the chart's releases included; JOBS=3 workers)

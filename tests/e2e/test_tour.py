@@ -137,8 +137,8 @@ async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         "algorithm": {"advantage": "value"},
         "trainer": {"steps": 100_000},
         "evaluation": {"every_steps": 0, "samples": 2, "temperature": 1.0},
-        "checkpoint": {"every_steps": 3, "upload": f"file://{folder}/store"},
-        "weights": {"deadline_s": 5},
+        "checkpoint": {"every_steps": 8, "upload": f"file://{folder}/store"},
+        "weights": {"deadline_s": 5, "probe_every": 4},
     }
     recipe = write_tiny_recipe(tiny_model, folder, changes, tasks=TASKS)
     at_once = [  # the alerts' conditions themselves: nothing in a short run lasts as long as their `for`
@@ -705,19 +705,21 @@ async def test_transformers_and_vllm_load_the_checkpoint_and_agree(resumed: Resu
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0].log_softmax(-1)
     expected = logits[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
-    # vLLM in a process of its own: its engine does not belong into the test's.
+    # vLLM in a single process, which is not the test's.
     script = (
         "import sys, json; from vllm import LLM, SamplingParams\n"
-        "if __name__ == '__main__':\n"
-        "    llm = LLM(sys.argv[1], enforce_eager=True, dtype='float32', max_model_len=96, kv_cache_memory_bytes=2**28)\n"
-        "    tokens = json.loads(sys.argv[2])\n"
-        "    out = llm.generate({'prompt_token_ids': tokens}, SamplingParams(max_tokens=1, prompt_logprobs=0))[0]\n"
-        "    print('LOGPROBS', json.dumps([p[t].logprob for t, p in zip(tokens[1:], out.prompt_logprobs[1:])]))\n"
+        "from vllm.v1.executor.uniproc_executor import UniProcExecutor\n"
+        "settings = {'enforce_eager': True, 'dtype': 'float32', 'max_model_len': 96, 'kv_cache_memory_bytes': 2**28}\n"
+        "llm = LLM(sys.argv[1], distributed_executor_backend=UniProcExecutor, **settings)\n"
+        "tokens = json.loads(sys.argv[2])\n"
+        "out = llm.generate({'prompt_token_ids': tokens}, SamplingParams(max_tokens=1, prompt_logprobs=0))[0]\n"
+        "print('LOGPROBS', json.dumps([p[t].logprob for t, p in zip(tokens[1:], out.prompt_logprobs[1:])]))\n"
     )
     path = folder.parent / "score_with_vllm.py"
     path.write_text(script, encoding="utf-8")
     command = [sys.executable, str(path), str(folder), str(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith("LOGPROBS ")), None)
     assert line is not None, done.stdout + done.stderr
     served = np.array(json.loads(line.removeprefix("LOGPROBS ")))
