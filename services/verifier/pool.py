@@ -132,7 +132,7 @@ class RewardPool:
         on_result: Callable[[verifier_pb2.VerifyResult], None] = lambda result: None,
     ) -> list[verifier_pb2.VerifyResult]:
         """Return one result per item, in order. `on_result` gets each result as soon as it is ready. If `QueueFull` is raised,
-        no item is queued. If the call is cancelled, its items leave the queue."""
+        no item is queued. If the call is cancelled or fails, its items leave the queue."""
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
         waiting = len(self._jobs) + sum(judge.num_waiting for judge in self._judges.values())
@@ -143,7 +143,9 @@ class RewardPool:
         judged = [self._judge(job) for job in jobs if job.item.task in self._judges]
         try:
             await asyncio.gather(*(job.future for job in jobs), *judged)
-        except asyncio.CancelledError:
+        except BaseException:
+            for job in jobs:
+                job.future.cancel()
             self._jobs = deque(job for job in self._jobs if not job.future.done())
             raise
         return [job.future.result() for job in jobs]

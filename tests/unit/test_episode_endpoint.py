@@ -465,6 +465,10 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                 ):
                     answer = await raw.post(url, json=wrong)
                     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request"), wrong
+                image = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
+                for second in (image, {"role": "assistant", "tool_calls": [{"id": "a"}]}):
+                    answer = await raw.post(url, json={"messages": [*ASK, second]})
+                    assert answer.json()["error"]["message"].startswith(f"messages[{len(ASK)}]: "), second
                 assert s.episode.turns == []
                 assert s.episode.policy_fault == "request_too_large"
                 function = {"name": "f", "arguments": '{"a": "\\ud800"}'}  # JSON in JSON: what a policy may have written

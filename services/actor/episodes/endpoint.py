@@ -405,10 +405,10 @@ def message_of(answer: Answer) -> Message:
 def read_messages(given: Any) -> list[Message]:
     """Read a request's messages: text parts are joined, arguments of calls parsed. Raises `Unrenderable`."""
     fix = "messages (give a list of messages of the roles system, user, assistant and tool, whose content is text)"
-    return [_message(one) for one in _read(given, list[_GivenMessage], fix)]
+    return [_message(one, f"messages[{number}]") for number, one in enumerate(_read(given, list[_GivenMessage], fix))]
 
 
-def _message(given: _GivenMessage) -> Message:
+def _message(given: _GivenMessage, where: str) -> Message:
     message: Message = {"role": "system" if given.role == "developer" else given.role}
     parts = given.content if isinstance(given.content, list) else [given.content or ""]
     try:
@@ -417,7 +417,7 @@ def _message(given: _GivenMessage) -> Message:
             (call.get("id") or "", call["function"]["name"], call["function"]["arguments"]) for call in given.tool_calls or ()
         ]
     except (KeyError, TypeError) as error:
-        raise Unrenderable("messages: parts need a text, and tool_calls function.name and function.arguments") from error
+        raise Unrenderable(f"{where}: parts need a text, and tool_calls function.name and function.arguments") from error
     for field in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(value := getattr(given, field), str):
             message[field] = value
