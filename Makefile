@@ -63,7 +63,7 @@ JOBS ?= 3
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadgroup
 
-test: $(STAMP)  ## The whole test suite, end to end included (about half an hour on two cores, the chart's releases included; JOBS=3 workers)
+test: $(STAMP)  ## The whole test suite, end to end included (JOBS=3 workers)
 	@$(SUITE) $(ARGS) tests
 
 durations: $(STAMP)  ## Run the suite and record how long each file takes, for the order of the files (tests/durations.json)

@@ -247,9 +247,8 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666, durably: bool = Fal
     """Replace a text file atomically. `mode`: file mode before the umask. `durably`: wait for the disk, so that after a crash
     the old or the new file exists."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
             file.write(text)
             if durably:
                 file.flush()

@@ -53,9 +53,12 @@ async def follow_trainer(
             on_up(address)
             async with open_channel(address.grpc, certificates) as channel:
                 trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-                steps = _follow_steps(trainer, state, elapsed_s)
-                async with background(_follow_status(trainer, state)), background(steps):
+                async with asyncio.TaskGroup() as group:  # an error in one of them ends the run at once
+                    status = group.create_task(_follow_status(trainer, state))
+                    steps = group.create_task(_follow_steps(trainer, state, elapsed_s))
                     await process.wait()
+                    status.cancel()
+                    steps.cancel()
 
 
 async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState) -> None:

@@ -465,6 +465,8 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                 ):
                     answer = await raw.post(url, json=wrong)
                     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request"), wrong
+                    if "max_tokens" in wrong:
+                        assert f"max_tokens = {wrong['max_tokens']!r}: " in answer.json()["error"]["message"]
                 image = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
                 for second in (image, {"role": "assistant", "tool_calls": [{"id": "a"}]}):
                     answer = await raw.post(url, json={"messages": [*ASK, second]})

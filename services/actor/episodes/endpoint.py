@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
@@ -87,7 +88,9 @@ def _read(given: Any, kind: type[_Result], where: str = "the body") -> _Result:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise Unrenderable(f"{where}: {error}") from error
+        field = re.search(r"`\$\.(\w+)", str(error))
+        value = f" {field[1]} = {given[field[1]]!r:.100}:" if field and isinstance(given, dict) and field[1] in given else ""
+        raise Unrenderable(f"{where}:{value} {error}") from error
 
 
 def episode_app(episodes: Episodes, chat: ChatFormat, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
