@@ -1,7 +1,8 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
 The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has
-a name, and a failed check says where to look. The run is not changed. Its streams are present only if NATS has its volumes.
+a name, and a failed check says where to look. The test does not change the run. If NATS has lost its volumes, the run's streams
+are missing.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.settings import TrainerSettings, read_settings, split_host_port
 
 ANSWER_S = 15.0
-"""Seconds allowed for one call. If the run has not started yet, an earlier check fails."""
+"""Seconds allowed for one call. They need not cover the start of the run: before it has started, an earlier check fails."""
 CHECK_S = 60.0
 """Seconds allowed for a whole check, since importing a client takes long on a busy node."""
 CLOSED_S = 5.0
-"""Seconds without an answer after which an address counts as closed. Network policies drop packets."""
+"""Seconds without an answer after which an address counts as closed, since network policies drop packets silently."""
 
 OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
-"""Permissions limited to one object, by kind: the object is named after the release, with this suffix."""
+"""Kinds of which the trainer may access only one object, and the suffix of the object's name, which begins with the release's
+name."""
 
 Check = Callable[[], Awaitable[str]]
 
@@ -114,10 +116,10 @@ async def check_rights(settings: TrainerSettings) -> str:
         await kube.close()
     if lacking:
         raise ServiceError(
-            f"the trainer's ServiceAccount may not {', '.join(lacking)}; bind it to a Role as the chart's (rbac.create)"
+            f"the trainer's ServiceAccount may not {', '.join(lacking)}; bind it to a Role like the chart's (rbac.create)"
         )
     running = sum(pod.phase == "Running" for pod in pods)
-    return f"all {len(needed)} are there; {running} of {len(pods)} actors run"
+    return f"all {len(needed)} permissions are granted; {running} of {len(pods)} actors run"
 
 
 async def answers(address: str, within_s: float) -> bool:
@@ -141,12 +143,12 @@ async def check_episodes(address: str) -> str:
 
 
 async def check_policies(closed: str) -> str:
-    """Check that an address, which serves only actors and the trainer, is closed to this pod. Another check tests that it is
-    up."""
+    """Check that this pod cannot reach an address that only actors and the trainer may reach. Another check tests that the
+    address is up."""
     if not await answers(closed, CLOSED_S):
         return f"{closed} is closed to this pod"
     raise ServiceError(
-        f"{closed} answers this pod, which no NetworkPolicy allows: use a network plugin that enforces them, or set "
+        f"{closed} answers this pod, which no NetworkPolicy allows: use a network plugin that enforces policies, or set "
         "networkPolicy.enabled=false and accept that any process that reaches the pods may call them"
     )
 
