@@ -1,4 +1,5 @@
-"""Checkpoint timing, and two guarantees: a checkpoint is of one version, and an existing folder is complete.
+"""Decide when to write checkpoints. Each checkpoint holds exactly one policy version, and a checkpoint folder is always
+complete.
 
 Tensors and other state are captured at the same moment between two steps: no step, from its computation to its entry into the
 tracker, overlaps with the copying. Checkpoints are written one at a time on a separate thread, beside the next steps, to a
@@ -95,7 +96,7 @@ class Checkpointer:
         self.positions = dict(start.positions)
         """For each kept checkpoint by version: the position in SEQUENCES up to which it covers messages."""
         self.saved_at_s = start.saved_at_s
-        """Unix time of the newest checkpoint; before the first, when training began. None if it has not."""
+        """Unix time of the newest checkpoint; before the first one, of the beginning of training. None before that."""
         self._began_version, self._began_s = start.version, time.monotonic()
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -109,7 +110,7 @@ class Checkpointer:
         return self._newest is not None and not self._newest[1].done()
 
     def close(self) -> None:
-        """Let a running write finish by itself."""
+        """Begin no more checkpoints. A running write finishes by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def if_due(self, version: int) -> None:
@@ -134,8 +135,9 @@ class Checkpointer:
                 raise
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError`. `anew`: even
-        if this version is already written, to include newer sequences. `last`: let no further step begin."""
+        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError`. `anew`:
+        write this version again even if it is already written, to include newer sequences. `last`: let no further step
+        begin."""
         while True:
             async with self._boundary:
                 if self._interrupted:
@@ -188,7 +190,7 @@ class Checkpointer:
 
     def _ended(self, task: asyncio.Task[WrittenCheckpoint]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.error("%s; the previous one is kept", task.exception())
+            log.error("%s; the previous checkpoint is kept", task.exception())
 
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"

@@ -15,8 +15,8 @@ pickle, so restore only the files of your own runs. It is written last, so a fol
 our own thread. `dcp.async_save` is not suitable: it needs the folder when it stages, and by default it stages into new memory
 each time.
 
-On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder later, in a group of the writing threads,
-so that training does not wait for it on any rank. Other modules decide which versions to save, and rename folders.
+On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder's path later, in a process group of the
+writing threads, so that no rank's training waits for it. Other modules decide which versions to save, and rename folders.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def restore(learner: Learner, folder: Path) -> None:
 
 def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     if not (folder / ".metadata").is_file():
-        fix = "has no complete trainer state (no .metadata): name a run's, on a disk that all nodes share"
+        fix = "has no complete trainer state (no .metadata): name a run's folder, on a disk that all nodes share"
         raise FieldError(FIELD, str(folder), fix)
     try:
         found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -215,7 +215,7 @@ class StateSaver:
         """Copy the state of all ranks into host memory. A staged state that is not being written yet is dropped; one that was
         being written must be finished by now."""
         self.abandon()
-        assert self._free.is_set(), "the state before is still being written, from the same memory"
+        assert self._free.is_set(), "the previous state is still being written from the same memory"
         self._learner.order(SAVE)
         self.staged = stage(self._learner, self.staged or None)
         self._free.clear()

@@ -4,7 +4,7 @@ Each folder that this project writes to a store has a `pipelinerl-manifest.json`
 model as incomplete. Then the files are written, read back and compared. Finally the manifest is written again, with the size
 and the SHA-256 of every file. The object `latest` beside the folders contains the name of the newest complete one. A folder
 without a manifest comes from other tools and is not checked. Nothing is ever deleted. Stores are accessed through pyarrow,
-which finds credentials where each store's own tools do.
+which finds credentials in the same places as each store's own tools.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. Each attempt is a separate process, so that a store
 that hangs blocks nothing else:
@@ -57,7 +57,8 @@ Digest: TypeAlias = tuple[int, str]
 
 def put_model(folder: Path, url: str) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes. A
-    model already at `url` counts as incomplete from the start. Raises `ServiceError`, and the store's `OSError`."""
+    model that is already at `url` counts as incomplete from the beginning of the upload. Raises `ServiceError`, and the store's
+    `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -140,7 +141,7 @@ def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
             raise ValueError("its upload has not ended")
         return {_safe(name, url): (int(size), str(sha256)) for name, (size, sha256) in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        fix = f"is not whole by its {MANIFEST} ({error}): wait for the upload, or take another checkpoint"
+        fix = f"is incomplete by its {MANIFEST} ({error}): wait for the upload, or use another checkpoint"
         raise FieldError("model.name", url, fix) from error
 
 
@@ -301,7 +302,7 @@ class Uploads:
 
 
 def _written_s(folder: Path) -> float:
-    """Return the Unix time at which the checkpoint was written. Its copy keeps this time."""
+    """Return the Unix time at which the checkpoint was written, which its linked copy in `folder` keeps."""
     return folder.stat().st_mtime
 
 
@@ -330,7 +331,7 @@ def main() -> int:
     folder, url = sys.argv[1:]
     try:
         put_model(Path(folder), url)
-    except (PipelineRLError, OSError) as error:  # of others the traceback's last line says as much
+    except (PipelineRLError, OSError) as error:  # for other errors, the traceback's last line is enough
         print(without_secrets(first_line(error), os.environ), file=sys.stderr)
         return 1
     return 0

@@ -1,9 +1,9 @@
 """Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
-The parity probe is a fixed token sequence. Every actor scores it with the version that it serves, and the trainer with that
-version's weights. The largest difference of token log-probabilities is the run's `logprob_mismatch_max`. An actor's answer
-counts in `parity_failures` if it exceeds the tolerance, if the actor does not serve the whole change made by training, or if it
-cannot be compared. Unlike `mismatch_kl`, the probe is not affected by a stale KV cache.
+The parity probe is a fixed token sequence. Every actor scores it with the version that it serves, and the trainer scores it
+with that version's weights. The largest difference of token log-probabilities is the run's `logprob_mismatch_max`. An actor's
+answer counts in `parity_failures` if its difference exceeds the tolerance, if the actor serves only a part of the change that
+training made, or if the answer cannot be compared. Unlike `mismatch_kl`, the probe is not affected by a stale KV cache.
 
 During a measurement the caller holds commits of later versions, so that every completion is from the measured version.
 """
@@ -150,7 +150,8 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates through the serving actors, which `updater` knows. `calls`: `calls_to` with the run's certificates."""
+    """Evaluates a version through the actors that serve it, which `updater` knows. `calls`: `calls_to` with the run's
+    certificates."""
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class Evaluator:
             good = [completion for completion in completions.values() if not completion.failure]
             items = [self._item(completion) for completion in good if not completion.HasField("verdict")]
             verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
-            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # episodes have theirs
+            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # episodes already have a verdict
             return self._result(version, completions, verdicts)
 
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
@@ -222,7 +223,7 @@ class Evaluator:
         return done
 
     def _by_task(self, problem_ids: Iterable[str]) -> dict[str, list[str]]:
-        """Group the problems by task, which share sampling settings."""
+        """Group the problems by task, since the problems of one task share sampling settings."""
         found: dict[str, list[str]] = {}
         for problem_id in problem_ids:
             found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
@@ -348,12 +349,13 @@ class Evaluator:
 
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
-"""In nats; for every token in float32, and for the median token in 16 bits. In 16 bits, rounding alone sends some tokens of a
-mixture to other experts, and moves their log-probabilities by whole nats (figures: docs/weight-updates.md)."""
+"""Allowed difference in nats: of every token in float32, and of the median token in 16 bits. In 16 bits, rounding alone routes
+some tokens of a mixture to other experts, and changes their log-probabilities by whole nats (figures:
+docs/weight-updates.md)."""
 
 
 SHARE_TOLERANCE = 0.1
-"""Allowed distance from 1 of the served share of the policy's change, beyond the error that rounding explains."""
+"""Allowed distance of `served_share` from 1, in addition to the error that rounding explains."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
@@ -378,12 +380,13 @@ class Parity:
 
 
 def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[float, float]:
-    """Return the share of the change from `base` to `trained` that `served` has, and the error that rounding explains. Pure.
+    """Return the share of the change from `base` to `trained` that `served` contains, and the error that rounding explains.
+    Pure.
 
     The share is the slope of served − base over trained − base. The error has two parts. The first is six standard errors of
     the slope; each token's residual is computed with the slope of the other tokens, so that no single token decides. The second
     is twice the size of the residuals relative to the change, since rounding in `trained` itself biases the slope towards 0.
-    The error is infinite if nothing has changed, or if one token has more than a quarter of the change.
+    The error is infinite if nothing has changed, or if one token makes up more than a quarter of the squared change.
     """
     change, off = trained.astype(np.float64) - base, served.astype(np.float64) - trained
     size = float(change @ change)

@@ -1,4 +1,4 @@
-"""The trainer's spans: issue, receipt and end of each sequence, and one per optimizer step.
+"""The trainer's trace spans: issue, receipt and end of each sequence, and one span per optimizer step.
 
 A group's trace begins when the group is issued. For sampled traces, the parent of a sequence's next span is remembered until
 the sequence has ended. After a restart, the trace gets an end only if the sequence is received again.

@@ -1,4 +1,4 @@
-"""Low-rank adapters of peft in a model (insert, find, disable), and the weights in the form that actors load.
+"""Insert, find and disable peft's low-rank adapters in a model, and yield the weights in the form that actors load.
 
 peft's layers replace linear layers inside the model. Adapters have the model's dtype, and the optimizer or the shards keep
 float32 masters. peft is imported only if a recipe uses adapters.

@@ -160,7 +160,7 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """A phase may occur many times in a step. Phases must not overlap."""
+        """Measure the block as part of `phase`, which may occur many times in a step. Phases must not overlap."""
         if self._new_event is None:
             with measured(self._seconds, phase):
                 yield

@@ -97,7 +97,7 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
 RATE_FACTOR = "rate_factor"
 """Key in a parameter group for its learning rate relative to the policy's. 1 if missing."""
 VALUE_RATE_FACTOR = 10.0
-"""Default without `trainer.value_learning_rate`. The head is one linear layer that starts at 0 and must follow the policy."""
+"""Factor of the value head by default. The head is one linear layer that starts at 0 and must follow the policy."""
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

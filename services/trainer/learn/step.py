@@ -44,7 +44,8 @@ from services.trainer.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout,
 TRAIN = "train"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step contain equally many."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step contain equally many
+micro-batches."""
 
 
 def train_order(version: int, share: Share) -> Message:
@@ -83,7 +84,7 @@ class PreparedStep:
     """Positions of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
     actors: tuple[str, ...]
     token_actors: NDArray[np.int64]
-    """int64[C], over all `batches` in order: each token's actor's index in `actors`."""
+    """int64[C], over all `batches` in order: index in `actors` of the actor that sampled the token."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
@@ -177,7 +178,7 @@ class Learner:
         )
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
-        """Return a plan, and how many of its first slots need no backward pass, since they hold `silent` branches."""
+        """Return a plan, and how many of its first slots need no backward pass, since they hold only `silent` branches."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
