@@ -81,8 +81,7 @@ def unpack_smollm2(folder: Path) -> None:
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the attributes that mark the model as quantized: with them, `save_pretrained` refuses, and loaders misread the
-    weights."""
+    """Remove the marks of quantization: with them, `save_pretrained` refuses to save, and loaders misread the weights."""
     import torch
 
     model.config.dtype = torch.float32

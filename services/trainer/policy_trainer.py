@@ -1,15 +1,13 @@
 """`PolicyTrainer` is the policy as the optimizer loop uses it. The other functions load, check and shard the model on every
-rank. All methods of `PolicyTrainer` block and must be called on one thread. Only the function that `begin_checkpoint` returns
-runs on another.
+rank. All its methods block and must be called on one thread; the function that `begin_checkpoint` returns runs on another.
 
 Rank 0 loads the weights and finds out how to call the model. It tells the other ranks, which read only the model's
 configuration. A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the
 KL term is copied, because the reference is the initial policy.
 
 FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer, so no device ever holds more than
-one whole layer, or all parameters outside the layers. Trained weights are stored in float32, and the computation uses the
-recipe's dtype. Their gradients are summed in float32, not averaged, because each term of the loss already has its weight within
-the whole step.
+one whole layer, or all parameters outside the layers. Trained weights are stored in float32; computation uses the recipe's
+dtype. Gradients are summed in float32, not averaged, because each term of the loss is already weighted over the whole step.
 """
 
 from __future__ import annotations

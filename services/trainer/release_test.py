@@ -1,8 +1,7 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
 The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has
-a name, and a failed check says where to look. The test does not change the run. If NATS has lost its volumes, the run's streams
-are missing.
+a name, and a failed check says where to look. The run is not changed. If NATS lost its volumes, streams are missing.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ CLOSED_S = 5.0
 """Seconds without an answer after which an address counts as closed, since network policies drop packets silently."""
 
 OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
-"""Kinds of which the trainer may access only one object, and the suffix of the object's name, which begins with the release's
-name."""
+"""Kinds of which the trainer may access one object only, whose name is the release's name and this suffix."""
 
 Check = Callable[[], Awaitable[str]]
 

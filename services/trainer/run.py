@@ -226,8 +226,7 @@ class TrainingRun:
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
-        """Pass the members' load to the recorder. One task per actor asks for its load, so that a slow actor does not delay the
-        others."""
+        """Pass the members' load to the recorder. Each actor has a separate task, so that none delays the others."""
         loads: dict[str, ActorState] = {}
         asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:

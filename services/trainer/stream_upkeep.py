@@ -38,8 +38,7 @@ class StreamUpkeep:
         self._recorder, self._checkpoints = recorder, checkpoints
         self._purged_below = 1
         self._gone: dict[str, tuple[float, int]] = {}
-        """By id of each group that has left PROMPTS: the event loop's time at which this was noticed, and the last position in
-        SEQUENCES then."""
+        """By id of each group that left PROMPTS: when this was noticed (event loop's clock), and where SEQUENCES ended then."""
 
     async def run(self) -> None:
         """Work until cancelled. Raises `UserError` if too many consecutive groups are lost, and `BusError` if a stream no
@@ -76,9 +75,9 @@ class StreamUpkeep:
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
         """Fail the missing samples of lost groups. An actor acknowledges a group only after storing all its sequences, and the
-        acknowledgement removes the group from PROMPTS. Once the intake has read SEQUENCES up to where it ended when the group
-        had left PROMPTS, the missing sequences can no longer arrive. `LOST_AFTER_S` adds a margin. A group that an actor has
-        handed over is on PROMPTS again, at another position."""
+        acknowledgement removes the group from PROMPTS. Once the intake has read everything that SEQUENCES then contained, the
+        missing sequences can no longer arrive. `LOST_AFTER_S` adds a margin. A group that was handed over is on PROMPTS again,
+        at another position."""
         gone = self._tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}

@@ -1,8 +1,7 @@
 """`python -m services.trainer.transfer_test`: one pod sends bytes to another as a trainer sends weights to an actor.
 
 `helm test` runs this in two pods of the trainer's image if `test.transferPair.enabled` is set. They meet in a group with the
-backend, network interface and chunk size of the run. Pod 0 broadcasts known bytes, and pod 1 checks the bytes that arrive. The
-test does not contact the run.
+backend, network interface and chunk size of the run. Pod 0 broadcasts known bytes; pod 1 checks them. The run is not contacted.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ class Links:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's layout, device and process groups. A single rank has no links and no meshes. `row_group`: process group of
-    the ranks that share this rank's rows; None if each rank has whole rows."""
+    """This rank's layout, device and groups. A single rank has no links and no meshes. `row_group`: group of the ranks that
+    share this rank's rows, or None."""
 
     layout: RankLayout
     device: torch.device

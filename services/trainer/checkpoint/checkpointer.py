@@ -1,5 +1,4 @@
-"""Decide when to write checkpoints. Each checkpoint holds exactly one policy version, and a checkpoint folder is always
-complete.
+"""Decide when to write checkpoints. Each one holds exactly one policy version, and an existing folder is always complete.
 
 Tensors and other state are captured at the same moment between two steps: no step, from its computation to its entry into the
 tracker, overlaps with the copying. Checkpoints are written one at a time on a separate thread, beside the next steps, to a
@@ -136,8 +135,7 @@ class Checkpointer:
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
         """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError`. `anew`:
-        write this version again even if it is already written, to include newer sequences. `last`: let no further step
-        begin."""
+        write even if this version is already written, to include newer sequences. `last`: let no further step begin."""
         while True:
             async with self._boundary:
                 if self._interrupted:

@@ -57,8 +57,7 @@ Digest: TypeAlias = tuple[int, str]
 
 def put_model(folder: Path, url: str) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes. A
-    model that is already at `url` counts as incomplete from the beginning of the upload. Raises `ServiceError`, and the store's
-    `OSError`."""
+    model already at `url` counts as incomplete once the upload begins. Raises `ServiceError`, and the store's `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -150,8 +150,7 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates a version through the actors that serve it, which `updater` knows. `calls`: `calls_to` with the run's
-    certificates."""
+    """Evaluates a version through its actors, which `updater` knows. `calls`: `calls_to` with the run's certificates."""
 
     def __init__(
         self,
@@ -350,8 +349,7 @@ class Evaluator:
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
 """Allowed difference in nats: of every token in float32, and of the median token in 16 bits. In 16 bits, rounding alone routes
-some tokens of a mixture to other experts, and changes their log-probabilities by whole nats (figures:
-docs/weight-updates.md)."""
+some tokens to other experts of a mixture, and moves log-probabilities by whole nats (figures: docs/weight-updates.md)."""
 
 
 SHARE_TOLERANCE = 0.1
@@ -380,8 +378,7 @@ class Parity:
 
 
 def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[float, float]:
-    """Return the share of the change from `base` to `trained` that `served` contains, and the error that rounding explains.
-    Pure.
+    """Return the share of the change from `base` to `trained` that `served` has, and the error that rounding explains. Pure.
 
     The share is the slope of served − base over trained − base. The error has two parts. The first is six standard errors of
     the slope; each token's residual is computed with the slope of the other tokens, so that no single token decides. The second

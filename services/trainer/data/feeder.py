@@ -88,8 +88,7 @@ ProblemStream = Callable[[int], EncodedProblem]
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Tokens that prove that an actor received a group: a MAC of the group's id, which only holders of `key` (32 bytes) can
-    compute."""
+    """Proofs that an actor received a group. A proof is a MAC of the group's id, computed with the secret `key` (32 bytes)."""
 
     key: bytes
     first_group: int = 0

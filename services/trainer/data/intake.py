@@ -136,8 +136,7 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return the groups of one step, fresh enough for `version`; in conventional mode, the next part of the shuffled
-        phase."""
+        """Return one step's groups, fresh enough for `version`; in conventional mode, the next part of the shuffled phase."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
@@ -329,8 +328,8 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors with their share of tokens beyond
-        the bound."""
+        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors and their shares above the
+        bound."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)

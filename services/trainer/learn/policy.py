@@ -165,8 +165,7 @@ def add_value_head(policy: Policy) -> None:
 
 
 def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
-    """Return a policy that uses `attention`. Raises `FieldError` if this is not available, or if the model then scores packed
-    sequences wrongly."""
+    """Return a policy with `attention`. Raises `FieldError` if it is not available, or then scores packed sequences wrongly."""
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
@@ -345,8 +344,7 @@ class _Head:
 def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks. Return
     log-probabilities, entropies and log-normalisers, [C] each; and if there is only one block, its logits [C, V]. A word's log
-    p is its logit minus the log-normaliser. If logits are returned uncompiled, each token's maximum has been subtracted from
-    both."""
+    p is its logit minus the log-normaliser. If returned logits are uncompiled, each token's maximum is subtracted from both."""
     blocks = head.blocks()
     buffer = head.buffer()
     exponentials = None if head.compiled else head.buffer()

@@ -44,8 +44,7 @@ from services.trainer.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout,
 TRAIN = "train"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step contain equally many
-micro-batches."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have equally many."""
 
 
 def train_order(version: int, share: Share) -> Message:

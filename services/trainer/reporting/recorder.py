@@ -332,8 +332,7 @@ class Recorder:
         return share
 
     def _sample(self, sample: Sample) -> None:
-        """Pass a sample to the page with its tokens, and to the file with its tokens only at some steps, to limit the file's
-        size."""
+        """Pass a sample to the page and the file. The file gets its tokens only at some steps, to limit its size."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
         self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))

@@ -204,13 +204,11 @@ class Coordinator:
         self._answered: dict[str, int] = {}
         """Actors that have answered in this phase, including the trainer, with the checksum of their staged bytes."""
         self._left: set[str] = set()
-        """Processes that left while their ranks were in the group. If the group then breaks or hangs, no other member is
-        blamed."""
+        """Processes that left while their ranks were in the group. If the group then breaks or hangs, no other is blamed."""
         self._restarts = 0
         """Failed attempts at the current version with the same members, none of whom could be blamed."""
         self._breaks = False
-        """True if the last group of several members was dissolved because it broke too often. The next group is then not
-        retried."""
+        """True if the last group of several members was dissolved for breaking repeatedly. The next group is not retried."""
         self._held_above: int | None = None
         self._deadline_token = 0
 

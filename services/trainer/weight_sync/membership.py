@@ -1,8 +1,7 @@
 """Arrivals and departures of actors, the known state of each actor, and the choice of actors for side groups. Pure.
 
-A side group consists of the trainer and one actor, and runs beside the epoch of the other actors. It brings a new or evicted
-actor to the newest served version at once. Once the actor serves that version, it joins the next epoch. Until then it cannot
-delay others.
+A side group consists of the trainer and one actor, beside the epoch of the others. It brings a new or evicted actor to the
+newest served version at once. Once the actor serves that version, it joins the next epoch. Until then it cannot delay others.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ Kind = Literal["joined", "left", "evicted"]
 
 @dataclass(frozen=True)
 class MemberChange:
-    """One arrival or departure. `left`: an orderly departure. `evicted`: removed from `epoch` for a `cause`, or heartbeats
-    stopped."""
+    """One arrival or departure. `left`: orderly departure. `evicted`: removed from `epoch` for a `cause`, or lost."""
 
     kind: Kind
     member: Member
@@ -91,8 +89,7 @@ class Roster:
         self._behind: dict[str, _Registered] = {}
         """Actors that do not serve the newest version, in order of arrival. A heartbeat examines only these."""
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """Members that may still be running, by the uid of their ended pod, or by process if the actor does not know its pod's
-        uid."""
+        """Members that may still run, by the uid of their ended pod, or by process if the actor does not know that uid."""
 
     def up(self, member: Member) -> None:
         """Record a registration or heartbeat. A new process of a known actor starts without a version."""
@@ -103,8 +100,7 @@ class Roster:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """Remove an actor that is no longer registered. Its departure is reported unless its removal from an epoch has already
-        been reported."""
+        """Remove an actor that is no longer registered. Its departure is reported, unless its removal from an epoch was."""
         known = self._actors.pop(actor, None)
         self._behind.pop(actor, None)
         if known is None or not known.joined:
@@ -150,8 +146,7 @@ class Roster:
         return all(known is not None and known.met for known in map(self._process, members))
 
     def side_failed(self, member: Member) -> None:
-        """Record that an actor's side group failed. Each consecutive failure doubles its wait, up to `MOST_RESTED`
-        heartbeats."""
+        """Record that an actor's side group failed. Each failure in a row doubles the wait, up to `MOST_RESTED` heartbeats."""
         known = self._process(member)
         if known is not None:
             _rest(known)

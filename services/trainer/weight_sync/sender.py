@@ -99,9 +99,8 @@ class Snapshot:
         self._checksums: dict[int, int] = {}
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
-        """Return the chunk's bytes in the memory of `placement`, from which the group sends, and their checksum, which is
-        computed once. On a device, the checksum waits for the copy into `stream`, so a chunk that has a checksum is fully
-        copied."""
+        """Return the chunk's bytes in the memory of `placement`, from which the group sends, and their checksum. On a device,
+        the checksum, computed once, waits for the copy into `stream`, so a chunk with a checksum is fully copied."""
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
             if chunk.index not in self._checksums:
@@ -110,13 +109,11 @@ class Snapshot:
 
 
 class WeightSender:
-    """The trainer's end of the collective: it takes snapshots, opens a group for each epoch or joining actor, and starts
-    broadcasts.
+    """The trainer's end of the collective: takes snapshots, opens a group per epoch or joining actor, and starts broadcasts.
 
     `stall_timeout_s`: maximum time for one chunk before the group counts as broken; it also bounds an abort. `placement`:
     memory of the snapshots. `group_placement`: memory from which groups send; it differs if a device's snapshots are kept in
-    host memory. `store`: store through which groups connect; None if this sender opens no group. `host`: address at which
-    actors reach this pod.
+    host memory. `store`: through which groups connect, if this sender opens any. `host`: this pod's address for actors.
     """
 
     def __init__(

@@ -1,10 +1,8 @@
-"""Bring every policy version to every actor: run the transfer session of the current epoch and a side session for each joining
-actor, and send and receive the control messages.
+"""Bring every policy version to every actor, through one transfer session for the epoch and one for each joining actor.
 
 `offer` returns as soon as sending has begun, so that the next batch is computed meanwhile. Before that it waits until the
 previous version is served, so that at most one version is in transfer. Every wait ends with a registration, an answer or a
-deadline; during an outage of NATS the updater waits. If no actor serves the first version in time, the run ends with the
-actors' reasons.
+deadline, or when NATS is back. If no actor serves the first version in time, the run ends with the actors' reasons.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": pb.EpochJoined, "staged": pb.Staged, "serving": pb.Serving, "failed": pb.Abort}
 MEETING_SHARE = 0.8
-"""Share of the deadline within which a group's members must connect. It is below 1 so that only the missing members are
-evicted."""
+"""Share of the deadline in which a group's members must connect; below 1, so that only missing members are evicted."""
 PATIENCE_S = 3.0
 """Maximum seconds to wait for the next rank after one has connected, if all members have been in a group before. It reveals a
 dead member long before its registration expires. It also excludes a slow member, which returns through a side group."""
@@ -247,8 +244,7 @@ class WeightUpdater:
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`. While commits are held, they keep serving it, so it can
-        be measured."""
+        """Return the actors that are known to serve `served_version`. While commits are held, they keep serving it."""
         return self.roster.serving(self.served_version)
 
     @property
@@ -372,8 +368,8 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer to this incarnation to the session of the answer's epoch: a side session, or otherwise the main one,
-        which ignores old epochs."""
+        """Post an answer to this incarnation to the side session of its epoch, or else to the main one. It ignores old
+        epochs."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
