@@ -23,7 +23,7 @@ DEVICES = Path("/dev")
 def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path = DEVICES) -> list[dict[str, Any]]:
     """Return the fields of a `Device` for each usable GPU or MIG instance. Raises `UserError` if torch can use none.
 
-    `torch` and `nvml` are these modules, `nvml` None if it is not installed; `nodes` is the folder of the device files.
+    `torch`, `nvml`: these modules; `nvml` is None if it is not installed. `nodes`: folder of the device files.
     """
     if torch.version.cuda is None:
         fix = "install the CUDA build: make clean && make install DEVICE=cuda"

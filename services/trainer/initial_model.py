@@ -33,7 +33,7 @@ log = logging.getLogger("services.trainer.initial_model")
 
 
 def make_model() -> None:
-    """Make the initial model. Raises `UserError` if the environment or the recipe cannot be used."""
+    """Copy or unpack the initial model, if the recipe needs it. Raises `UserError` if environment or recipe are unusable."""
     settings = read_settings(TrainerSettings)
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)

@@ -35,7 +35,7 @@ RENDEZVOUS_TIMEOUT_S = 900
 
 
 def launch_ranks() -> int | None:
-    """Run this node's ranks to their end and return the exit code; None for a single rank, which needs no agent."""
+    """Run this node's ranks to their end, and return the exit code. Return None for a single rank, which needs no agent."""
     codes: list[int | None] = []
 
     def launch() -> None:

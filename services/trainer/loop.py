@@ -157,8 +157,8 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Send heartbeats to any other ranks until cancelled, since this rank may wait long. Raises `RuntimeError` if one is
-        gone."""
+        """Send heartbeats to any other ranks until cancelled, since this rank may wait for long. Raises `RuntimeError` if one
+        is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.learner.order, HEARTBEAT)
             await asyncio.sleep(HEARTBEAT_S)

@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyTrainer:
-    """Steps, snapshots and checkpoints of the policy. `sender`: the trainer's end of weight transfers."""
+    """Makes steps, snapshots and checkpoints of the policy. `sender`: the trainer's end of weight transfers."""
 
     def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
         self.learner, self._recipe = learner, recipe

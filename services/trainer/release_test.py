@@ -32,7 +32,7 @@ CLOSED_S = 5.0
 """Seconds without an answer after which an address counts as closed, since network policies drop packets silently."""
 
 OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
-"""Kinds of which the trainer may access one object only, whose name is the release's name and this suffix."""
+"""Suffixes of object names, by kind. The trainer may only access the object named after the release with this suffix."""
 
 Check = Callable[[], Awaitable[str]]
 
@@ -99,7 +99,7 @@ async def check_verifier(settings: TrainerSettings) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Check all permissions of the trainer's ServiceAccount. Listing the actors' pods is the only one used here."""
+    """Check all permissions of the trainer's ServiceAccount. Of these, the test only uses the one to list the actors' pods."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"

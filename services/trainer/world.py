@@ -127,7 +127,7 @@ class Links:
 @dataclass(frozen=True, eq=False)
 class World:
     """This rank's layout, device and groups. A single rank has no links and no meshes. `row_group`: group of the ranks that
-    share this rank's rows, or None."""
+    share this rank's rows; None if rows are not shared."""
 
     layout: RankLayout
     device: torch.device

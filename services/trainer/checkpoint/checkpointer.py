@@ -93,9 +93,9 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """For each kept checkpoint by version: the position in SEQUENCES up to which it covers messages."""
+        """By version of each kept checkpoint: the position in SEQUENCES up to which the checkpoint covers messages."""
         self.saved_at_s = start.saved_at_s
-        """Unix time of the newest checkpoint; before the first one, of the beginning of training. None before that."""
+        """Unix time at which the newest checkpoint was written, or training began if there is none; None before training."""
         self._began_version, self._began_s = start.version, time.monotonic()
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -123,7 +123,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Enclose a step and its entry into the tracker. After the last checkpoint, this never enters the block."""
+        """Enclose a step and the recording of its sequences in the tracker. After the last checkpoint, no step can begin."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -192,9 +192,9 @@ class Checkpointer:
 
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
-"""Path within a checkpoint: a separate folder, because vLLM loads every safetensors file beside the model as part of it."""
+"""Path within a checkpoint. The folder is separate because vLLM loads all safetensors files beside the model as its weights."""
 _KEPT = ("generation_config", "_weight_conversions", "peft_config")
-"""Attributes of a model that are written to files, besides its class and configuration."""
+"""Attributes of a model that `save_pretrained` uses, in addition to the model's class and configuration."""
 
 
 class PolicyExport:
@@ -209,7 +209,7 @@ class PolicyExport:
                 setattr(self.form, name, copy.deepcopy(value))
         self._tokenizer, self._dtype = tokenizer, dtype
         self.staged: dict[str, dict[str, Tensor]] = {}
-        """One version in host memory: `WEIGHTS`, and `VALUE_HEAD` and `ADAPTER` if present; each by the names in the files."""
+        """Tensors of one version in host memory, by kind (`WEIGHTS`, `VALUE_HEAD`, `ADAPTER`) and then by name in the files."""
 
     @torch.no_grad()
     def stage(self, learner: Learner) -> None:
@@ -227,7 +227,7 @@ class PolicyExport:
             torch.cuda.current_stream(device).synchronize()
 
     def write(self, folder: Path, info: Mapping[str, Any]) -> None:
-        """Write model, tokenizer and `info` (as pipelinerl.json) into the existing `folder`, on any thread, beside training."""
+        """Write model, tokenizer and `info` (as pipelinerl.json) into the existing `folder`, on any thread, during training."""
         self.form.save_pretrained(folder, state_dict=self.staged[WEIGHTS], safe_serialization=True)
         self._tokenizer.save_pretrained(folder)
         if VALUE_HEAD in self.staged:
@@ -252,8 +252,8 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def load_value_head(policy: Policy, folder: Path) -> None:
-    """Load the value head from a checkpoint's `folder`, if it and `policy` have one. Raises `FieldError` if it does not fit the
-    model."""
+    """Load the value head from a checkpoint's `folder`, if the folder and `policy` have one. Raises `FieldError` if the head
+    does not fit the model."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return
     try:

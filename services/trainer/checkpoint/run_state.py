@@ -73,7 +73,7 @@ def read_training_began(run_dir: Path) -> float | None:
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
-    """Record on disk when training began. Only the first call of a run counts, and only after `write_lineage`."""
+    """Record on disk when training began. Call this after `write_lineage`. Only the first call of a run has an effect."""
     content = _lineage_file(run_dir)
     if content and BEGAN not in content:
         write_whole(run_dir / LINEAGE, json.dumps({**content, BEGAN: now_s}) + "\n", durably=True)
@@ -88,7 +88,7 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the run's tokens, with a new key if the folder has none. Groups before number `reserved` then need no proof, since
+    """Return the run's proofs, with a new key if the folder has none. Groups before number `reserved` then need no proof, since
     they may already be in progress. Raises `UserError` if the file is malformed."""
     path = run_dir / "group-key.json"
     try:
@@ -206,7 +206,7 @@ class Start:
     positions: Mapping[int, int] = field(default_factory=dict)
     """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
     saved_at_s: float | None = None
-    """Unix time at which the checkpoint was written; without a checkpoint, at which training began. None before that."""
+    """Unix time at which that checkpoint was written, or training began if there is none; None before training."""
 
     @property
     def version(self) -> int:

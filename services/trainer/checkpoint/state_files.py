@@ -82,14 +82,14 @@ def is_quantized(tensor: Tensor) -> bool:
 
 
 def plain_part(tensor: Tensor) -> Tensor:
-    """Return `local_part`; if that is quantised, a float32 copy."""
+    """Return `local_part`, or a float32 copy of it if it is quantised."""
     local = local_part(tensor)
     return local.dequantize() if is_quantized(tensor) else local
 
 
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Write the tensors that all ranks have staged, durably. All ranks call this, each on one thread of its choice. `group`:
-    process group of all ranks; None for a single rank. Raises `ServiceError` on all ranks if one of them cannot write."""
+    """Write the tensors that all ranks have staged to disk, and sync them. All ranks must call this, each on any one thread.
+    `group`: process group of all ranks, or None. Raises `ServiceError` on all ranks if one of them cannot write."""
     _alone_is_meant()
     # No copies ahead: torch would make them on a stream of the thread's GPU, which is the first GPU on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
@@ -140,9 +140,9 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Load the state in `folder`, written by any number of ranks, into `learner`. Every rank reads by itself, and keeps its
-    random state if the folder has none for it. Raises `FieldError` if the folder has no state, or another model's, and
-    `ServiceError` if it cannot be read."""
+    """Load the state in `folder`, written by any number of ranks, into `learner`. Each rank reads separately, and keeps its
+    random state if the folder has none for this rank. Raises `FieldError` if the folder has no state, or the state of another
+    model, and `ServiceError` if it cannot be read."""
     _alone_is_meant()
     mesh = learner.world.host_mesh
     state = {
@@ -200,8 +200,8 @@ FOLDER, DISCARD = "folder", "discard"
 
 class StateSaver:
     """One rank's part in saving. A state is staged on all ranks, then written or abandoned. The next state reuses its memory.
-    Rank 0 decides; other ranks stage on its order, and `follow` its decision about the staged state. If a state cannot be
-    written, rank 0 reports that, and training continues."""
+    Rank 0 decides; other ranks stage on its order, and execute its decision about the staged state in `follow`. If a state
+    cannot be written, rank 0 reports that, and training continues."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
@@ -233,7 +233,7 @@ class StateSaver:
             self._free.set()
 
     def follow(self) -> None:
-        """Other ranks: wait for rank 0's decision about the staged state and execute it, on a thread beside training."""
+        """Other ranks: wait for rank 0's decision about the staged state and execute it, on a thread that does not train."""
         assert self._others is not None, "a rank that is alone follows none"
         try:
             told = self._others.hear()

@@ -77,9 +77,9 @@ def put_model(folder: Path, url: str) -> int:
 
 
 def fetch_model(url: str, folder: Path) -> str:
-    """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of its actual folder. Raises
-    `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged or is being replaced, and the
-    store's `OSError`."""
+    """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of the folder that was read.
+    Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged or is being replaced, and
+    the store's `OSError`."""
     store, root = _open(url)
     parent, _, name = root.rpartition("/")
     try:
@@ -213,7 +213,7 @@ class Uploads:
 
     @property
     def waiting_s(self) -> float | None:
-        """Return the seconds that a checkpoint has waited for its upload; 0 if none waits, None if uploads are disabled."""
+        """Return for how many seconds a checkpoint has waited for its upload; 0 if none waits, None if uploads are disabled."""
         if not self._root:
             return None
         waiting = self._waiting  # another thread may end it
@@ -239,7 +239,7 @@ class Uploads:
             await asyncio.wait({uploading})
 
     async def take(self, checkpoint: Path, version: int) -> None:
-        """Accept a checkpoint. When this returns, its folder may be removed. Errors are logged, and training continues."""
+        """Accept a checkpoint for upload. After this returns, its folder may be removed. Errors are only logged."""
         if not self._root or version == (self._waiting.version if self._waiting else self.last.get("version")):
             return
         async with self._changing_files:

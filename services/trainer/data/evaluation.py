@@ -68,7 +68,7 @@ class Scored:
 
 
 def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
-    """Return the branches of a held-out answer: without an episode, the completion alone. Raises `MessageError`."""
+    """Return a held-out answer's branches. Outside an episode, the completion is the only branch. Raises `MessageError`."""
     kind = "GenerateResult"
     if result.branches:
         return tuple(branch_from_proto(branch, kind) for branch in result.branches)
@@ -138,9 +138,9 @@ GENERATION_SHARE = 0.9
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """`overall`: accuracy over the tasks' problems. `sets`: accuracy of each set, by name. `num_tokens`: sampled tokens.
-    `samples`: some answers; an answer without a verdict has a `failure`. An answer gets no verdict if the completion was late,
-    the actor or the reward failed, or the verifier did not answer in time."""
+    """Result of an evaluation. `overall`: accuracy over the tasks' problems. `sets`: accuracy of each set, by name.
+    `num_tokens`: sampled tokens. `samples`: some answers; an answer without a verdict has a `failure`. An answer gets no
+    verdict if the completion was late, the actor or the reward failed, or the verifier did not answer in time."""
 
     version: int
     overall: Accuracy
@@ -150,7 +150,7 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates a version through its actors, which `updater` knows. `calls`: `calls_to` with the run's certificates."""
+    """Evaluates a version through those actors of `updater` that serve it. `calls`: `calls_to` with certificates."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class Evaluator:
         )
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Compare all actors that serve `version` with the scores `trained`; None if no actor answered."""
+        """Compare the scores of all actors that serve `version` with the trainer's (`trained`). None if no actor answers."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -400,7 +400,7 @@ def compare(
 ) -> Parity:
     """Compare the actors' answers, by name, with the trainer's. Log each problem as an error. `of_median`: apply the tolerance
     to the median token instead of every token. `base`: log-probabilities before training; actors must serve the whole change
-    since, even if it is smaller than the tolerance."""
+    since then, even if it is smaller than the tolerance."""
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():

@@ -118,7 +118,7 @@ class Intake:
         """Tokens since this start. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """For each short reason: the message of the first failed sequence."""
+        """By short reason: the message of the first sequence that failed for it."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
     async def run(self) -> None:
@@ -179,7 +179,7 @@ class Intake:
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Fail the missing samples of an open group, which will never come. The other samples are trained on if possible."""
+        """Record the missing samples of an open group as failed. They never arrive; the others are trained on if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
@@ -294,7 +294,7 @@ class Intake:
 
 
 FEWEST_TOKENS = 256
-"""Number of an actor's tokens after which it is checked. The count then starts again at 0."""
+"""Number of an actor's tokens after which the actor is checked. The count then starts again at 0."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
 """Allowed difference between log π and log μ of one token, in nats. The float32 bound is ten times the probe's tolerance. In 16
 bits a single token may be much further off than the median, and even more so with quantised weights in the engine."""
@@ -328,8 +328,8 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors and their shares above the
-        bound."""
+        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors, with their share of bad
+        tokens."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)

@@ -34,7 +34,7 @@ from services.trainer.learn.batch import HostMicroBatch, TrainingGroup
 from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
-"""A training step costs this many forward passes."""
+"""Cost of a training step, in forward passes."""
 
 GATED_MODELS = frozenset(
     {
@@ -129,7 +129,7 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Return the process's peak resident memory in bytes. `getrusage` includes a large parent's memory before exec."""
+    """Return the process's peak resident memory in bytes. `getrusage` may return the parent's peak before exec."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -190,7 +190,7 @@ SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return two sequences of a step: the first one, and the one in other groups that the most versions sampled."""
+    """Return two sequences of a step: the first, and among the other groups the one that the most versions sampled."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]

@@ -101,8 +101,8 @@ def frozen_copy(policy: Policy) -> Policy:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers in order of depth: those that transformers marks, or else the longest list of modules. Empty if
-    there is neither."""
+    """Return the decoder layers in order of depth: those that transformers marks, or else the longest list of modules. Return
+    an empty list if there is neither."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]

@@ -112,8 +112,8 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 class PolicyOptimizer:
     """AdamW over the trainable parameters of a model, and over a value head with its own learning rate. Only the policy's
-    gradient is clipped: the head's is as large as its errors, so under a common bound it would shrink the policy's gradient.
-    Raises `FieldError` if the recipe's optimizer does not work here."""
+    gradient is clipped: the head's gradient is as large as the head's errors, so a common bound would shrink the policy's
+    gradient. Raises `FieldError` if the recipe's optimizer does not work here."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config
@@ -165,7 +165,7 @@ class PolicyOptimizer:
                 live.copy_(stepped)
 
     def trained(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield (parameter of the model, float32 parameter that the optimizer updates): the same in a float32 model."""
+        """Yield (parameter of the model, float32 parameter that the optimizer updates): the same one in a float32 model."""
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:

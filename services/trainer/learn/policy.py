@@ -94,7 +94,7 @@ class Policy(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Return whether a row may have shared prompts, which ranks that share rows do not support."""
+        """Return whether the branches in a row may share prompts. Ranks that share rows do not support this."""
         return self.may_share_prompts and self.part is None
 
     def scores(
@@ -165,7 +165,7 @@ def add_value_head(policy: Policy) -> None:
 
 
 def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
-    """Return a policy with `attention`. Raises `FieldError` if it is not available, or then scores packed sequences wrongly."""
+    """Return a policy with `attention`. Raises `FieldError` if it is unavailable or scores packed sequences wrongly."""
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
@@ -191,7 +191,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
     """Return the largest difference in log-probabilities, nats, between two packed sequences and the model's own forward pass
-    of each. Both begin with the same `shared` tokens, which the packed row has once."""
+    of each. Both begin with the same `shared` tokens, which the packed row contains only once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -283,7 +283,7 @@ def linear_scores(
     hidden [C, width], weight [V, width] and bias [V] have the same dtype; targets are int64[C]. Logits and results are float32
     (float64 for float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. Besides
     the gradients, this takes memory for about two blocks of `max_logits`. `compiled`: compile the work on blocks if there are
-    gradients; if torch then runs it uncompiled, it takes one more block.
+    gradients; if torch then runs it uncompiled, it takes memory for one more block.
     """
     head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):

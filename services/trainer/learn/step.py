@@ -44,7 +44,7 @@ from services.trainer.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout,
 TRAIN = "train"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have equally many."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same length."""
 
 
 def train_order(version: int, share: Share) -> Message:
@@ -74,7 +74,7 @@ class PreparedStep:
     shares: tuple[Share, ...]
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
-    """`advantage_abs_mean`: over sequences, 0 if no group has a signal. `imbalance`: `StepPlan.imbalance`."""
+    """`advantage_abs_mean`: mean over sequences, 0 if no group has a signal. `imbalance`: `StepPlan.imbalance`."""
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
@@ -110,8 +110,8 @@ class Learner:
         reference: Policy | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """`temperature`: at which μ samples. `reference`: policy of the KL term; None = `policy` as given. `compute_dtype`:
-        dtype of matrix products, if it differs from the weights' dtype."""
+        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as given.
+        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
@@ -188,7 +188,7 @@ class Learner:
         return plan, 0
 
     def _plan(self, branches: list[Branch], members: NDArray[np.int64]) -> StepPlan:
-        """Return a plan for the branches at positions `members`. The plan also refers to branches by position."""
+        """Return a plan for the branches at positions `members`. The plan refers to each branch by its position, too."""
         chosen = [branches[index] for index in members]
         lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
         outputs = np.array([branch.num_sampled_tokens for branch in chosen])

@@ -212,8 +212,8 @@ LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. One thread adds and any thread reads, because the state is replaced as a whole. The client
-    library's histogram takes one observation at a time, too slow for the hundreds of thousands of tokens of a step."""
+    """Tokens by lag since the start. One thread may add while others read, because the state is replaced as a whole. The client
+    library's histogram takes one observation at a time, which is too slow for the hundreds of thousands of tokens of a step."""
 
     NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
 

@@ -63,7 +63,7 @@ class Recorder:
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """A sink that is None is off. Without a `tokenizer`, samples have no tokens. The caller opens and closes the sinks."""
+        """A sink that is None is disabled. Without a `tokenizer`, samples have no tokens. The caller opens and closes sinks."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
         self._trackers = trackers or RunTrackers()
@@ -320,7 +320,7 @@ class Recorder:
         return True
 
     def _clip_range_cut(self, record: StepRecord) -> float | None:
-        """Return the fraction of tokens that the loss clipped lately, or None if it is at most `MOST_CUT`. Warn once."""
+        """Return the fraction of tokens that the loss clipped in recent steps; None if it is at most `MOST_CUT`. Warn once."""
         if self._recipe.algorithm.loss in CUTTING and not record["skipped"]:
             self._cut.append(record["clip_fraction"])
         share = sum(self._cut) / CUT_STEPS
@@ -332,7 +332,7 @@ class Recorder:
         return share
 
     def _sample(self, sample: Sample) -> None:
-        """Pass a sample to the page and the file. The file gets its tokens only at some steps, to limit its size."""
+        """Pass a sample to the page and the file. The file gets the tokens only at some steps, to stay small."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
         self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))

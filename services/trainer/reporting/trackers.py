@@ -48,7 +48,7 @@ FLUSH_S, FLUSH_STOPPED_S = 20.0, 1.5
 """Seconds to wait for trackers after a finished run, and after a run that was stopped early, before abandoning them."""
 
 PROJECT = "pipelinerl"
-"""Default for MLflow's experiment and W&B's project; environment variables override it."""
+"""Default name of MLflow's experiment and W&B's project; environment variables override it."""
 STEP, HELDOUT_VERSION = "step", "heldout/version"
 
 THREAD = "tracker "
@@ -259,7 +259,7 @@ def recipe_params(recipe: Recipe) -> dict[str, str | int | float | bool]:
 
 
 def _leaves(values: Mapping[Any, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that is not a non-empty mapping, with its path."""
+    """Yield every leaf with its path. A leaf is any value except a non-empty mapping."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, separator, f"{prefix}{key}{separator}")

@@ -23,7 +23,7 @@ Kind = Literal["joined", "left", "evicted"]
 
 @dataclass(frozen=True)
 class MemberChange:
-    """One arrival or departure. `left`: orderly departure. `evicted`: removed from `epoch` for a `cause`, or lost."""
+    """An arrival or departure. `left`: orderly. `evicted`: removed from `epoch` for a `cause`, or its heartbeats stopped."""
 
     kind: Kind
     member: Member
@@ -100,7 +100,7 @@ class Roster:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """Remove an actor that is no longer registered. Its departure is reported, unless its removal from an epoch was."""
+        """Remove an actor that is no longer registered. Its departure is reported only if it still counts as joined."""
         known = self._actors.pop(actor, None)
         self._behind.pop(actor, None)
         if known is None or not known.joined:

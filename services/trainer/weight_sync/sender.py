@@ -64,7 +64,7 @@ def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) 
 
 
 def _shapes(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the served parameters on the meta device."""
+    """Yield (name, tensor on the meta device) for each served parameter."""
     return ((name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p, _ in served_parameters(model))
 
 
@@ -113,7 +113,7 @@ class WeightSender:
 
     `stall_timeout_s`: maximum time for one chunk before the group counts as broken; it also bounds an abort. `placement`:
     memory of the snapshots. `group_placement`: memory from which groups send; it differs if a device's snapshots are kept in
-    host memory. `store`: through which groups connect, if this sender opens any. `host`: this pod's address for actors.
+    host memory. `store`: rendezvous of the groups, if this sender opens any. `host`: this pod's address for actors.
     """
 
     def __init__(

@@ -368,8 +368,7 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer to this incarnation to the side session of its epoch, or else to the main one. It ignores old
-        epochs."""
+        """Post an answer to this incarnation to its epoch's side session, or else to the main one, which ignores old epochs."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
