@@ -361,7 +361,7 @@ class OptimizerLoop:
             if evaluate:
                 try:
                     result = await self._evaluator.evaluate(version)
-                    if not (self.stopping and result.overall.num_unanswered):  # actors stop, too, and leave answers out
+                    if not (self.stopping and result.overall.num_unanswered):  # a stop also ends actors: answers are missing
                         self._recorder.heldout(result)
                 except ServiceError as error:
                     log.error("the held-out evaluation is skipped: %s", error)
@@ -381,7 +381,7 @@ class OptimizerLoop:
             **self._feeder.take_figures(),
         }
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
-        # The trainer trains neither while it waits to send nor during the snapshot, which the compute thread makes.
+        # No step is computed while sending waits, and while the compute thread makes the snapshot.
         record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
         self.journal.flush()  # readers of the record may audit the step
         self._recorder.step(record, batch, self._intake.tokens_arrived)

@@ -1,5 +1,6 @@
 """`PolicyTrainer` is the policy as the optimizer loop uses it. The other functions load, check and shard the model on every
-rank. All its methods block and must be called on one thread; the function that `begin_checkpoint` returns runs on another.
+rank. The methods of `PolicyTrainer` block. Call all of them on one thread, and the function that `begin_checkpoint` returns on
+another.
 
 Rank 0 loads the weights and finds out how to call the model. It tells the other ranks, which read only the model's
 configuration. A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the

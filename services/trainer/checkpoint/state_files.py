@@ -2,18 +2,18 @@
 
 The state is a set of named tensors, independent of the number of ranks that share it and of the computation's dtype:
 
-    weight/<parameter>      float32: the master if there is one; only adapters if only these are trained
-    exp_avg/<parameter>     float32, as are exp_avg_sq/… and step/… (a number): AdamW's state; 8-bit moments dequantised
+    weight/<parameter>      float32: the master copy if there is one; only adapters if only these are trained
+    exp_avg/<parameter>     float32: AdamW's state, with exp_avg_sq/… and step/… (a scalar); 8-bit moments are dequantised
     steps_taken             int64: steps of the learning-rate schedule
     rng/<device>/<rank>     uint8: torch's random state, for `cpu` and, if there is one, `cuda`
 
 Parameters have their names in `Policy`, including the value head. Sharded parameters are DTensors of all ranks. Frozen weights
-and the reference are not saved, because they are the initial model's.
+and the reference are not saved, because they are those of the initial model.
 
 The files are torch.distributed.checkpoint's: each rank writes its part, and any number of ranks can read them. `.metadata` is a
 pickle, so restore only the files of your own runs. It is written last, so a folder without it is incomplete. `dcp.save` runs on
-our own thread. `dcp.async_save` is not suitable: it needs the folder when it stages, and by default it stages into new memory
-each time.
+a thread of this project. `dcp.async_save` is not suitable: it already needs the folder when it stages, and by default it stages
+into new memory each time.
 
 On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder's path later, in a process group of the
 writing threads, so that no rank's training waits for it. Other modules decide which versions to save, and rename folders.
@@ -89,7 +89,7 @@ def plain_part(tensor: Tensor) -> Tensor:
 
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
     """Write the tensors that all ranks have staged to disk, and sync them. All ranks must call this, each on any one thread.
-    `group`: process group of all ranks, or None. Raises `ServiceError` on all ranks if one of them cannot write."""
+    `group`: process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
     _alone_is_meant()
     # No copies ahead: torch would make them on a stream of the thread's GPU, which is the first GPU on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)

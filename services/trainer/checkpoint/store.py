@@ -216,7 +216,7 @@ class Uploads:
         """Return for how many seconds a checkpoint has waited for its upload; 0 if none waits, None if uploads are disabled."""
         if not self._root:
             return None
-        waiting = self._waiting  # another thread may end it
+        waiting = self._waiting  # read once, since another thread may change it
         return max(0.0, time.time() - waiting.since_s) if waiting else 0.0
 
     @asynccontextmanager
@@ -287,7 +287,7 @@ class Uploads:
         self._seconds.observe(seconds)
         log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
         async with self._changing_files:
-            another = None if self._waiting is tried else self._waiting  # it arrived meanwhile
+            another = None if self._waiting is tried else self._waiting  # a newer one arrived
             self._waiting = another and replace(another, since_s=_written_s(another.folder))
             await self._tidy()
             if another is None:

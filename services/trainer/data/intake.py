@@ -66,7 +66,7 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
     fixes = (fix for beginning, fix in _FIXES.items() if reason.startswith(beginning))
     fix = next(fixes, "read the warnings in the trainer's log")
     return (
-        f"the last {num_groups} prompt groups were lost and none between them could be trained on; most "
+        f"the last {num_groups} prompt groups were all lost, so nothing could be trained on; most "
         f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. A run that "
         "needs more patience sets trainer.give_up_after_groups"
     )
@@ -273,7 +273,7 @@ class Intake:
                 return None
         rewards = [sequence.reward for sequence in sequences]
         advantages = groups.group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
-        if sequences[0].task in self._masked:  # such a sequence counts in the baseline, but gets no gradient
+        if sequences[0].task in self._masked:  # a truncated sequence is in the baseline, but gets no gradient
             advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):

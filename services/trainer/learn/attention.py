@@ -219,7 +219,7 @@ class _ToSlots(torch.autograd.Function):
         if slots.shared is None:
             return grads[0].index_select(0, slots.first), None
         order, begins = slots.shared
-        # Sums of rows in a fixed order. Scatter-adding on a GPU would have no fixed order.
+        # This adds rows in a fixed order. A scatter-add on a GPU would not.
         sums = F.embedding_bag(order, grads[0].flatten(1), begins, mode="sum")
         return sums.unflatten(1, grads[0].shape[1:]), None
 

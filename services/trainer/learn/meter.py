@@ -2,10 +2,11 @@
 
 Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (in a mixture of experts, the
 experts that a token visits), attention over the pairs that a causal query sees, and the head at predicted tokens. A training
-step counts three forward passes, one for the forward and two for the backward pass, even if activations are recomputed: model
-FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. PaLM's formula ignores causality, so this figure is lower. A shared
-prompt counts once, and a micro-batch without a backward pass counts one of the three passes. Norms, activations, the optimizer
-and a KL reference's forward pass are not counted. If only adapters are trained, frozen products count two of the three.
+step counts as three forward passes, one for the forward and two for the backward pass, even if activations are recomputed:
+model FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. PaLM's formula ignores causality, so this figure is lower. A
+shared prompt counts once, and a micro-batch without a backward pass counts one of the three passes. Norms, activations, the
+optimizer and a KL reference's forward pass are not counted. If only adapters are trained, products with frozen weights count
+two of the three.
 
 Per-token results stay on the device until one transfer at the end of the step. NumPy computes the figures from the unclamped
 weights of all ranks. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks.

@@ -197,7 +197,7 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
     def take_gradient(source: Tensor) -> None:
         assert source.grad is not None
         gradient, source.grad = source.grad, None
-        # The sum reads 16 bit and writes 32: a float32 copy of the gradient would double the traffic.
+        # The addition reads 16 bits per element: a float32 copy of the gradient would double the memory traffic.
         master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     parameter.register_post_accumulate_grad_hook(take_gradient)

@@ -174,7 +174,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     own_logits = caps_logits or not is_plain_linear(model.get_output_embeddings())
     policy = Policy(model, attention, own_logits=own_logits, float32_head=float32_head)
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.25  # nats, of two ways of computing the same log-probability
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.25  # nats between two ways to compute a log-probability
     if _packing_error(policy) > tolerance:
         policy.leave_logits_to_model()
         if (off := _packing_error(policy)) > tolerance:
@@ -410,7 +410,7 @@ class _LinearScores(torch.autograd.Function):
         hidden, weight, bias, targets, log_normaliser, entropy, kept = ctx.saved_tensors
         head = _Head(hidden, weight, bias, targets, *ctx.options)
         wanted = ctx.needs_input_grad
-        summed = torch.zeros_like(hidden, dtype=head.dtype) if wanted[0] else None  # over blocks, in float32
+        summed = torch.zeros_like(hidden, dtype=head.dtype) if wanted[0] else None  # sum over blocks in float32
         of_weight = torch.empty_like(weight) if wanted[1] else None
         of_bias = torch.empty_like(bias) if wanted[2] else None
         g, h = (grad / head.temperature for grad in (grad_logprobs, grad_entropy))

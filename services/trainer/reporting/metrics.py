@@ -318,7 +318,7 @@ STATE_METRICS = (
                 "bound, up to the run's end.", lambda run: run.feeder.allowance_by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
                 lambda run: run.feeder.in_flight),
-    StateMetric("in_flight_limit_sequences", "Limit of in_flight_sequences for freshness at present; none in conventional "
+    StateMetric("in_flight_limit_sequences", "Freshness limit of in_flight_sequences at present; none in conventional "
                 "mode.", lambda run: run.feeder.in_flight_limit),
 )  # fmt: skip
 

@@ -291,7 +291,7 @@ class Coordinator:
             return []
         late = set(self.members) - self._answered.keys()
         if not late and TRAINER in self._answered:
-            return [self._new_deadline()]  # all members have staged it; only the commit is held
+            return [self._new_deadline()]  # all have staged the version; only its commit is held
         if not late or self._left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)

@@ -211,7 +211,7 @@ class CollectiveGroup:
 
     async def abandon(self) -> None:
         """Give up the running operation and return at once. A stuck operation ends by its own timeouts and closes its group."""
-        self._given_up.set()  # also ends a meeting, and a broadcast between two chunks
+        self._given_up.set()  # this also ends a wait for ranks, and a broadcast between two chunks
         if self._broadcast is not None and not self._broadcast.done():
             return  # its thread closes the group
         if self._meeting.done():

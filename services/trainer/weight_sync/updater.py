@@ -129,7 +129,7 @@ class TransferSession:
                 self._snapshot = None
                 self._end_spans()
             case c.Evicted(actor, epoch, reason):
-                if self.joiner is not None:  # the recorder logs the departure of a main member
+                if self.joiner is not None:  # for other members, the recorder logs it
                     log.warning("actor %s leaves its side group %d: %s", actor, epoch, reason)
                 self._span.add_event("evicted", {a.ACTOR: actor, a.REASON: reason})
 
