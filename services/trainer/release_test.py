@@ -51,7 +51,7 @@ async def check_volume(settings: TrainerSettings) -> str:
             os.fsync(file.fileno())
     except OSError as error:
         raise ServiceError(f"{folder} cannot be written as user {os.getuid()}: {error}; look at the claim's volume") from error
-    return f"{folder} takes files; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
+    return f"{folder} is writable; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
 
 
 async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str:
@@ -65,7 +65,7 @@ async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str
         connect_timeout_s=ANSWER_S,
     ) as bus:
         prompts, sequences = await bus.prompts_info(), await bus.sequences_info()
-    return f"the run's streams are there; {prompts.messages} groups wait, {sequences.messages} sequences are kept"
+    return f"the run's streams exist; {prompts.messages} groups wait, {sequences.messages} sequences are kept"
 
 
 async def check_http(who: str, host: str, port: int) -> str:

@@ -181,13 +181,13 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
     """Raise `FieldError` for the first tensor that only one side has, or that differs in shape."""
     for name, shape in wanted.items():
         if name not in saved:
-            raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it another run's?")
+            raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it from another run?")
         if saved[name] != shape:
-            fix = f"has {name} of shape {list(saved[name])}, the recipe's model of {list(shape)}: is it another run's?"
+            fix = f"has {name} of shape {list(saved[name])}, the recipe's model {list(shape)}: is it from another run?"
             raise FieldError(FIELD, str(folder), fix)
     for name in saved:
         if name not in wanted and not name.startswith(f"{RNG}/"):
-            raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model has not: is it another run's?")
+            raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model lacks: is it from another run?")
 
 
 def _alone_is_meant() -> None:

@@ -107,7 +107,7 @@ def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
     else:
         source = next((one for root in (run_dir.parent, Path()) if (one := _newest(root / name)).is_dir()), None)
         if source is None:
-            raise FieldError("model.name", name, f"there is no such folder, neither in {run_dir.parent.resolve()} nor here")
+            raise FieldError("model.name", name, f"no such folder in {run_dir.parent.resolve()} or the current folder")
         try:
             link_tree(source, folder)
         except OSError as error:
