@@ -1,5 +1,5 @@
-"""The trainer's process: open servers, model, streams and sinks in order, then start the run. The HTTP server starts first, so
-that it answers probes while the model loads."""
+"""Rank 0's process: open the servers, the model, the streams and the reporting outputs in order, then start the run. The HTTP
+server starts first, so that it answers probes while the model loads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def serve(
     context: LogContext,
     load: LoadPolicy = load_policy_trainer,
 ) -> None:
-    """Rank 0: execute the training run until it ends or `stop` is set. Errors that end the run are raised."""
+    """Rank 0: execute the training run until it ends or `stop` is set. Raises the error that ends the run, if any."""
     recipe = load_recipe(settings.recipe)
     registry, readiness = RunRegistry(settings.run), Readiness("the model is loading")
     metrics = TrainerMetrics(registry)
@@ -49,7 +49,7 @@ async def serve(
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         board = PageBoard() if settings.page else None
-        if board is not None:  # before the server starts, so that open pages always find their path
+        if board is not None:  # added before the server starts, since browsers with an open page ask at once
             add_page(app, board)
         host, names = settings.http_host, page_hosts(settings)
         http_port = await stack.enter_async_context(serve_http(guarded(app, settings), host, settings.http_port, names=names))
@@ -80,7 +80,7 @@ async def serve(
         readiness.reason = ""
         await run.run(stop)
         if board is not None and board.is_read and not stop.is_set():
-            await asyncio.sleep(ASKED_WITHIN_S)  # open pages fetch the end of the run
+            await asyncio.sleep(ASKED_WITHIN_S)  # time for open pages to fetch the end of the run
 
 
 def stream_limits(settings: TrainerSettings) -> StreamLimits:

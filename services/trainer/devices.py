@@ -23,7 +23,7 @@ DEVICES = Path("/dev")
 def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path = DEVICES) -> list[dict[str, Any]]:
     """Return the fields of a `Device` for each usable GPU or MIG instance. Raises `UserError` if torch can use none.
 
-    `torch` and `nvml` are these modules, `nvml` None if it is not installed; `nodes` is the folder of the device files.
+    `torch`, `nvml`: these modules; `nvml` is None if it is not installed. `nodes`: folder of the device files.
     """
     if torch.version.cuda is None:
         fix = "install the CUDA build: make clean && make install DEVICE=cuda"
@@ -54,7 +54,7 @@ def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
     files = (node for node in sorted(nodes.glob("nvidia*")) if not node.is_dir())
     locked = [str(node) for node in files if not os.access(node, os.R_OK | os.W_OK)]
     if locked:
-        return f"; this user may not open {', '.join(locked)}: join the group that may, or start the container with its GPUs"
+        return f"; this user may not open {', '.join(locked)}: join the group that may, or give the container access to them"
     if VISIBLE in environment:
         return f"; {VISIBLE}={environment[VISIBLE]!r} decides which ones are visible"
     return f"; torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (nvidia-smi shows what the driver offers)"
@@ -65,8 +65,8 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the UUIDs of whole GPUs that CUDA shows, and of MIG instances. CUDA shows a process one MIG instance at most, so
-    that the instances come from the environment or, if it does not restrict the devices, from NVML."""
+    """Return the UUIDs of whole GPUs that CUDA shows, and of MIG instances. CUDA shows a process at most one MIG instance. The
+    instances are therefore taken from CUDA_VISIBLE_DEVICES or, if that is not set, from NVML."""
     whole, instances = set[str](), list[str]()
     for number in range(nvml.nvmlDeviceGetCount()):
         parent = nvml.nvmlDeviceGetHandleByIndex(number)

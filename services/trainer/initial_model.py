@@ -33,13 +33,13 @@ log = logging.getLogger("services.trainer.initial_model")
 
 
 def make_model() -> None:
-    """Make the initial model. Raises `UserError` if the environment or the recipe cannot be used."""
+    """Copy or unpack the initial model, if the recipe needs it. Raises `UserError` if environment or recipe are unusable."""
     settings = read_settings(TrainerSettings)
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     recipe = load_recipe(settings.recipe)
     if settings.model_dir or not is_built(recipe.model):
-        log.info("the initial model is %s; nothing is made", settings.model_dir or recipe.model.name)
+        log.info("the initial model is %s, which needs no preparation", settings.model_dir or recipe.model.name)
         return
     folder = built_folder(recipe, settings.run, settings.model_cache)
     if is_complete(folder):
@@ -81,7 +81,7 @@ def unpack_smollm2(folder: Path) -> None:
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the attributes with which `save_pretrained` refuses to save, and loaders misread the weights."""
+    """Remove the marks of quantization: with them, `save_pretrained` refuses to save, and loaders misread the weights."""
     import torch
 
     model.config.dtype = torch.float32
@@ -97,7 +97,7 @@ def forget_quantization(model: PreTrainedModel) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILURE))  # by an exception, so that an incomplete folder is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILURE))  # an exception, so that an incomplete folder is removed
     return exit_code(make_model)
 
 

@@ -35,7 +35,7 @@ RENDEZVOUS_TIMEOUT_S = 900
 
 
 def launch_ranks() -> int | None:
-    """Run this node's ranks to their end and return the exit code; None for a single rank, which needs no agent."""
+    """Run this node's ranks to their end, and return the exit code. Return None for a single rank, which needs no agent."""
     codes: list[int | None] = []
 
     def launch() -> None:
@@ -84,7 +84,7 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise torch still starts one
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": str(folder / "agent"), "rdzv_configs": {"store_type": "file"}}
-    else:  # at node 0, which has rank 0
+    else:  # meet at node 0, which has rank 0
         meeting = {"rdzv_backend": "static", "rdzv_endpoint": settings.rendezvous}
         meeting["rdzv_configs"] = {"rank": settings.node, "timeout": RENDEZVOUS_TIMEOUT_S}
     config = LaunchConfig(

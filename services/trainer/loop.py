@@ -1,10 +1,10 @@
 """The optimizer loop: take batches, step, send versions, evaluate, record.
 
 The loop takes batches from `Intake`, and produces policy versions for `WeightUpdater` and one record per step. It waits for a
-full batch and, before it offers a version, until all remaining actors serve the previous one. If a measurement holds the
-previous version, the loop goes on instead, and actors get a later version after the measurement. Sending overlaps with the next
-batch, except in conventional mode. A single compute thread makes all calls to the model. Checkpoints are taken between two
-steps.
+full batch and, before it offers a version, until all remaining actors serve the previous one. While a measurement (an
+evaluation or probe) keeps actors at an earlier version, the loop does not wait: it skips this version, and actors get a later
+one after the measurement. Except in conventional mode, sending overlaps with the computation of the next batch. A single
+compute thread makes all calls to the model. Checkpoints are taken between two steps.
 
 Before the first step, the loop takes over the state of a checkpoint and the contents of the streams from the run's previous
 trainer. For the next trainer it writes the journal and captures the non-tensor part of checkpoints.
@@ -157,8 +157,8 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Send heartbeats to any other ranks until cancelled, since this rank may wait long. Raises `RuntimeError` if one is
-        gone."""
+        """Send heartbeats to any other ranks until cancelled, since this rank may wait for long. Raises `RuntimeError` if one
+        is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.learner.order, HEARTBEAT)
             await asyncio.sleep(HEARTBEAT_S)
@@ -231,7 +231,7 @@ class OptimizerLoop:
             await self._measure(evaluate=evaluate)
         if self.version == self._recipe.trainer.steps:
             self.waiting_for = f"the evaluation of version {self.version}"
-            await self._measured()  # the last record carries its own evaluation
+            await self._measured()  # the last record includes the evaluation of its version
         self._unrecorded()
         if self.skipped_in_a_row >= self._recipe.trainer.max_skipped_steps:
             raise ServiceError(
@@ -278,8 +278,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the version, unless a measurement holds the previous one, which is already staged. A version that is
-        itself to be measured waits for that measurement to end."""
+        """Begin to send the current version. Skip it if an earlier version is staged and a measurement holds its commit. If the
+        current version is to be measured, too (`measure`), first wait for the running measurement to end."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -361,10 +361,10 @@ class OptimizerLoop:
             if evaluate:
                 try:
                     result = await self._evaluator.evaluate(version)
-                    if not (self.stopping and result.overall.num_unanswered):  # actors stop, too
+                    if not (self.stopping and result.overall.num_unanswered):  # a stop also ends actors: answers are missing
                         self._recorder.heldout(result)
                 except ServiceError as error:
-                    log.error("held-out evaluation is left out: %s", error)
+                    log.error("the held-out evaluation is skipped: %s", error)
             self._recorder.commits_held(time.monotonic() - began_at)
 
     # --- records -----------------------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ class OptimizerLoop:
             **self._feeder.take_figures(),
         }
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
-        # The trainer computed nothing meanwhile: the compute thread makes the snapshot, after the previous version is served.
+        # No step is computed while sending waits, and while the compute thread makes the snapshot.
         record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
         self.journal.flush()  # readers of the record may audit the step
         self._recorder.step(record, batch, self._intake.tokens_arrived)

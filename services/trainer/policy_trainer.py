@@ -1,13 +1,14 @@
-"""The policy as the optimizer loop uses it, and loading, checking and sharding the model on every rank. All methods of
-`PolicyTrainer` block. Call them on one thread, except the writing of a copied checkpoint.
+"""`PolicyTrainer` is the policy as the optimizer loop uses it. The other functions load, check and shard the model on every
+rank. The methods of `PolicyTrainer` block. Call all of them on one thread, and the function that `begin_checkpoint` returns on
+another.
 
 Rank 0 loads the weights and finds out how to call the model. It tells the other ranks, which read only the model's
-configuration. A single rank keeps whole weights on its device. A state to resume from is restored last, because the reference
-of the KL term is the initial policy.
+configuration. A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the
+KL term is copied, because the reference is the initial policy.
 
-Shards are FSDP2's. The weights go from rank 0's host memory to all ranks, layer by layer, so no device ever holds more than one
-whole layer, or the whole rest outside the layers. Trained weights are stored in float32 and computed in the recipe's dtype.
-Their gradients are summed in float32, not averaged, because each term of the loss already has its weight within the whole step.
+FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer, so no device ever holds more than
+one whole layer, or all parameters outside the layers. Trained weights are stored in float32; computation uses the recipe's
+dtype. Gradients are summed in float32, not averaged, because each term of the loss is already weighted over the whole step.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyTrainer:
-    """Steps, snapshots and checkpoints of the policy. `sender`: the trainer's end of weight transfers."""
+    """Makes steps, snapshots and checkpoints of the policy. `sender`: the trainer's end of weight transfers."""
 
     def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
         self.learner, self._recipe = learner, recipe
@@ -81,7 +82,7 @@ class PolicyTrainer:
         self._version = prepared.version + 1  # a skipped step counts, too
         if figures["skipped"]:
             ids = ",".join(prepared.sequence_ids)
-            log.error("step skipped, loss or gradient not finite", extra={"sequences": ids})
+            log.error("step skipped: the loss or a gradient is not finite", extra={"sequences": ids})
         return figures
 
     def end(self) -> None:
@@ -178,8 +179,8 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
     """Return this rank's learner for the model in folder (or hub id) `source`, with the state in folder `resume`, which only
-    rank 0 passes. All ranks must call this. `revision`: the pod template's, if there is a pod. Raises `FieldError`,
-    `ServiceError` if ranks differ in pipelinerl version, recipe or revision, and the errors of `restore`."""
+    rank 0 passes. All ranks must call this. `revision`: revision of the pod template; empty outside Kubernetes. Raises
+    `FieldError`, `ServiceError` if ranks differ in pipelinerl version, recipe or revision, and the errors of `restore`."""
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
@@ -200,11 +201,11 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
     """Return this rank's learner. All ranks must have joined before; see `load_learner`."""
     world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
     assert world.links is not None
-    if world.is_first:  # the model in host memory, checked
+    if world.is_first:  # load and check the model in host memory
         policy = load_policy(source, recipe.model, recipe.trainer)
         facts = {"attention": policy.attention, "own_logits": policy.own_logits, "resume": str(resume or "")}
         world.links.tell_all(Message("model", facts))
-    else:  # its shape, and rank 0's resume folder
+    else:  # build the model without weights, and use rank 0's resume folder
         found = world.links.hear().fields
         attention, own_logits = found["attention"], found["own_logits"]
         policy = blank_policy(source, recipe.model, recipe.trainer, attention, own_logits)
@@ -215,7 +216,7 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
 def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: Path | None) -> Learner:
     if recipe.algorithm.advantage == "value":
         add_value_head(whole)
-        if whole.device.type != "meta":  # saved beside the model, or new
+        if whole.device.type != "meta":  # a head saved beside the model replaces the new one
             load_value_head(whole, Path(source))
     if recipe.trainer.compile:
         compile_policy(whole, world.device)
@@ -227,7 +228,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
             return policy
         return shard_policy(policy, world, dtype, reshard=recipe.trainer.reshard_after_forward)
 
-    # With adapters the base weights are the reference; otherwise it is a second copy of the weights.
+    # With adapters, the frozen base weights are the reference. Otherwise the reference is a second copy.
     needs_reference = recipe.algorithm.kl_coefficient > 0 and recipe.trainer.lora is None
     frozen = frozen_copy(whole) if needs_reference else None
     policy = sharded(whole)
@@ -246,8 +247,8 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
 
 
 def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
-    """Raise `FieldError` if this rank's device cannot hold its part of weights, gradients and optimizer state. Warn if it
-    leaves little for activations. A CPU is not checked."""
+    """Raise `FieldError` if this rank's device cannot hold its part of weights, gradients and optimizer state. Warn if they
+    leave little memory for activations. CPUs are not checked."""
     if world.device.type != "cuda":
         return
     parameters = sum(parameter.numel() for parameter in whole.parameters())

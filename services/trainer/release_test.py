@@ -1,7 +1,7 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
 The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has
-a name, and a failed check says where to look. The run is not changed. Its streams are present only if NATS has its volumes.
+a name, and a failed check says where to look. The run is not changed. If NATS lost its volumes, streams are missing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.settings import TrainerSettings, read_settings, split_host_port
 
 ANSWER_S = 15.0
-"""Seconds allowed for one call. If the run has not started yet, an earlier check fails."""
+"""Seconds allowed for one call. They need not cover the start of the run: before it has started, an earlier check fails."""
 CHECK_S = 60.0
 """Seconds allowed for a whole check, since importing a client takes long on a busy node."""
 CLOSED_S = 5.0
-"""Seconds without an answer after which an address counts as closed. Network policies drop packets."""
+"""Seconds without an answer after which an address counts as closed, since network policies drop packets silently."""
 
 OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
-"""Permissions limited to one object, by kind: the object is named after the release, with this suffix."""
+"""Suffixes of object names, by kind. The trainer may only access the object named after the release with this suffix."""
 
 Check = Callable[[], Awaitable[str]]
 
@@ -51,7 +51,7 @@ async def check_volume(settings: TrainerSettings) -> str:
             os.fsync(file.fileno())
     except OSError as error:
         raise ServiceError(f"{folder} cannot be written as user {os.getuid()}: {error}; look at the claim's volume") from error
-    return f"{folder} takes files; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
+    return f"{folder} is writable; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
 
 
 async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str:
@@ -65,7 +65,7 @@ async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str
         connect_timeout_s=ANSWER_S,
     ) as bus:
         prompts, sequences = await bus.prompts_info(), await bus.sequences_info()
-    return f"the run's streams are there; {prompts.messages} groups wait, {sequences.messages} sequences are kept"
+    return f"the run's streams exist; {prompts.messages} groups wait, {sequences.messages} sequences are kept"
 
 
 async def check_http(who: str, host: str, port: int) -> str:
@@ -99,7 +99,7 @@ async def check_verifier(settings: TrainerSettings) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Check all permissions of the trainer's ServiceAccount. Listing the actors' pods is the only one used here."""
+    """Check all permissions of the trainer's ServiceAccount. Of these, the test only uses the one to list the actors' pods."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"
@@ -114,10 +114,10 @@ async def check_rights(settings: TrainerSettings) -> str:
         await kube.close()
     if lacking:
         raise ServiceError(
-            f"the trainer's ServiceAccount may not {', '.join(lacking)}; bind it to a Role as the chart's (rbac.create)"
+            f"the trainer's ServiceAccount may not {', '.join(lacking)}; bind it to a Role like the chart's (rbac.create)"
         )
     running = sum(pod.phase == "Running" for pod in pods)
-    return f"all {len(needed)} are there; {running} of {len(pods)} actors run"
+    return f"all {len(needed)} permissions are granted; {running} of {len(pods)} actors run"
 
 
 async def answers(address: str, within_s: float) -> bool:
@@ -141,12 +141,12 @@ async def check_episodes(address: str) -> str:
 
 
 async def check_policies(closed: str) -> str:
-    """Check that an address, which serves only actors and the trainer, is closed to this pod. Another check tests that it is
-    up."""
+    """Check that this pod cannot reach an address that only actors and the trainer may reach. Another check tests that the
+    address is up."""
     if not await answers(closed, CLOSED_S):
         return f"{closed} is closed to this pod"
     raise ServiceError(
-        f"{closed} answers this pod, which no NetworkPolicy allows: use a network plugin that enforces them, or set "
+        f"{closed} answers this pod, which no NetworkPolicy allows: use a network plugin that enforces policies, or set "
         "networkPolicy.enabled=false and accept that any process that reaches the pods may call them"
     )
 

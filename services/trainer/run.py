@@ -1,7 +1,7 @@
 """A training run: its parts, how they are connected, and the order from start to end.
 
-An early stop finishes the running step and writes a checkpoint, if both fit within `stop_checkpoint_s`; the summary is written
-before and after that.
+A run that is stopped early writes its summary, finishes the running step, writes a checkpoint, and writes the summary again. It
+spends at most `stop_checkpoint_s` seconds on the step and the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ANSWER_WITHIN_S = 5.0
 DISMISS_S = 1.5
 """Maximum seconds to wait for the other ranks' computation before ordering them to end."""
 LAST_UPLOAD_S = 1800.0
-"""Maximum seconds to wait for the last upload at the end of the run, if the trainer does not linger."""
+"""Maximum seconds to wait for the last upload at the end of the run, if the process then exits (`settings.linger` is false)."""
 HEARTBEATS_ALONE = "departed actors are noticed by their own message or by a missing heartbeat"
 
 
@@ -106,7 +106,7 @@ class TrainingRun:
     # --- from start to end -------------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run until the end of the run, or until `stop`. Uploads go on beside it."""
+        """Execute the run until it is finished or `stop` is set. Checkpoints are uploaded in the background."""
         finished = False
         async with self.uploads.running():
             try:
@@ -127,10 +127,10 @@ class TrainingRun:
                     self.loop.close()
 
     async def _train(self, stop: asyncio.Event) -> bool:
-        """Train, and return whether the run finished. False: it was stopped early."""
+        """Train. Return True if the run finished, and False if it was stopped early."""
         try:
             await unless_stopped(self.loop.take_over(), stop)
-        except StartStopped:  # stopped early, perhaps while NATS was away
+        except StartStopped:  # stopped early, perhaps while NATS was unreachable
             return False
         async with asyncio.TaskGroup() as tasks:
             background: list[asyncio.Task[Any]] = [
@@ -158,7 +158,7 @@ class TrainingRun:
 
     async def _train_when_actors_are_there(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[Any]]) -> None:
         if self.loop.version < self._recipe.trainer.steps or evaluates_first(self._start, self._recipe):
-            # The release may have finished this run, with fewer steps, or another one.
+            # The release may still be marked as finished, by another run or by this one when it had fewer steps.
             background.append(tasks.create_task(run_goes_on(self._settings, self.loop.version)))
             await self._wait_for_actors()
             background.append(tasks.create_task(self.feeder.run()))
@@ -178,7 +178,7 @@ class TrainingRun:
                     return await self.updater.wait_for_members(expected)
             except TimeoutError as error:
                 if not self._settings.linger:
-                    raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise it") from error
+                    raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise the timeout") from error
             log.warning("%s; still waiting", self._too_few(expected))
 
     def _too_few(self, expected: int) -> str:
@@ -221,12 +221,12 @@ class TrainingRun:
 
     async def _publish_last(self) -> None:
         """Write the last checkpoint and make it the run's result. Raises `ServiceError`."""
-        async with self._publishing:  # otherwise a run that is stopped at its end would do it twice at once
+        async with self._publishing:  # otherwise a run that is stopped at its very end would do this twice at the same time
             written = await self.loop.checkpoints.write(last=True)
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
-        """Pass the members' load to the recorder. Each actor is asked by its own task, so that none delays the others."""
+        """Pass the members' load to the recorder. Each actor has a separate task, so that none delays the others."""
         loads: dict[str, ActorState] = {}
         asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
@@ -271,7 +271,7 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
     except PipelineRLError as error:
         if not stop.is_set():
             raise
-        log.warning("while the run stops: %s", error)
+        log.warning("error while the run stops: %s", error)
         return False
     return True
 

@@ -1,8 +1,8 @@
 """TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
 
-A policy that the run built is sent in chunks to actors that share no disk with the trainer. It is one folder with one name, so
-that callers cannot request other files. Actors load a hub model or a user's folder themselves, so for these the call is
-refused.
+An initial model that the run unpacked or copied is sent in chunks to actors that share no disk with the trainer. A caller names
+the model, not files, so it cannot request other files. Actors load a hub model or a user's folder themselves, so the call is
+refused for these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
     """Yield the files of folder `source`, each as at least one chunk. Raises `ServiceError` if another model is `asked` for, or
-    the run built none."""
+    if the run did not make its initial model itself."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
@@ -67,9 +67,9 @@ class StepFeed:
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    """`status()` describes the run now. `request_checkpoint()` returns once a checkpoint is written. `source`: folder or hub id
-    of the initial policy. CheckpointNow fails with FAILED_PRECONDITION if no checkpoint can be written, or the run has ended;
-    GetInitialModel if this trainer does not have the requested model."""
+    """`status()` returns the run's current status. `request_checkpoint()` returns once a checkpoint is written. `source`:
+    folder or hub id of the initial policy. CheckpointNow fails with FAILED_PRECONDITION if no checkpoint can be written or the
+    run has ended. GetInitialModel fails with it if this trainer does not have the requested model."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Keep the run's streams short, and find prompt groups that were lost.
 
-A group is lost if it has left PROMPTS although some of its samples never came. Its missing samples are failed through `Intake`,
-so that the feeder issues another group.
+A group is lost if it has left the stream PROMPTS but some of its sequences never arrived. `Intake` then records its missing
+samples as failed, so that the feeder issues another group.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FULL_SHARE = 0.5
 
 
 class StreamUpkeep:
-    """Purges SEQUENCES up to where a trainer may resume from one of `checkpoints`, and ends lost groups. If the log fills up
-    before a checkpoint is due, it requests one."""
+    """Purges messages from SEQUENCES that no kept checkpoint of `checkpoints` needs any more, and fails the missing samples of
+    lost groups. If SEQUENCES is more than half full, a new checkpoint is written first."""
 
     def __init__(
         self, bus: Bus, tracker: SequenceTracker, intake: Intake, recorder: Recorder, checkpoints: Checkpointer
@@ -38,11 +38,11 @@ class StreamUpkeep:
         self._recorder, self._checkpoints = recorder, checkpoints
         self._purged_below = 1
         self._gone: dict[str, tuple[float, int]] = {}
-        """For each group that left PROMPTS: when that was first noticed, and the end of the log at that time."""
+        """By id of each group that left PROMPTS: when this was noticed (event loop's clock), and where SEQUENCES ended then."""
 
     async def run(self) -> None:
-        """Work until cancelled. Raises `UserError` as `Intake` does, and `BusError` if a stream is gone: the next trainer then
-        creates it and publishes open groups again."""
+        """Work until cancelled. Raises `UserError` if too many consecutive groups are lost, and `BusError` if a stream no
+        longer exists. The next trainer then creates the stream and publishes unfinished groups again."""
         while True:
             try:
                 prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()
@@ -66,7 +66,7 @@ class StreamUpkeep:
                 await self._checkpoints.write(anew=True)
             except ServiceError as error:
                 log.error("SEQUENCES is more than half full and cannot be purged: %s", error)
-        # A trainer may resume from any kept checkpoint; while the log is filling up, only from the newest one.
+        # Keep the messages that a resume from any kept checkpoint reads; if the log fills up, only from the newest.
         positions = self._checkpoints.positions.values()
         readable_from = (max(positions) if filling else min(positions)) + 1 if positions else 1
         if readable_from > self._purged_below:
@@ -75,8 +75,9 @@ class StreamUpkeep:
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
         """Fail the missing samples of lost groups. An actor acknowledges a group only after storing all its sequences, and the
-        acknowledgement removes the group from PROMPTS. So once the log is read up to its end at that time, missing sequences
-        will never come. `LOST_AFTER_S` is a margin. A group that was handed over is on PROMPTS again, at another position."""
+        acknowledgement removes the group from PROMPTS. Once the intake has read everything that SEQUENCES then contained, the
+        missing sequences can no longer arrive. `LOST_AFTER_S` adds a margin. A group that was handed over is on PROMPTS again,
+        at another position."""
         gone = self._tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}

@@ -1,7 +1,7 @@
 """`python -m services.trainer.transfer_test`: one pod sends bytes to another as a trainer sends weights to an actor.
 
 `helm test` runs this in two pods of the trainer's image if `test.transferPair.enabled` is set. They meet in a group with the
-backend, network interface and chunk size of the run. Pod 0 broadcasts, and pod 1 compares. The run is not contacted.
+backend, network interface and chunk size of the run. Pod 0 broadcasts known bytes; pod 1 checks them. The run is not contacted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def meet(
         return WeightGroup.connect(spec, within_s, placement=placement)
     except TransferError as error:
         other = f"pod {1 - index}"
-        hint = f"does {other} run, and can both reach each other on any TCP port ({spec.store} first)?"
+        hint = f"is {other} running, and can both pods reach each other on every TCP port, first on {spec.store}?"
         raise TransferError(f"meeting {other}: {error}; {hint}") from error
 
 
@@ -97,13 +97,13 @@ def pair(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m services.trainer.transfer_test", description=__doc__)
-    parser.add_argument("--index", type=int, choices=(0, 1), required=True, help="which pod this one is; 0 sends")
+    parser.add_argument("--index", type=int, choices=(0, 1), required=True, help="number of this pod; pod 0 sends")
     parser.add_argument("--host", required=True, help="name of pod 0")
     parser.add_argument("--own-host", required=True, metavar="ADDRESS", help="address of this pod")
     parser.add_argument("--port", type=int, default=29400, help="port of pod 0, where both meet")
     parser.add_argument("--recipe", type=Path, default=Path("/etc/pipelinerl/recipe/recipe.yaml"))
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True, help="device that the pod requests")
-    parser.add_argument("--within", type=float, default=300.0, metavar="SECONDS", help="limit for meeting, and for sending")
+    parser.add_argument("--within", type=float, default=300.0, metavar="SECONDS", help="time limit of meeting and of sending")
     options = parser.parse_args(arguments)
     try:
         pair(options)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
     """Execute rank 0's orders until the order to end. Call `on_order` after each other order. Raises `ServiceError` if rank 0
-    is gone without that order, and any error of an order."""
+    is gone without that order, and any error that the execution of an order raises."""
     links = learner.world.links
     assert links is not None, "a rank that is alone gets no orders"
     saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
@@ -83,7 +83,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
         try:
             learner = load_learner(recipe, model_source(recipe, settings), ranks, revision=settings.revision)
         except UserError as error:
-            # Logged, not printed: it is usually rank 0's error, which is printed, but may concern a folder of this node.
+            # Not printed but logged: rank 0 usually prints the same error, but this one may concern a folder of this node.
             log.error("rank %d cannot load the model: %s", ranks.rank, error)
             sys.exit(EXIT_USER_ERROR)
         readiness.reason = ""
@@ -91,7 +91,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
         leave_ranks()
 
     async with AsyncExitStack() as stack:
-        if ranks.local_rank == 0:  # it answers for its node
+        if ranks.local_rank == 0:  # this rank answers for its node's pod
             watch = await stack.enter_async_context(watch_loop())
             app = health_app(readiness, registry, loop_watch=watch)
             serving = serve_http(app, settings.http_host, settings.http_port)

@@ -1,9 +1,9 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
-Ranks that share the tokens of a row have consecutive numbers, and so do ranks that share one copy of the weights: these
-communicate most, and consecutive ranks are usually on one node. Separate groups exist for orders (host memory), tensors,
-checkpoints, and each shared row; a single rank has no groups. A message has a kind, small fields and arrays, encoded in the
-safetensors format (never pickle).
+Ranks that share the tokens of one packed row have consecutive numbers, and so do ranks that share one copy of the weights,
+because they communicate most and consecutive ranks are usually on one node. Rank 0's orders (in host memory), tensors,
+checkpoints and each shared row have separate process groups. A single rank has no groups. A message has a kind, small fields
+and arrays, encoded in the safetensors format (never pickle).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEARTBEAT, END = "beat", "end"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """One of `size` ranks. Raises `FieldError` if `sequence_ranks` or `shard_ranks` does not divide `size`."""
+    """Place of one rank among `size` ranks. Raises `FieldError` if `sequence_ranks` or `shard_ranks` does not divide `size`."""
 
     rank: int = 0
     size: int = 1
@@ -83,10 +83,10 @@ class Message:
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
-"""Maximum wait of a rank for rank 0's next message. Rank 0 sends one every `loop.HEARTBEAT_S` unless it computes or writes a
-checkpoint. So this only ends ranks whose rank 0 vanished without closing connections."""
+"""Maximum time for which a rank waits for rank 0's next message. Rank 0 sends one at least every `loop.HEARTBEAT_S` seconds
+unless it is computing or writing a checkpoint. The limit only matters if rank 0 vanished without closing its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
-"""Maximum time of a tensor collective, in which ranks may wait for a rank that still computes."""
+"""Maximum duration of a collective on tensors, including the wait for ranks that are still computing."""
 
 
 class Links:
@@ -121,12 +121,13 @@ class Links:
         try:
             return self.receive(0)
         except RuntimeError as error:
-            raise ServiceError(f"a rank lost rank 0, whose log says why: {error}") from error
+            raise ServiceError(f"the connection to rank 0 is lost; rank 0's log says why: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's place. A single rank has no links and no meshes. `row_group`: None if each rank has whole rows."""
+    """This rank's layout, device and groups. A single rank has no links and no meshes. `row_group`: group of the ranks that
+    share this rank's rows; None if rows are not shared."""
 
     layout: RankLayout
     device: torch.device
@@ -135,7 +136,7 @@ class World:
     """Mesh over all ranks: (copies, shards), or (shards) if there is one copy."""
     row_group: Any = None
     saving: Links | None = None
-    """Links of the threads that write checkpoints, which must not block the computing threads."""
+    """Links between the threads that write checkpoints, separate so that these threads never block the computing threads."""
     host_mesh: DeviceMesh | None = None
     """Like `mesh`, for shards in host memory. It is not used for communication."""
 
@@ -144,8 +145,8 @@ class World:
         return self.layout.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the rows computed at the same time, on every rank. The first rank of each row
-        contributes."""
+        """Return the sum of `values` over the rows computed at the same time, on every rank. If ranks share a row, only its
+        first rank contributes."""
         if self.mesh is None:
             return values
         total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)
@@ -159,8 +160,8 @@ class World:
 
 
 def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> None:
-    """Join the other ranks of torchrun's environment, and wait until all have joined. Raises `ServiceError` on every rank if
-    one of them has another value in `same`."""
+    """Join the process group that torchrun's environment describes, and wait until all ranks have joined. Raises `ServiceError`
+    on every rank if a value in `same` differs between ranks."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)
@@ -188,7 +189,7 @@ def _agree(what: Mapping[str, str]) -> None:
         links.tell_all(Message("agreement", {"problem": problem}))
     if problem:
         raise ServiceError(
-            f"the trainer's nodes do not fit together: {problem}. Replace all its pods at once: delete them together"
+            f"the trainer's ranks do not match: {problem}. Delete all pods of the trainer at once, so that all are replaced"
         )
 
 

@@ -85,7 +85,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     assert await failed() == []
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == NAMES
-    assert "all 2 are there; 1 of 1 actors run" in said[8], said
+    assert "all 2 permissions are granted; 1 of 1 actors run" in said[8], said
     assert await failures(checks(settings, options_of(["--no-volume"]))) == []
     said = capsys.readouterr().out.splitlines()
     assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == ["recipe", *NAMES[2:3], *NAMES[4:6], "rights"]

@@ -49,5 +49,5 @@ def test_a_pod_that_is_alone_or_has_no_gpu_says_so_within_its_time(capsys: pytes
         assert main(arguments(index, address, device, within_s=1)) == 1
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
         assert what in line
-        asked = f"; does pod {1 - index} run, and can both reach each other on any TCP port ({address} first)?"
+        asked = f"; is pod {1 - index} running, and can both pods reach each other on every TCP port, first on {address}?"
         assert device == "cuda" or line.endswith(asked)

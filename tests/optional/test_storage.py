@@ -144,7 +144,7 @@ async def test_what_a_server_does_costs_retries_and_a_model_is_there_whole_or_no
         while b"null" not in store.open_input_stream(f"{root}/{MANIFEST}").read():
             await asyncio.sleep(0.01)
         uploader.kill()
-    with pytest.raises(FieldError, match="is not whole"):
+    with pytest.raises(FieldError, match="is incomplete"):
         await asyncio.to_thread(fetched, f"{ROOT}/step-2", tmp_path / "c")
     assert (await asyncio.to_thread(fetched, f"{ROOT}/{LATEST}", tmp_path / "d"))[1] == {"config.json": b"4"}
     assert KEY not in caplog.text

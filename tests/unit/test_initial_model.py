@@ -274,7 +274,7 @@ async def test_a_run_begins_from_a_checkpoint_of_another_run_that_one_value_name
     assert (folder / "value_head" / "model.safetensors").read_bytes() == b"v"
     for name, source in (("third", "first/checkpoints/latest"), ("fourth", uploaded), ("fifth", f"{uploaded[:-6]}latest")):
         assert contents(copied(name, source)[1])["model.safetensors"] == b"9"
-    with pytest.raises(FieldError, match=r"model.name = 'nobody/checkpoints/latest': there is no such folder"):
+    with pytest.raises(FieldError, match=r"model.name = 'nobody/checkpoints/latest': no such folder"):
         copied("sixth", "nobody/checkpoints/latest")
     with pytest.raises(FieldError, match=r"model.name = 'first/checkpoints': has no config.json"):
         copied("sixth", "first/checkpoints")

@@ -374,7 +374,7 @@ def test_nodes_of_different_revisions_do_not_train_together(trained: Trained, na
     first, second = on_ranks(2, of_another_revision, trained.jobs["tied"].folder, name)
     both = {"version": "'1.1', rank 0 '1.0'", "pod template": "'trainer-1', rank 0 'trainer-0'"}.get(name, "")
     assert first == second
-    assert first.startswith(f"the trainer's nodes do not fit together: rank 1 has {name} {both}")
+    assert first.startswith(f"the trainer's ranks do not match: rank 1 has {name} {both}")
     assert first.endswith(". Replace all its pods at once: delete them together")
 
 
@@ -390,4 +390,4 @@ def left_alone(folder: str) -> str:
 
 
 def test_a_rank_that_rank_0_leaves_says_so(trained: Trained) -> None:
-    assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith("a rank lost rank 0, whose log says why: ")
+    assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith("the connection to rank 0 is lost; ")

@@ -102,7 +102,7 @@ def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
     [
         ({"intermediate_size": 40}, r"weight/model\.model\.layers\.0\.mlp\.\w+\.weight of shape \[48, 32\]"),
         ({"num_hidden_layers": 3}, r"has no weight/model\.model\.layers\.2\.\S+, which the recipe's model has"),
-        ({"num_hidden_layers": 1}, r"has weight/model\.model\.layers\.1\.\S+, which the recipe's model has not"),
+        ({"num_hidden_layers": 1}, r"has weight/model\.model\.layers\.1\.\S+, which the recipe's model lacks"),
         ({"lora": LoraConfig(rank=2)}, r"has no weight/\S+lora_A\S+, which"),
     ],
 )

@@ -460,7 +460,7 @@ async def test_an_actor_that_says_it_drains_has_left_in_order() -> None:
         await one.actors["b"].bus.remove_member("b")
         await one.send(1)
         assert (one.updater.evictions, one.told("b")) == (0, ["joined", "left"])
-        assert one.history.changes[-1].reason == "it was told to end"
+        assert one.history.changes[-1].reason == "it is shutting down"
 
 
 @pytest.mark.parametrize("how", ["leaves", "restarts"])

@@ -1,4 +1,4 @@
-"""Checkpoint timing, and two guarantees: a checkpoint is of one version, and an existing folder is complete.
+"""Decide when to write checkpoints. Each one holds exactly one policy version, and an existing folder is always complete.
 
 Tensors and other state are captured at the same moment between two steps: no step, from its computation to its entry into the
 tracker, overlaps with the copying. Checkpoints are written one at a time on a separate thread, beside the next steps, to a
@@ -93,9 +93,9 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """For each kept checkpoint by version: the position in SEQUENCES up to which it covers messages."""
+        """By version of each kept checkpoint: the position in SEQUENCES up to which the checkpoint covers messages."""
         self.saved_at_s = start.saved_at_s
-        """Unix time of the newest checkpoint; before the first, when training began. None if it has not."""
+        """Unix time at which the newest checkpoint was written, or training began if there is none; None before training."""
         self._began_version, self._began_s = start.version, time.monotonic()
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -109,7 +109,7 @@ class Checkpointer:
         return self._newest is not None and not self._newest[1].done()
 
     def close(self) -> None:
-        """Let a running write finish by itself."""
+        """Begin no more checkpoints. A running write finishes by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def if_due(self, version: int) -> None:
@@ -123,7 +123,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Enclose a step and its entry into the tracker. After the last checkpoint, this never enters the block."""
+        """Enclose a step and the recording of its sequences in the tracker. After the last checkpoint, no step can begin."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -134,8 +134,8 @@ class Checkpointer:
                 raise
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError`. `anew`: even
-        if this version is already written, to include newer sequences. `last`: let no further step begin."""
+        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError`. `anew`:
+        write even if this version is already written, to include newer sequences. `last`: let no further step begin."""
         while True:
             async with self._boundary:
                 if self._interrupted:
@@ -188,13 +188,13 @@ class Checkpointer:
 
     def _ended(self, task: asyncio.Task[WrittenCheckpoint]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.error("%s; the previous one is kept", task.exception())
+            log.error("%s; the previous checkpoint is kept", task.exception())
 
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
-"""Path within a checkpoint: a separate folder, because vLLM loads every safetensors file beside the model as part of it."""
+"""Path within a checkpoint. The folder is separate because vLLM loads all safetensors files beside the model as its weights."""
 _KEPT = ("generation_config", "_weight_conversions", "peft_config")
-"""Attributes of a model that are written to files, besides its class and configuration."""
+"""Attributes of a model that `save_pretrained` uses, in addition to the model's class and configuration."""
 
 
 class PolicyExport:
@@ -209,7 +209,7 @@ class PolicyExport:
                 setattr(self.form, name, copy.deepcopy(value))
         self._tokenizer, self._dtype = tokenizer, dtype
         self.staged: dict[str, dict[str, Tensor]] = {}
-        """One version in host memory: `WEIGHTS`, and `VALUE_HEAD` and `ADAPTER` if present; each by the names in the files."""
+        """Tensors of one version in host memory, by kind (`WEIGHTS`, `VALUE_HEAD`, `ADAPTER`) and then by name in the files."""
 
     @torch.no_grad()
     def stage(self, learner: Learner) -> None:
@@ -227,7 +227,7 @@ class PolicyExport:
             torch.cuda.current_stream(device).synchronize()
 
     def write(self, folder: Path, info: Mapping[str, Any]) -> None:
-        """Write model, tokenizer and `info` (as pipelinerl.json) into the existing `folder`, on any thread, beside training."""
+        """Write model, tokenizer and `info` (as pipelinerl.json) into the existing `folder`, on any thread, during training."""
         self.form.save_pretrained(folder, state_dict=self.staged[WEIGHTS], safe_serialization=True)
         self._tokenizer.save_pretrained(folder)
         if VALUE_HEAD in self.staged:
@@ -252,8 +252,8 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def load_value_head(policy: Policy, folder: Path) -> None:
-    """Load the value head from a checkpoint's `folder`, if it and `policy` have one. Raises `FieldError` if it does not fit the
-    model."""
+    """Load the value head from a checkpoint's `folder`, if the folder and `policy` have one. Raises `FieldError` if the head
+    does not fit the model."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return
     try:

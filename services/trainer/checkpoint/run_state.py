@@ -4,7 +4,7 @@
 writes the file before it serves anything, so that no two trainers of a run use the same incarnation number.
 
 The non-tensor part has two files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages.
-Of a failed sample only the reason is kept.
+For a failed sample, only the reason is kept.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
         path = run_dir / LINEAGE
         raise UserError(f"{path} does not say how often the run's trainer started: {error!r}; restore it") from error
     if found != run:
-        fix = f"is the folder of run {found!r}, not of {run!r}: give this run its own"
+        fix = f"is the folder of run {found!r}, not of {run!r}: give this run its own folder"
         raise FieldError("run_dir", str(run_dir), fix)
     return lineage
 
@@ -73,7 +73,7 @@ def read_training_began(run_dir: Path) -> float | None:
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
-    """Record on disk when training began. Only the first call of a run counts, and only after `write_lineage`."""
+    """Record on disk when training began. Call this after `write_lineage`. Only the first call of a run has an effect."""
     content = _lineage_file(run_dir)
     if content and BEGAN not in content:
         write_whole(run_dir / LINEAGE, json.dumps({**content, BEGAN: now_s}) + "\n", durably=True)
@@ -88,7 +88,7 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the run's tokens, with a new key if the folder has none. Groups before number `reserved` then need no proof, since
+    """Return the run's proofs, with a new key if the folder has none. Groups before number `reserved` then need no proof, since
     they may already be in progress. Raises `UserError` if the file is malformed."""
     path = run_dir / "group-key.json"
     try:
@@ -206,7 +206,7 @@ class Start:
     positions: Mapping[int, int] = field(default_factory=dict)
     """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
     saved_at_s: float | None = None
-    """Unix time at which the checkpoint was written; without one, at which training began. None if it has not."""
+    """Unix time at which that checkpoint was written, or training began if there is none; None before training."""
 
     @property
     def version(self) -> int:
@@ -215,7 +215,7 @@ class Start:
 
 def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     """Return a start from the newest checkpoint, or from version 0. Clean up after a killed trainer. Raises `UserError` if the
-    recipe changed in a way that is not allowed, and as `read_lineage` and `load_run_state` do."""
+    recipe changed in a way that is not allowed, and the errors of `read_lineage` and `load_run_state`."""
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
     try:
@@ -234,7 +234,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     for change in check_resumable(state.recipe if state else _lineage_file(run_dir)["recipe"], recipe):
         log.info("recipe changed: %s", change)
     if state is None or folder is None:
-        log.warning("the trainer has started before and left no checkpoint: version 0 is trained on again")
+        log.warning("the trainer has started before and left no checkpoint: training begins again at version 0")
         return Start(lineage.restarted(0), again=True, saved_at_s=read_training_began(run_dir))
     positions = {one.policy_version: one.position for one in states.values()}
     saved_at_s = folder.stat().st_mtime
@@ -242,7 +242,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:
-    """Return whether to evaluate a trainer's first version: if it is due and the checkpoint lacks the result. Pure."""
+    """Return whether to evaluate the version of `start`: an evaluation is due and the checkpoint lacks its result. Pure."""
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)

@@ -2,21 +2,21 @@
 
 The state is a set of named tensors, independent of the number of ranks that share it and of the computation's dtype:
 
-    weight/<parameter>      float32: the master if there is one; only adapters if only these are trained
-    exp_avg/<parameter>     float32, as are exp_avg_sq/… and step/… (a number): AdamW's state; 8-bit moments dequantised
+    weight/<parameter>      float32: the master copy if there is one; only adapters if only these are trained
+    exp_avg/<parameter>     float32: AdamW's state, with exp_avg_sq/… and step/… (a scalar); 8-bit moments are dequantised
     steps_taken             int64: steps of the learning-rate schedule
     rng/<device>/<rank>     uint8: torch's random state, for `cpu` and, if there is one, `cuda`
 
 Parameters have their names in `Policy`, including the value head. Sharded parameters are DTensors of all ranks. Frozen weights
-and the reference are not saved, because they are the initial model's.
+and the reference are not saved, because they are those of the initial model.
 
 The files are torch.distributed.checkpoint's: each rank writes its part, and any number of ranks can read them. `.metadata` is a
 pickle, so restore only the files of your own runs. It is written last, so a folder without it is incomplete. `dcp.save` runs on
-our own thread. `dcp.async_save` is not suitable: it needs the folder when it stages, and by default it stages into new memory
-each time.
+a thread of this project. `dcp.async_save` is not suitable: it already needs the folder when it stages, and by default it stages
+into new memory each time.
 
-On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder later, in a group of the writing threads,
-so that training does not wait for it on any rank. Other modules decide which versions to save, and rename folders.
+On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder's path later, in a process group of the
+writing threads, so that no rank's training waits for it. Other modules decide which versions to save, and rename folders.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def is_quantized(tensor: Tensor) -> bool:
 
 
 def plain_part(tensor: Tensor) -> Tensor:
-    """Return `local_part`; if that is quantised, a float32 copy."""
+    """Return `local_part`, or a float32 copy of it if it is quantised."""
     local = local_part(tensor)
     return local.dequantize() if is_quantized(tensor) else local
 
 
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Write the tensors that all ranks have staged, durably. All ranks call this, each on one thread of its choice. `group`:
-    process group of all ranks; None for a single rank. Raises `ServiceError` on all ranks if one of them cannot write."""
+    """Write the tensors that all ranks have staged to disk, and sync them. All ranks must call this, each on any one thread.
+    `group`: process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
     _alone_is_meant()
     # No copies ahead: torch would make them on a stream of the thread's GPU, which is the first GPU on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
@@ -140,9 +140,9 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Load the state in `folder`, written by any number of ranks, into `learner`. Every rank reads by itself, and keeps its
-    random state if the folder has none for it. Raises `FieldError` if the folder has no state, or another model's, and
-    `ServiceError` if it cannot be read."""
+    """Load the state in `folder`, written by any number of ranks, into `learner`. Each rank reads separately, and keeps its
+    random state if the folder has none for this rank. Raises `FieldError` if the folder has no state, or the state of another
+    model, and `ServiceError` if it cannot be read."""
     _alone_is_meant()
     mesh = learner.world.host_mesh
     state = {
@@ -168,7 +168,7 @@ def restore(learner: Learner, folder: Path) -> None:
 
 def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     if not (folder / ".metadata").is_file():
-        fix = "has no complete trainer state (no .metadata): name a run's, on a disk that all nodes share"
+        fix = "has no complete trainer state (no .metadata): name a run's folder, on a disk that all nodes share"
         raise FieldError(FIELD, str(folder), fix)
     try:
         found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -181,13 +181,13 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
     """Raise `FieldError` for the first tensor that only one side has, or that differs in shape."""
     for name, shape in wanted.items():
         if name not in saved:
-            raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it another run's?")
+            raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it from another run?")
         if saved[name] != shape:
-            fix = f"has {name} of shape {list(saved[name])}, the recipe's model of {list(shape)}: is it another run's?"
+            fix = f"has {name} of shape {list(saved[name])}, the recipe's model {list(shape)}: is it from another run?"
             raise FieldError(FIELD, str(folder), fix)
     for name in saved:
         if name not in wanted and not name.startswith(f"{RNG}/"):
-            raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model has not: is it another run's?")
+            raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model lacks: is it from another run?")
 
 
 def _alone_is_meant() -> None:
@@ -200,8 +200,8 @@ FOLDER, DISCARD = "folder", "discard"
 
 class StateSaver:
     """One rank's part in saving. A state is staged on all ranks, then written or abandoned. The next state reuses its memory.
-    Rank 0 decides; other ranks stage on its order, and `follow` its decision about the staged state. If a state cannot be
-    written, rank 0 reports that, and training continues."""
+    Rank 0 decides; other ranks stage on its order, and execute its decision about the staged state in `follow`. If a state
+    cannot be written, rank 0 reports that, and training continues."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
@@ -215,7 +215,7 @@ class StateSaver:
         """Copy the state of all ranks into host memory. A staged state that is not being written yet is dropped; one that was
         being written must be finished by now."""
         self.abandon()
-        assert self._free.is_set(), "the state before is still being written, from the same memory"
+        assert self._free.is_set(), "the previous state is still being written from the same memory"
         self._learner.order(SAVE)
         self.staged = stage(self._learner, self.staged or None)
         self._free.clear()
@@ -233,7 +233,7 @@ class StateSaver:
             self._free.set()
 
     def follow(self) -> None:
-        """Other ranks: wait for rank 0's decision about the staged state and execute it, on a thread beside training."""
+        """Other ranks: wait for rank 0's decision about the staged state and execute it, on a thread that does not train."""
         assert self._others is not None, "a rank that is alone follows none"
         try:
             told = self._others.hear()

@@ -4,7 +4,7 @@ Each folder that this project writes to a store has a `pipelinerl-manifest.json`
 model as incomplete. Then the files are written, read back and compared. Finally the manifest is written again, with the size
 and the SHA-256 of every file. The object `latest` beside the folders contains the name of the newest complete one. A folder
 without a manifest comes from other tools and is not checked. Nothing is ever deleted. Stores are accessed through pyarrow,
-which finds credentials where each store's own tools do.
+which finds credentials in the same places as each store's own tools.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. Each attempt is a separate process, so that a store
 that hangs blocks nothing else:
@@ -57,7 +57,7 @@ Digest: TypeAlias = tuple[int, str]
 
 def put_model(folder: Path, url: str) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes. A
-    model already at `url` counts as incomplete from the start. Raises `ServiceError`, and the store's `OSError`."""
+    model already at `url` counts as incomplete once the upload begins. Raises `ServiceError`, and the store's `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -77,9 +77,9 @@ def put_model(folder: Path, url: str) -> int:
 
 
 def fetch_model(url: str, folder: Path) -> str:
-    """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of its actual folder. Raises
-    `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged or is being replaced, and the
-    store's `OSError`."""
+    """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of the folder that was read.
+    Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged or is being replaced, and
+    the store's `OSError`."""
     store, root = _open(url)
     parent, _, name = root.rpartition("/")
     try:
@@ -107,7 +107,7 @@ def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
     else:
         source = next((one for root in (run_dir.parent, Path()) if (one := _newest(root / name)).is_dir()), None)
         if source is None:
-            raise FieldError("model.name", name, f"there is no such folder, neither in {run_dir.parent.resolve()} nor here")
+            raise FieldError("model.name", name, f"no such folder in {run_dir.parent.resolve()} or the current folder")
         try:
             link_tree(source, folder)
         except OSError as error:
@@ -140,7 +140,7 @@ def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
             raise ValueError("its upload has not ended")
         return {_safe(name, url): (int(size), str(sha256)) for name, (size, sha256) in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        fix = f"is not whole by its {MANIFEST} ({error}): wait for the upload, or take another checkpoint"
+        fix = f"is incomplete by its {MANIFEST} ({error}): wait for the upload, or use another checkpoint"
         raise FieldError("model.name", url, fix) from error
 
 
@@ -213,10 +213,10 @@ class Uploads:
 
     @property
     def waiting_s(self) -> float | None:
-        """Return the seconds that a checkpoint has waited for its upload; 0 if none waits, None if uploads are disabled."""
+        """Return for how many seconds a checkpoint has waited for its upload; 0 if none waits, None if uploads are disabled."""
         if not self._root:
             return None
-        waiting = self._waiting  # another thread may end it
+        waiting = self._waiting  # read once, since another thread may change it
         return max(0.0, time.time() - waiting.since_s) if waiting else 0.0
 
     @asynccontextmanager
@@ -239,7 +239,7 @@ class Uploads:
             await asyncio.wait({uploading})
 
     async def take(self, checkpoint: Path, version: int) -> None:
-        """Accept a checkpoint. When this returns, its folder may be removed. Errors are logged, and training continues."""
+        """Accept a checkpoint for upload. After this returns, its folder may be removed. Errors are only logged."""
         if not self._root or version == (self._waiting.version if self._waiting else self.last.get("version")):
             return
         async with self._changing_files:
@@ -287,7 +287,7 @@ class Uploads:
         self._seconds.observe(seconds)
         log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
         async with self._changing_files:
-            another = None if self._waiting is tried else self._waiting  # it arrived meanwhile
+            another = None if self._waiting is tried else self._waiting  # a newer one arrived
             self._waiting = another and replace(another, since_s=_written_s(another.folder))
             await self._tidy()
             if another is None:
@@ -301,7 +301,7 @@ class Uploads:
 
 
 def _written_s(folder: Path) -> float:
-    """Return the Unix time at which the checkpoint was written. Its copy keeps this time."""
+    """Return the Unix time at which the checkpoint was written, which its linked copy in `folder` keeps."""
     return folder.stat().st_mtime
 
 
@@ -330,7 +330,7 @@ def main() -> int:
     folder, url = sys.argv[1:]
     try:
         put_model(Path(folder), url)
-    except (PipelineRLError, OSError) as error:  # of others the traceback's last line says as much
+    except (PipelineRLError, OSError) as error:  # for other errors, the traceback's last line is enough
         print(without_secrets(first_line(error), os.environ), file=sys.stderr)
         return 1
     return 0

@@ -1,9 +1,9 @@
 """Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
-The parity probe is a fixed token sequence. Every actor scores it with the version that it serves, and the trainer with that
-version's weights. The largest difference of token log-probabilities is the run's `logprob_mismatch_max`. An actor's answer
-counts in `parity_failures` if it exceeds the tolerance, if the actor does not serve the whole change made by training, or if it
-cannot be compared. Unlike `mismatch_kl`, the probe is not affected by a stale KV cache.
+The parity probe is a fixed token sequence. Every actor scores it with the version that it serves, and the trainer scores it
+with that version's weights. The largest difference of token log-probabilities is the run's `logprob_mismatch_max`. An actor's
+answer counts in `parity_failures` if its difference exceeds the tolerance, if the actor serves only a part of the change that
+training made, or if the answer cannot be compared. Unlike `mismatch_kl`, the probe is not affected by a stale KV cache.
 
 During a measurement the caller holds commits of later versions, so that every completion is from the measured version.
 """
@@ -68,7 +68,7 @@ class Scored:
 
 
 def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
-    """Return the branches of a held-out answer: without an episode, the completion alone. Raises `MessageError`."""
+    """Return a held-out answer's branches. Outside an episode, the completion is the only branch. Raises `MessageError`."""
     kind = "GenerateResult"
     if result.branches:
         return tuple(branch_from_proto(branch, kind) for branch in result.branches)
@@ -138,9 +138,9 @@ GENERATION_SHARE = 0.9
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """`overall`: accuracy over the tasks' problems. `sets`: accuracy of each set, by name. `num_tokens`: sampled tokens.
-    `samples`: some answers; an answer without a verdict has a `failure`. An answer gets no verdict if the completion was late,
-    the actor or the reward failed, or the verifier did not answer in time."""
+    """Result of an evaluation. `overall`: accuracy over the tasks' problems. `sets`: accuracy of each set, by name.
+    `num_tokens`: sampled tokens. `samples`: some answers; an answer without a verdict has a `failure`. An answer gets no
+    verdict if the completion was late, the actor or the reward failed, or the verifier did not answer in time."""
 
     version: int
     overall: Accuracy
@@ -150,7 +150,7 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates through the serving actors, which `updater` knows. `calls`: `calls_to` with the run's certificates."""
+    """Evaluates a version through those actors of `updater` that serve it. `calls`: `calls_to` with certificates."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Evaluator:
             good = [completion for completion in completions.values() if not completion.failure]
             items = [self._item(completion) for completion in good if not completion.HasField("verdict")]
             verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
-            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # episodes have theirs
+            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # episodes already have a verdict
             return self._result(version, completions, verdicts)
 
     async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
@@ -222,7 +222,7 @@ class Evaluator:
         return done
 
     def _by_task(self, problem_ids: Iterable[str]) -> dict[str, list[str]]:
-        """Group the problems by task, which share sampling settings."""
+        """Group the problems by task, since the problems of one task share sampling settings."""
         found: dict[str, list[str]] = {}
         for problem_id in problem_ids:
             found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
@@ -322,7 +322,7 @@ class Evaluator:
         )
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Compare all actors that serve `version` with the scores `trained`; None if no actor answered."""
+        """Compare the scores of all actors that serve `version` with the trainer's (`trained`). None if no actor answers."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -348,12 +348,12 @@ class Evaluator:
 
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
-"""In nats; for every token in float32, and for the median token in 16 bits. In 16 bits, rounding alone sends some tokens of a
-mixture to other experts, and moves their log-probabilities by whole nats (figures: docs/weight-updates.md)."""
+"""Allowed difference in nats: of every token in float32, and of the median token in 16 bits. In 16 bits, rounding alone routes
+some tokens to other experts of a mixture, and moves log-probabilities by whole nats (figures: docs/weight-updates.md)."""
 
 
 SHARE_TOLERANCE = 0.1
-"""Allowed distance from 1 of the served share of the policy's change, beyond the error that rounding explains."""
+"""Allowed distance of `served_share` from 1, in addition to the error that rounding explains."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
@@ -383,7 +383,7 @@ def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[f
     The share is the slope of served − base over trained − base. The error has two parts. The first is six standard errors of
     the slope; each token's residual is computed with the slope of the other tokens, so that no single token decides. The second
     is twice the size of the residuals relative to the change, since rounding in `trained` itself biases the slope towards 0.
-    The error is infinite if nothing has changed, or if one token has more than a quarter of the change.
+    The error is infinite if nothing has changed, or if one token makes up more than a quarter of the squared change.
     """
     change, off = trained.astype(np.float64) - base, served.astype(np.float64) - trained
     size = float(change @ change)
@@ -400,7 +400,7 @@ def compare(
 ) -> Parity:
     """Compare the actors' answers, by name, with the trainer's. Log each problem as an error. `of_median`: apply the tolerance
     to the median token instead of every token. `base`: log-probabilities before training; actors must serve the whole change
-    since, even if it is smaller than the tolerance."""
+    since then, even if it is smaller than the tolerance."""
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():

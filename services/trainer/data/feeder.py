@@ -2,8 +2,8 @@
 
 The feeder consumes the tasks' problems in order and produces messages on PROMPTS. It may issue more groups after a new version,
 a lost group, an arrival or the beginning of an optimizer step. A group enters the tracker before it is published, so that no
-unknown sequence can arrive. Its number is reserved on disk even earlier, so that a restarted trainer knows which groups may
-have been published. Completions are never tokenised again.
+unknown sequence can arrive. The group's number is reserved on disk even earlier, so that a restarted trainer knows which groups
+may have been published. Completions are never tokenised again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ ProblemStream = Callable[[int], EncodedProblem]
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Proofs that an actor received a group: a MAC of the group's id. Only holders of `key` (32 bytes) can compute it."""
+    """Proofs that an actor received a group. A proof is a MAC of the group's id, computed with the secret `key` (32 bytes)."""
 
     key: bytes
     first_group: int = 0
@@ -126,7 +126,7 @@ class Feeder:
         self._look.set()
         self._unusable_in_a_row = 0
         self.refused: dict[str, str] = {}
-        """For each reason to leave out a prompt: the first message."""
+        """First message by reason, for prompts that were left out."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
@@ -176,7 +176,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return the figures about sequences for a step's record. Lengths are counted since the previous call."""
+        """Return the figures about sequences for a step's record. `ended_by_length` covers the time since the previous call."""
         tracker = self.tracker
         return {
             "in_flight": self.in_flight,
@@ -268,7 +268,7 @@ class Feeder:
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
-        """End a group that cannot be published, or has no room for a completion. Another replaces it."""
+        """End a group that cannot be published, or has no room for a completion. Another group replaces it."""
         log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
@@ -300,8 +300,8 @@ def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
 
 
 def longest_completion(recipe: Recipe, problem: EncodedProblem) -> int:
-    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or what the prompt leaves of the context.
-    Length penalties use it, too, so that a long prompt does not evade them."""
+    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or fewer if the prompt leaves less room in
+    the context. Length penalties use this number, too, so that a long prompt does not evade them."""
     return min(problem.share.max_tokens, recipe.model.max_context - len(problem.prompt_token_ids))
 
 
@@ -324,7 +324,7 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
-    """Return the held-out problems of each task, and of `evaluation.sets`. Too long prompts get no verdict."""
+    """Return the held-out problems of each task, and of `evaluation.sets`. Prompts that are too long get no verdict."""
     found = list[EncodedProblem]()
     for name, share in recipe.problem_sets.items():
         source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
@@ -334,7 +334,7 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
-    """Encode the prompt in the task's style, as int32[tokens]. For an episode it is empty, since the environment makes it.
+    """Encode the prompt in the task's style, as int32[tokens]. An episode's prompt is empty, since the environment makes it.
     Raises `FieldError` if a chat template is needed and the tokenizer has none."""
     config = share.task
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)

@@ -38,7 +38,7 @@ from services.trainer.learn.batch import TrainingGroup
 log = logging.getLogger(__name__)
 
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
-"""Default of `trainer.give_up_after_groups`: the groups of this many optimizer steps, but at least this many groups."""
+"""Default of `trainer.give_up_after_groups`: the groups of `STEPS_IN_A_ROW` optimizer steps, but at least `FEWEST_IN_A_ROW`."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
@@ -53,20 +53,20 @@ _FIXES = {
     "token outside the vocabulary": "give trainer and actors the same model and tokenizer",
     "prompt group lost": "look at the actors' logs: they could not read the prompts, or somebody purges the streams",
     "actor_quarantined": "look at the actors that the log names, or at weights.verify_logprobs",
-    "forged": "run trainer and actors of the same release; if they are, an actor answers for others: check who has its login",
+    "forged": "run trainer and actors of one release; if you do, an actor answers for others: check who has its login",
     "unreadable": "run trainer and actors of the same release",
 }
 """Advice by the beginning of the ledger's reason (docs/errors.md)."""
 
 
 def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mapping[str, str]) -> str:
-    """Return the user's message after consecutive lost groups. `reasons`: with counts. `failures`: an example for each."""
+    """Return the error message after too many consecutive lost groups. `failures`: an example message by reason."""
     (reason, count), *_ = reasons.most_common(1) or [("unknown", 0)]
     example = f", the first: {failures[reason].partition(': ')[2]!r}" if reason in failures else ""
     fixes = (fix for beginning, fix in _FIXES.items() if reason.startswith(beginning))
     fix = next(fixes, "read the warnings in the trainer's log")
     return (
-        f"the last {num_groups} prompt groups were lost and none between them could be trained on; most "
+        f"the last {num_groups} prompt groups were all lost, so nothing could be trained on; most "
         f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. A run that "
         "needs more patience sets trainer.give_up_after_groups"
     )
@@ -74,7 +74,7 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All sequences that have arrived but have no outcome yet, by progress. The objects are never changed."""
+    """All sequences that have arrived but have no outcome yet, by stage. The objects are never changed."""
 
     taken: tuple[TrainingGroup, ...] = ()
     """Groups for the next step, or in conventional mode for the current phase."""
@@ -85,7 +85,7 @@ class HeldSequences:
 
 
 class Intake:
-    """Reads sequences and builds batches. `vocab_size`: upper limit of token ids."""
+    """Reads sequences and builds batches. Token ids must be below `vocab_size`."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Intake:
         """Tokens since this start. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """For each short reason: the message of the first failed sequence."""
+        """By short reason: the message of the first sequence that failed for it."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
     async def run(self) -> None:
@@ -136,7 +136,7 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return the `groups_per_step` groups of a step, fresh enough for `version`; or the next part of a shuffled phase."""
+        """Return one step's groups, fresh enough for `version`; in conventional mode, the next part of the shuffled phase."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
@@ -171,7 +171,7 @@ class Intake:
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
     def judge_actors(self, log_weights: Mapping[str, NDArray[np.float32]]) -> None:
-        """Exclude actors from further training whose log π − log μ of tokens of lag 0 is too far off."""
+        """Exclude each actor from further training whose tokens of lag 0 have log π − log μ too far from 0."""
         for actor, share in self.quarantine.judge(log_weights).items():
             log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
@@ -179,7 +179,7 @@ class Intake:
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Fail the missing samples of an open group, which will never come. The other samples are trained on if possible."""
+        """Record the missing samples of an open group as failed. They never arrive; the others are trained on if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
@@ -193,7 +193,7 @@ class Intake:
             return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
         if not self._is_proved(sequence.group_id, sequence.group_token):
             what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
-            # The message id is used up: NATS would drop the right sequence as a repetition.
+            # Fail the sample with this message id: NATS would drop its right sequence as a repetition.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
         reason = groups.untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         reason = reason or ("" if sequence.failure else self.quarantine.failure_of(sequence))
@@ -273,7 +273,7 @@ class Intake:
                 return None
         rewards = [sequence.reward for sequence in sequences]
         advantages = groups.group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
-        if sequences[0].task in self._masked:  # the others' baseline includes its reward, but it gets no gradient
+        if sequences[0].task in self._masked:  # a truncated sequence is in the baseline, but gets no gradient
             advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):
@@ -294,7 +294,7 @@ class Intake:
 
 
 FEWEST_TOKENS = 256
-"""Number of an actor's tokens after which it is checked. The count then starts again at 0."""
+"""Number of an actor's tokens after which the actor is checked. The count then starts again at 0."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
 """Allowed difference between log π and log μ of one token, in nats. The float32 bound is ten times the probe's tolerance. In 16
 bits a single token may be much further off than the median, and even more so with quantised weights in the engine."""
@@ -311,9 +311,9 @@ def bound_of(recipe: Recipe) -> float:
 class Quarantine:
     """Actors whose log μ does not match the policy version that they claim. Their sequences are no longer trained on.
 
-    A token of lag 0 was sampled by the version that trains on it, so that actor and trainer compute the same probability, up to
-    rounding. Other tokens are not checked, and some actors may send none of lag 0. Actors are identified by the name in their
-    sequences. Checkpoints do not contain the quarantine.
+    A token of lag 0 was sampled by the version that is trained on it. For this token, actor and trainer compute the same
+    probability, up to rounding. Other tokens are not checked, and some actors may send none of lag 0. Actors are identified by
+    the name in their sequences. Checkpoints do not contain the quarantine.
 
     `share`: share of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = no actor is quarantined.
     """
@@ -328,11 +328,12 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors, with their share that is off."""
+        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors, with their share of bad
+        tokens."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)
-            self._off[actor] += int((~(np.abs(of_actor) <= self._bound)).sum())  # counts values that are not finite
+            self._off[actor] += int((~(np.abs(of_actor) <= self._bound)).sum())  # also counts values that are not finite
             if self._seen[actor] >= FEWEST_TOKENS:
                 share = self._off.pop(actor, 0) / self._seen.pop(actor)
                 if 0 < self._share < share and actor not in self.actors:

@@ -1,4 +1,4 @@
-"""The trainer's spans: issue, receipt and end of each sequence, and one per optimizer step.
+"""The trainer's trace spans: issue, receipt and end of each sequence, and one span per optimizer step.
 
 A group's trace begins when the group is issued. For sampled traces, the parent of a sequence's next span is remembered until
 the sequence has ended. After a restart, the trace gets an end only if the sequence is received again.
@@ -22,16 +22,16 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import Trace, child, is_on, root, trace_in, trace_of
 
 MOST_OPEN = 100_000
-"""Maximum number of sequences in progress whose trace is remembered. Beyond it, the oldest trace never gets an end."""
+"""Maximum number of sequences in progress whose trace is remembered. Beyond it, the oldest is forgotten and never ends."""
 
 
 class SequenceTraces:
-    """Remembers traces of sequences. An unsampled sequence costs one dictionary look-up."""
+    """Remembers traces of sequences. A sequence without a sampled trace costs one dictionary look-up."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._open: OrderedDict[str, Trace] = OrderedDict()
-        """Span that becomes the parent of the next one, by sequence id."""
+        """By sequence id: the span that becomes the parent of the sequence's next span."""
         self._step: tuple[Trace, int] | None = None
         """Trace of the running optimizer step, and the step's start (Unix ns)."""
 
@@ -66,7 +66,7 @@ class SequenceTraces:
 
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
-        """Open a span around the optimizer step that produces `version`. Sequences trained inside link to it."""
+        """Open a span around the optimizer step that produces `version`. The spans of sequences trained inside link to it."""
         following = [trace for sequence_id in sequence_ids if (trace := self._open.get(sequence_id)) is not None]
         with root("step.train", links=following, attributes={a.VERSION: version}) as span:
             self._step = trace_of(span), time.time_ns()

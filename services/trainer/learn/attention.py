@@ -40,9 +40,9 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` on `device`, with the same dtype, without waiting for the device. On the CPU they share memory. For a GPU
-    they are first put into pinned memory, since otherwise the host would wait for all queued work. Torch keeps that memory
-    until the copy is done."""
+    """Return `values` on `device`, with the same dtype, without waiting for the device. On the CPU, the result shares their
+    memory. For a GPU, the values are first put into pinned memory, since otherwise the host would wait for all queued work.
+    Torch keeps that memory until the copy is done."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -51,14 +51,14 @@ def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Attention's layout of the T tokens of a packed row. A token has one slot, or several if sequences share it."""
+    """Layout in which attention processes the T tokens of a packed row. A token has several slots if sequences share it."""
 
     sources: Tensor
     """int64[slots]: the token in each slot. A padding slot has an arbitrary token."""
     first: Tensor
     """int64[T]: for each token, one of its slots."""
     shared: tuple[Tensor, Tensor] | None
-    """(int64[slots without padding]: slots by token; int64[T]: where each token's slots begin); None if each has one slot."""
+    """(int64[slots without padding]: slots by token; int64[T]: start of each token's slots); None if each token has one."""
 
 
 class _AllToAll(torch.autograd.Function):
@@ -149,11 +149,11 @@ class PackedLayout:
     places: NDArray[np.int64] | None = None
     """[sum of lengths]: place in the row of each token of each sequence. None if no tokens are shared."""
     part: RowPart | None = None
-    """Set if ranks share the row: each attends to all tokens with a part of the heads."""
+    """Set if ranks share the row: each rank attends to all tokens with a part of the heads."""
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Return (number of sequences, length of the longest) for each run of similar lengths, which is a padded batch."""
+        """Return (number of sequences, length of the longest) for each run of similar lengths. A run is a padded batch."""
         return tuple((end - first, int(self.lengths[first:end].max())) for first, end in _similar_runs(self.lengths))
 
     @cached_property
@@ -219,7 +219,7 @@ class _ToSlots(torch.autograd.Function):
         if slots.shared is None:
             return grads[0].index_select(0, slots.first), None
         order, begins = slots.shared
-        # Sums of rows in a fixed order. Scatter-adding on a GPU would have no fixed order.
+        # This adds rows in a fixed order. A scatter-add on a GPU would not.
         sums = F.embedding_bag(order, grads[0].flatten(1), begins, mode="sum")
         return sums.unflatten(1, grads[0].shape[1:]), None
 

@@ -1,8 +1,9 @@
 """One packed micro-batch: branches in one row, and for each sampled token the inputs of the loss.
 
-The row has the whole prompt and completion of a branch; observations are only context, without a loss. The last token of a
-branch predicts nothing and is left out. Branches with the same prompt may share it: the row then has its tokens once, and
-`places` maps each branch to its tokens. An episode's branches may be in different micro-batches.
+A branch is one linear token sequence of an episode; without episodes, each sequence has one branch. The row has its whole
+prompt and completion; observations are only context, without a loss. The last token of a branch predicts nothing and is left
+out. Branches with the same prompt may share it: the row then has its tokens once, and `places` maps each branch to its tokens.
+An episode's branches may be in different micro-batches.
 
 A micro-batch is built in NumPy without a loop over tokens. Padding is an extra branch without sampled tokens at the end of the
 row, so it cannot change a loss. A micro-batch without branches is only padding.
@@ -28,7 +29,7 @@ Normalization = Literal["token", "sequence", "batch"]
 def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normalization) -> NDArray[np.float64]:
     """Return [S]: for each sequence of an optimizer step, the factor of each of its tokens in the loss.
 
-    `sampled_tokens` int64[S]: per sequence, over all branches. `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476).
+    `sampled_tokens` int64[S]: number per sequence, over all branches. `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476).
     `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no length
     normalisation, as in Dr. GRPO, arXiv 2503.20783).
     """
@@ -178,7 +179,7 @@ def host_microbatch(
     places = ranges(starts.ravel(), sizes.ravel())
     last_of_prompts = np.cumsum(lengths) - lengths + prompts - 1
     spans = [(span.start, span.end, span.version) for member in members for span in member.spans]
-    firsts, ends, versions = np.array(spans, dtype=np.int64).reshape(-1, 3).T  # they cover the sampled tokens in order
+    firsts, ends, versions = np.array(spans, dtype=np.int64).reshape(-1, 3).T  # the spans cover the sampled tokens in order
     sampled = ranges(firsts, ends - firsts)
     lags = version - np.repeat(versions, ends - firsts)
     assert lags.min(initial=0) >= 0, f"a token of a version after {version} cannot be trained on at {version}"

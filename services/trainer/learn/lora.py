@@ -1,4 +1,4 @@
-"""Low-rank adapters of peft in a model (insert, find, disable), and the weights in the form that actors load.
+"""Insert, find and disable peft's low-rank adapters in a model, and yield the weights in the form that actors load.
 
 peft's layers replace linear layers inside the model. Adapters have the model's dtype, and the optimizer or the shards keep
 float32 masters. peft is imported only if a recipe uses adapters.
@@ -73,8 +73,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 @cache
 def rounded_once() -> type[nn.Module]:
     """Return peft's layer for `nn.Linear`, changed so that in 16 bits W·x + s · B·(A·x) is rounded only once. peft rounds W·x
-    before the addition. An adapter term below half a unit in the last place then vanishes for every token, but such terms are
-    most of what the first steps learn. Added before the rounding, they survive on average over tokens."""
+    before the addition. An adapter term below half a unit in the last place then vanishes for every token, although the first
+    steps learn mostly such terms. If they are added before the rounding, they survive on average over tokens."""
     from peft.tuners import lora
 
     class RoundedOnce(lora.Linear):

@@ -57,8 +57,8 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is never excluded: the step is
-skipped."""
+"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is never excluded, so that the
+step is skipped."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -99,7 +99,7 @@ def reinforce(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> t
 
 
 def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A) (arXiv 1707.06347, eq. 7), r = π / μ; clip-higher of DAPO."""
+    """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A) (arXiv 1707.06347, eq. 7), r = π / μ; separate bounds as in DAPO."""
     return _clipped(logprobs - batch.behaviour_logprobs, batch.advantages, config)
 
 

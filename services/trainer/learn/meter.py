@@ -2,10 +2,11 @@
 
 Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (in a mixture of experts, the
 experts that a token visits), attention over the pairs that a causal query sees, and the head at predicted tokens. A training
-step counts three forward passes, one for the forward and two for the backward pass, even if activations are recomputed: model
-FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. PaLM's formula ignores causality, so this figure is lower. A shared
-prompt counts once, and a micro-batch without a backward pass counts one of the three passes. Norms, activations, the optimizer
-and a KL reference's forward pass are not counted. If only adapters are trained, frozen products count two of the three.
+step counts as three forward passes, one for the forward and two for the backward pass, even if activations are recomputed:
+model FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. PaLM's formula ignores causality, so this figure is lower. A
+shared prompt counts once, and a micro-batch without a backward pass counts one of the three passes. Norms, activations, the
+optimizer and a KL reference's forward pass are not counted. If only adapters are trained, products with frozen weights count
+two of the three.
 
 Per-token results stay on the device until one transfer at the end of the step. NumPy computes the figures from the unclamped
 weights of all ranks. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks.
@@ -34,7 +35,7 @@ from services.trainer.learn.batch import HostMicroBatch, TrainingGroup
 from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
-"""A training step costs this many forward passes."""
+"""Cost of a training step, in forward passes."""
 
 GATED_MODELS = frozenset(
     {
@@ -129,7 +130,7 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Return the process's peak resident memory in bytes. `getrusage` includes a large parent's memory before exec."""
+    """Return the process's peak resident memory in bytes. `getrusage` may return the parent's peak before exec."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -160,7 +161,7 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """A phase may occur many times in a step. Phases must not overlap."""
+        """Measure the block as part of `phase`, which may occur many times in a step. Phases must not overlap."""
         if self._new_event is None:
             with measured(self._seconds, phase):
                 yield
@@ -190,7 +191,7 @@ SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return two sequences of a step: the first one, and the one in other groups that the most versions sampled."""
+    """Return two sequences of a step: the first, and among the other groups the one that the most versions sampled."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]

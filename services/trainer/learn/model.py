@@ -28,7 +28,7 @@ def load_policy(
 ) -> Policy:
     """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`. If
     `trainer` has adapters, insert new ones. Raises `FieldError` if the model does not load or suit the recipe: no causal
-    language model, missing weights, a context shorter than `max_context`, or no such attention."""
+    language model, missing weights, a context shorter than `max_context`, or an attention that is not available."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
@@ -73,7 +73,7 @@ def wrap_model(
     _prepare(model, gradient_checkpointing)
     if attention != "auto":
         return checked_policy(model, attention, float32_head)
-    # Chunked attention exists only in transformers' own masks.
+    # Only transformers' own masks implement chunked attention.
     chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
     try:
         return checked_policy(model, "sdpa" if chunked else VARLEN, float32_head)
@@ -101,8 +101,8 @@ def frozen_copy(policy: Policy) -> Policy:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers in order of depth: those that transformers marks, or else the longest list of modules. Empty if
-    there is neither."""
+    """Return the decoder layers in order of depth: those that transformers marks, or else the longest list of modules. Return
+    an empty list if there is neither."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]
@@ -114,9 +114,9 @@ def compile_policy(policy: Policy, device: torch.device) -> None:
 
     Each layer is compiled separately and in place, so that weights keep their names. All layers share the first layer's code,
     so compiling takes seconds to a minute once. Shapes are dynamic, since lengths of packed rows differ. This project's
-    attention is not compiled, because its layout differs by row. The layers of a copy are not compiled either, nor embedding
-    and optimizer, which consist of a few large operations. Activation checkpointing wraps the compiled layer. Raises
-    `FieldError` if this machine cannot compile, or if the model's layers cannot be found.
+    attention is not compiled, because its layout differs by row. The layers of a copied policy, the embedding and the optimizer
+    are not compiled either; the latter two are a few large operations. Activation checkpointing wraps the compiled layer.
+    Raises `FieldError` if this machine cannot compile, or if the model's layers cannot be found.
     """
     layers = decoder_layers(policy.model)
     if not layers:

@@ -97,7 +97,7 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
 RATE_FACTOR = "rate_factor"
 """Key in a parameter group for its learning rate relative to the policy's. 1 if missing."""
 VALUE_RATE_FACTOR = 10.0
-"""Default without `trainer.value_learning_rate`. The head is one linear layer that starts at 0 and must follow the policy."""
+"""Factor of the value head by default. The head is one linear layer that starts at 0 and must follow the policy."""
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
@@ -112,8 +112,8 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 class PolicyOptimizer:
     """AdamW over the trainable parameters of a model, and over a value head with its own learning rate. Only the policy's
-    gradient is clipped: the head's is as large as its errors, so under a common bound it would shrink the policy's gradient.
-    Raises `FieldError` if the recipe's optimizer does not work here."""
+    gradient is clipped: the head's gradient is as large as the head's errors, so a common bound would shrink the policy's
+    gradient. Raises `FieldError` if the recipe's optimizer does not work here."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config
@@ -165,7 +165,7 @@ class PolicyOptimizer:
                 live.copy_(stepped)
 
     def trained(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield (parameter of the model, float32 parameter that the optimizer updates): the same in a float32 model."""
+        """Yield (parameter of the model, float32 parameter that the optimizer updates): the same one in a float32 model."""
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
     def take_gradient(source: Tensor) -> None:
         assert source.grad is not None
         gradient, source.grad = source.grad, None
-        # The sum reads 16 bit and writes 32: a float32 copy of the gradient would double the traffic.
+        # The addition reads 16 bits per element: a float32 copy of the gradient would double the memory traffic.
         master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     parameter.register_post_accumulate_grad_hook(take_gradient)

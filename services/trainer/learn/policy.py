@@ -1,20 +1,19 @@
 """A Hugging Face causal language model that gives log-probabilities, entropies and values of chosen tokens in a packed row.
 
-Sharded weights are gathered when a module's forward begins, so backbone, output head and value head must be called within the
-same one. Logits are computed only at sampled positions. If the model is a plain backbone with a linear head, they are computed
+Sharded weights are gathered when a module's forward begins, so backbone, output head and value head must be called within one
+`forward`. Logits are computed only at sampled positions. If the model is a plain backbone with a linear head, they are computed
 here from hidden states, block by block. If the model does more to its logits (soft capping, scaling, another head), it computes
-them itself.
-When a model is wrapped, scoring two short sequences shows which way is right, and whether attention leaks across sequences;
-such architectures are refused.
+them itself. When a model is wrapped, it scores two short sequences. This shows which of the two ways is right, and whether
+attention leaks across sequences. Architectures that leak are refused.
 
 From hidden states, at most `max_logits` logits are computed at a time; the backward pass recomputes them. The linear head is
-evaluated in blocks of words, with the logits of all tokens. The forward pass keeps one log-normaliser per token. The
-backward pass recomputes each block's logits, turns them into their own gradient in place, and writes the block's final rows of
-the weight's gradient, so that nothing is summed over blocks in 16 bits. If one block is enough, its logits are kept. The work
-on a block between matrix products can be compiled, so that each pass reads it once.
+evaluated in blocks of the vocabulary; a block has the logits of all tokens for some words. The forward pass keeps one
+log-normaliser per token. The backward pass recomputes each block's logits, turns them into their own gradient in place, and
+writes the block's final rows of the weight's gradient, so that nothing is summed over blocks in 16 bits. If one block is
+enough, its logits are kept. The work on a block between matrix products can be compiled, so that each pass reads it once.
 
-Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Keep these off in training, since log π is always
-that of the full distribution.
+Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Sample training data without top-p and top-k,
+since log π is always that of the full distribution.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Policy(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Ranks that share rows do not support shared prompts."""
+        """Return whether the branches in a row may share prompts. Ranks that share rows do not support this."""
         return self.may_share_prompts and self.part is None
 
     def scores(
@@ -136,7 +135,7 @@ class Policy(nn.Module):
         if self.value_head is None:
             return scores
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
-        return scores._replace(values=values.float().sum(1))  # sum of one column: FSDP warns about views
+        return scores._replace(values=values.float().sum(1))  # sums one column: FSDP warns about views
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
@@ -149,7 +148,7 @@ class Policy(nn.Module):
             logprobs = self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
         for module in self.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # some keep gathered weights for a backward pass, which does not follow
+                module.reshard()  # some keep gathered weights for a backward pass, but none follows
         return logprobs
 
 
@@ -166,7 +165,7 @@ def add_value_head(policy: Policy) -> None:
 
 
 def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
-    """Raises `FieldError` if this attention is not available, or the model cannot score packed sequences with it."""
+    """Return a policy with `attention`. Raises `FieldError` if it is unavailable or scores packed sequences wrongly."""
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
@@ -175,14 +174,14 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     own_logits = caps_logits or not is_plain_linear(model.get_output_embeddings())
     policy = Policy(model, attention, own_logits=own_logits, float32_head=float32_head)
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.25  # nats, of two ways of computing the same log-probability
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.25  # nats between two ways to compute a log-probability
     if _packing_error(policy) > tolerance:
         policy.leave_logits_to_model()
         if (off := _packing_error(policy)) > tolerance:
             raise FieldError(
                 "model.attention",
                 attention,
-                f"{type(model).__name__} scores packed sequences {off:.2g} nats off its scores of each alone; "
+                f"{type(model).__name__} scores packed sequences up to {off:.2g} nats differently from each one alone; "
                 "try sdpa or eager, or another architecture",
             )
     policy.may_share_prompts = attention == VARLEN and _packing_error(policy, shared=3) <= tolerance
@@ -192,7 +191,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
     """Return the largest difference in log-probabilities, nats, between two packed sequences and the model's own forward pass
-    of each. Both begin with the same `shared` tokens, which the packed row has once."""
+    of each. Both begin with the same `shared` tokens, which the packed row contains only once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -284,7 +283,7 @@ def linear_scores(
     hidden [C, width], weight [V, width] and bias [V] have the same dtype; targets are int64[C]. Logits and results are float32
     (float64 for float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. Besides
     the gradients, this takes memory for about two blocks of `max_logits`. `compiled`: compile the work on blocks if there are
-    gradients; if torch then runs it uncompiled, it takes one more block.
+    gradients; if torch then runs it uncompiled, it takes memory for one more block.
     """
     head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
@@ -336,7 +335,7 @@ class _Head:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def place(self, words: slice) -> tuple[Tensor, Tensor]:
-        """Return for each token the index of its target within the block, or any index, and whether the target is there."""
+        """Return for each token the index of its target within the block (0 if it is not there), and whether it is there."""
         index = self.targets - words.start
         inside = (index >= 0) & (index < words.stop - words.start)
         return torch.where(inside, index, 0), inside
@@ -345,7 +344,7 @@ class _Head:
 def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks. Return
     log-probabilities, entropies and log-normalisers, [C] each; and if there is only one block, its logits [C, V]. A word's log
-    p is its logit minus the log-normaliser. `_block_sums` has subtracted each token's maximum from both."""
+    p is its logit minus the log-normaliser. If returned logits are uncompiled, each token's maximum is subtracted from both."""
     blocks = head.blocks()
     buffer = head.buffer()
     exponentials = None if head.compiled else head.buffer()
@@ -411,7 +410,7 @@ class _LinearScores(torch.autograd.Function):
         hidden, weight, bias, targets, log_normaliser, entropy, kept = ctx.saved_tensors
         head = _Head(hidden, weight, bias, targets, *ctx.options)
         wanted = ctx.needs_input_grad
-        summed = torch.zeros_like(hidden, dtype=head.dtype) if wanted[0] else None  # over blocks, in float32
+        summed = torch.zeros_like(hidden, dtype=head.dtype) if wanted[0] else None  # sum over blocks in float32
         of_weight = torch.empty_like(weight) if wanted[1] else None
         of_bias = torch.empty_like(bias) if wanted[2] else None
         g, h = (grad / head.temperature for grad in (grad_logprobs, grad_entropy))
@@ -456,6 +455,6 @@ def _fused_gradient(
 
 
 def _spread(log_p: Tensor, g: Tensor, h: Tensor, entropy: Tensor) -> Tensor:
-    """Replace log_p [C, words] by −p · (g + h · (log p + entropy)); the others are [C]."""
+    """Replace log_p [C, words] by −p · (g + h · (log p + entropy)); the other arguments are [C]."""
     p = log_p.exp()
     return log_p.add_(entropy[:, None]).mul_(-h[:, None]).sub_(g[:, None]).mul_(p)

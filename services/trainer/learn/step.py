@@ -44,7 +44,7 @@ from services.trainer.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout,
 TRAIN = "train"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step contain equally many."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same length."""
 
 
 def train_order(version: int, share: Share) -> Message:
@@ -74,7 +74,7 @@ class PreparedStep:
     shares: tuple[Share, ...]
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
-    """`advantage_abs_mean`: over sequences, 0 if no group has a signal. `imbalance`: `StepPlan.imbalance`."""
+    """`advantage_abs_mean`: mean over sequences, 0 if no group has a signal. `imbalance`: `StepPlan.imbalance`."""
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
@@ -83,7 +83,7 @@ class PreparedStep:
     """Positions of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
     actors: tuple[str, ...]
     token_actors: NDArray[np.int64]
-    """int64[C], over all `batches` in order: each token's actor's index in `actors`."""
+    """int64[C], over all `batches` in order: index in `actors` of the actor that sampled the token."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
@@ -110,8 +110,8 @@ class Learner:
         reference: Policy | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """`temperature`: at which μ samples. `reference`: policy of the KL term; None = `policy` as given. `compute_dtype`:
-        dtype of matrix products, if it differs from the weights' dtype."""
+        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as given.
+        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
@@ -177,7 +177,7 @@ class Learner:
         )
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
-        """Return a plan, and how many of its first slots need no backward pass, since they hold `silent` branches."""
+        """Return a plan, and how many of its first slots need no backward pass, since they hold only `silent` branches."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
@@ -188,7 +188,7 @@ class Learner:
         return plan, 0
 
     def _plan(self, branches: list[Branch], members: NDArray[np.int64]) -> StepPlan:
-        """Return a plan for the branches at positions `members`. The plan also refers to branches by position."""
+        """Return a plan for the branches at positions `members`. The plan refers to each branch by its position, too."""
         chosen = [branches[index] for index in members]
         lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
         outputs = np.array([branch.num_sampled_tokens for branch in chosen])

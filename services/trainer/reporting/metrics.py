@@ -64,15 +64,15 @@ class TaskMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
         reported = {"figure": f"a term of a reward, a metric of an environment, or turns; the first {MOST_REASONS} of them"}
-        self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences of one of several tasks in the step.", task)}
+        self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences by task; none for a run of one task.", task)}
         for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
-            text = f"{plain(figure.text).removesuffix('.')}, for each of several tasks."
+            text = f"{plain(figure.text).removesuffix('.')}, by task if there are several."
             self._of_task[figure.key] = metrics.reading(f"task_{figure.metric}", text, task, unit=figure.unit)
-        text = "Mean of a number that rewards and environments report of a task's sequences; of tasks in the step."
+        text = "Mean of a number that rewards or environments report, over a task's sequences in the step."
         self._reported = metrics.reading("task_reported_mean", text, {**task, **reported}, unit="as reported")
         text = "Held-out accuracy of one set of problems, last evaluation."
         self._accuracy = metrics.reading("heldout_set_accuracy_ratio", text, sets)
-        text = "pass@k of one set, last evaluation, for k = evaluation.samples above 1."
+        text = "pass@k of one set of problems, last evaluation, with k = evaluation.samples if that is above 1."
         self._passed = metrics.reading("heldout_set_pass_ratio", text, sets)
         text = "Mean of a reported number over the answers to one set of problems, last evaluation."
         self._heldout_reported = metrics.reading("heldout_set_reported_mean", text, {**sets, **reported}, unit="as reported")
@@ -106,17 +106,17 @@ class StepMetrics:
         self._tasks = TaskMetrics(metrics)
         self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        text = "algorithm.max_lag; no series without one, or if it bounds a mean."
+        text = "algorithm.max_lag; no series if it is null or bounds a mean lag."
         self.lag_bound = metrics.reading("token_lag_bound_steps", text)
         self.planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
-        self._step = metrics.histogram("step_seconds", "One optimizer step, waiting included.", STEP_SECONDS)
-        text = "Parts of a step, one after the other."
+        self._step = metrics.histogram("step_seconds", "Duration of one optimizer step, including waiting.", STEP_SECONDS)
+        text = "Duration of each part of a step; the parts do not overlap."
         self._phases = metrics.histogram("step_phase_seconds", text, PHASE_SECONDS, {"phase": STEP_PHASES})
-        text = "Parts of a step's compute; plan and build run during the previous step."
+        text = "Duration of each part of a step's computation; plan and build run during the previous step."
         self._compute = metrics.histogram("compute_phase_seconds", text, PHASE_SECONDS, {"phase": COMPUTE_PHASES})
-        text = "Time of a step in which compute waited for sending weights."
+        text = "Time within a step in which the computation waited for weights to be sent."
         self._idle = metrics.histogram("update_idle_seconds", text, PHASE_SECONDS)
-        text = "Peak memory of tensors on a GPU since the previous step, else of the process since its start."
+        text = "Peak memory: on a GPU, of tensors since the previous step; on a CPU, of the process since its start."
         self._memory = metrics.reading("memory_peak_bytes", text)
 
     def observe(self, record: StepRecord) -> None:
@@ -150,11 +150,11 @@ class MembershipMetrics:
         self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
         text = "Arrivals: an actor began to serve, in an epoch or on a side group."
         self.joins = metrics.counter("joins_total", text, unit="actors")
-        text = "Bringing one actor to the served version on a side group."
+        text = "Time to bring one actor to the served version on a side group."
         self.join_seconds = metrics.histogram("join_seconds", text, SECONDS)
-        text = "First to last byte of a version, at the trainer."
+        text = "Time from the first to the last byte of a version, at the trainer."
         self._transfer = metrics.histogram("weight_update_transfer_seconds", text, SECONDS)
-        text = "From the offer of a version until the last member serves it."
+        text = "Time from the offer of a version until the last member serves it."
         self._round_trip = metrics.histogram("weight_update_round_trip_seconds", text, SECONDS)
         self._bytes = metrics.counter("weight_update_bytes_total", "Bytes of the versions that all members serve.")
 
@@ -187,7 +187,7 @@ BY_STREAM = {"stream": STREAMS}
 
 
 class StreamMetrics:
-    """Size of the streams as of the last check, and age of the oldest message that was there."""
+    """Size of the streams at the last check, and the present age of the message that was then the oldest."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self.seen: dict[str, StreamInfo] = {}
@@ -212,8 +212,8 @@ LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. One thread adds and any thread reads, because the state is replaced as a whole. The client
-    library's histogram takes one observation at a time, too slow for the hundreds of thousands of tokens of a step."""
+    """Tokens by lag since the start. One thread may add while others read, because the state is replaced as a whole. The client
+    library's histogram takes one observation at a time, which is too slow for the hundreds of thousands of tokens of a step."""
 
     NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
 
@@ -278,17 +278,17 @@ class StateMetric(NamedTuple):
 
 STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
-    StateMetric("served_version", "Newest version that every member serves; none before it.", lambda run: run.served_version),
+    StateMetric("served_version", "Newest version that every member serves; none at first.", lambda run: run.served_version),
     StateMetric("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
-    StateMetric("regroups_total", "Regroupings: the group of all members was formed again.",
+    StateMetric("regroups_total", "How often the group of all members was formed again.",
                 lambda run: run.updater.regroups, "groups of members"),
-    StateMetric("weight_updates_total", "Versions that all members serve, and transfers that were started again.",
+    StateMetric("weight_updates_total", "Versions that all members serve, and transfers that were aborted.",
                 lambda run: run.updater.updates, "updates", {"outcome": ("served", "aborted")}),
     StateMetric("epoch", "Epoch: number of the current membership of the transfer group.",
                 lambda run: run.updater.epoch, "epoch"),
     StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.",
                 lambda run: run.ledger.counts.as_dict(), labels={"state": tuple(LedgerCounts().as_dict())}),
-    StateMetric("ledger_discrepancy_sequences", "Issued sequences less those of all other states: 0, or a defect.",
+    StateMetric("ledger_discrepancy_sequences", "Issued sequences minus those in all other states; not 0 is a defect.",
                 lambda run: run.ledger.counts.discrepancy),
     StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
                 labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
@@ -299,14 +299,14 @@ STATE_METRICS = (
                 lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": tuple(Outcome)}),
     StateMetric("tokens_arrived_total", "Completion tokens that reached the trainer, since this start.",
                 lambda run: run.intake.tokens_arrived_here, "tokens"),
-    StateMetric("bad_messages", "Messages set aside: sequences since the run began, others since this start.",
+    StateMetric("bad_messages", "Unusable messages: sequences since the run began, others since this start.",
                 lambda run: run.intake.bad_messages + run.updater.bad_messages),
     StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
                 "(weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
     StateMetric("checkpoint_version", "Version of the newest checkpoint; none before the first.",
                 lambda run: max(run.checkpoints.positions, default=None)),
-    StateMetric("checkpoint_timestamp_seconds", "When the newest checkpoint was written, by this or an earlier trainer; before "
-                "the first, when training began.", lambda run: run.checkpoints.saved_at_s),
+    StateMetric("checkpoint_timestamp_seconds", "Unix time of the newest checkpoint, by this or an earlier trainer; before "
+                "the first, of the beginning of training.", lambda run: run.checkpoints.saved_at_s),
     StateMetric("checkpoint_upload_version", "Version of the last upload; none before the first.",
                 lambda run: run.uploads.last.get("version")),
     StateMetric("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.",
@@ -318,7 +318,7 @@ STATE_METRICS = (
                 "bound, up to the run's end.", lambda run: run.feeder.allowance_by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
                 lambda run: run.feeder.in_flight),
-    StateMetric("in_flight_limit_sequences", "Maximum of in_flight_sequences by the freshness limit now; none in conventional "
+    StateMetric("in_flight_limit_sequences", "Freshness limit of in_flight_sequences at present; none in conventional "
                 "mode.", lambda run: run.feeder.in_flight_limit),
 )  # fmt: skip
 

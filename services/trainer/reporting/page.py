@@ -36,7 +36,7 @@ from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
 
 MOST_PENDING = 16
-"""Maximum number of samples kept between two steps, the newest ones."""
+"""Maximum number of samples kept between two steps; the newest are kept."""
 STEPS_KEPT = 256
 """Number of steps by which a reader may be behind without fetching everything again."""
 ASKED_WITHIN_S = 1.5
@@ -130,7 +130,7 @@ MOST_MEMBERS = 256
 
 
 def member_rows(states: Mapping[str, str], served_version: int | None, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
-    """Return each registered actor, ordered by name, with its state and the last version known of it."""
+    """Return each registered actor, ordered by name, with its state and the newest version that it is known to serve."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)

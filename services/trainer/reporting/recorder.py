@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 PAGE_STATE_EVERY_S = 1.0
 SAMPLES_READ = 256
-"""A resumed run reads this many of the first and of the last samples for the page."""
+"""Number of the first samples, and of the last, that a resumed run reads for the page."""
 
 
 class Recorder:
@@ -63,7 +63,7 @@ class Recorder:
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """A sink that is None is off. Without a `tokenizer`, samples have no tokens. The caller opens and closes the sinks."""
+        """A sink that is None is disabled. Without a `tokenizer`, samples have no tokens. The caller opens and closes sinks."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
         self._trackers = trackers or RunTrackers()
@@ -175,14 +175,14 @@ class Recorder:
             self._replicas.finish()
         self.feed.add(None)
 
-    # --- its members and weight updates ------------------------------------------------------------------------------
+    # --- members and weight updates -----------------------------------------------------------------------------------
 
     def actor_loads(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
         self._loads.update(loads)
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Times per actor are recorded as the slowest actor's."""
+        """Record that all members serve a version. For times per actor, record the slowest actor's."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
@@ -221,7 +221,7 @@ class Recorder:
     # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 
     def _phase_of(self, run: RunView) -> trainer_pb2.TrainerPhase:
-        """Sending weights and waiting for actors to receive them count as training; alerts rely on this."""
+        """Return the phase. Sending weights and waiting for actors to receive them count as training; alerts rely on this."""
         if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and run.waiting_for.startswith("sequences"):
             return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return self._phase
@@ -266,7 +266,7 @@ class Recorder:
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
-        """Log any error, so that the page cannot end the run."""
+        """Call `tell` with the page, if any, and log its errors, so that the page cannot end the run."""
         if self._board is not None:
             try:
                 tell(self._board)
@@ -305,8 +305,8 @@ class Recorder:
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
         """Return whether the lag limit is below the recommended one and costs time or sequences: the trainer waits because the
-        limit holds back prompts, or more than `MOST_STALE` of the sequences were stale. Logged once. False until the longest of
-        the first sequences have ended: before that, only short lengths are known."""
+        limit holds back prompts, or more than `MOST_STALE` of the sequences were stale. The warning is logged once. Return
+        False until the longest of the first sequences have ended: before that, only short lengths are known."""
         problem, seconds = too_small_max_lag(self._recipe, record["largest_lag"]), record["step_s"]
         if problem is None or record["step"] <= record["largest_lag"]:
             return False
@@ -320,7 +320,7 @@ class Recorder:
         return True
 
     def _clip_range_cut(self, record: StepRecord) -> float | None:
-        """Return the fraction of tokens that the loss clipped lately; None up to `MOST_CUT`. Logged once."""
+        """Return the fraction of tokens that the loss clipped in recent steps; None if it is at most `MOST_CUT`. Warn once."""
         if self._recipe.algorithm.loss in CUTTING and not record["skipped"]:
             self._cut.append(record["clip_fraction"])
         share = sum(self._cut) / CUT_STEPS
@@ -332,7 +332,7 @@ class Recorder:
         return share
 
     def _sample(self, sample: Sample) -> None:
-        """The page always gets a sample's tokens. The file gets them only at some steps, to limit its size."""
+        """Pass a sample to the page and the file. The file gets the tokens only at some steps, to stay small."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
         self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))

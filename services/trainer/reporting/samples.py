@@ -29,7 +29,7 @@ MOST_WITH_TOKENS = 500
 
 
 def has_tokens(step: int, steps: int) -> bool:
-    """Return whether samples of `step` have tokens: at about `MOST_WITH_TOKENS` steps, with the first and the last. Pure."""
+    """Return whether samples of `step` have tokens: at about `MOST_WITH_TOKENS` steps, including the first and last. Pure."""
     return step <= 1 or step == steps or step % -(-steps // MOST_WITH_TOKENS) == 0
 
 
@@ -79,7 +79,7 @@ def _reference(text: str) -> Any:
 def _branches(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
 ) -> list[dict[str, Any]]:
-    """Return an episode's branches. Special tokens are kept, since they mark the roles. `weights`: of all branches."""
+    """Return an episode's branches. Special tokens are kept: they mark the roles. `weights`: for all branches, in order."""
     branches, written = [], 0
     for branch in sequence.all_branches:
         pieces, parts, end = _pieces(tokenizer, branch.completion_token_ids) or [], [], 0

@@ -48,7 +48,7 @@ FLUSH_S, FLUSH_STOPPED_S = 20.0, 1.5
 """Seconds to wait for trackers after a finished run, and after a run that was stopped early, before abandoning them."""
 
 PROJECT = "pipelinerl"
-"""Default for MLflow's experiment and W&B's project; environment variables override it."""
+"""Default name of MLflow's experiment and W&B's project; environment variables override it."""
 STEP, HELDOUT_VERSION = "step", "heldout/version"
 
 THREAD = "tracker "
@@ -259,7 +259,7 @@ def recipe_params(recipe: Recipe) -> dict[str, str | int | float | bool]:
 
 
 def _leaves(values: Mapping[Any, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that is not a non-empty mapping, with its path."""
+    """Yield every leaf with its path. A leaf is any value except a non-empty mapping."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, separator, f"{prefix}{key}{separator}")
@@ -308,7 +308,7 @@ class TensorBoardTracker:
         self._open = SummaryWriter
 
     def start(self, run: TrackedRun) -> None:
-        """Make TensorBoard hide earlier points after `run.version`: the restart undid those steps."""
+        """Open the writer. Make TensorBoard hide earlier points after `run.version`, since the restart undid those steps."""
         purged = run.version + 1 if run.incarnation > 1 else None
         self._writer = self._open(str(run.run_dir / "tensorboard"), purge_step=purged)
         rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in run.params.items()]
@@ -332,7 +332,7 @@ class MlflowTracker:
     """Limits of MLflow."""
 
     def __init__(self) -> None:
-        # At a run's end it would print the run's address, with any login in the tracking URI.
+        # Otherwise MLflow prints the run's address at its end, with any login in the tracking URI.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import entities
         from mlflow.tracking import MlflowClient
@@ -399,7 +399,7 @@ class WandbTracker:
         figures_only = {"disable_git": True, "disable_code": True, "x_disable_stats": True}
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
-            # The name and a random part, since a name may be used again in another folder.
+            # The id has a random part, since a name may be used again in another folder.
             id=kept_id(run.run_dir, "wandb", lambda: f"{run.name}-{secrets.token_hex(4)}"),
             resume="allow",
             name=run.name,
@@ -414,7 +414,7 @@ class WandbTracker:
         self._run.define_metric("heldout/*", step_metric=HELDOUT_VERSION)
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """W&B's own step can only grow, but a restarted trainer repeats steps."""
+        """Log the position as a figure: W&B's own step can only grow, but a restarted trainer repeats steps."""
         incarnation = {"incarnation": self._incarnation} if axis == STEP else {}
         self._run.log({axis: position, **incarnation, **figures})
 

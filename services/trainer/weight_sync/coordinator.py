@@ -8,7 +8,7 @@ The tests check these invariants against every order of events:
   * `Commit` of v comes only after every remaining member of the epoch has staged v in that epoch with the sender's
     checksum;
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
-  * one version is in transfer at a time, and each version that begins ends in `VersionServed`, with the remaining members;
+  * one version is in transfer at a time, and each transfer that begins ends in `VersionServed`, with the remaining members;
   * an actor that came late or failed is not in an epoch with others until `MemberReady` reports that it has served a version
     on a side group, so that no actor delays the others twice.
 
@@ -65,10 +65,10 @@ class MemberUp:
 
 @dataclass(frozen=True)
 class MembersLeaving:
-    """These processes are shutting down, or are gone; one event for several, so that one new epoch is enough. The process "" is
-    any process of its actor. `still_running`: they still take part in a running transfer, which then continues without their
-    answers. A second event, when the processes are gone, ends a transfer that may hang on their ranks. `cause` None: they leave
-    in order."""
+    """These processes are shutting down or have ended. One event names several, so that one new epoch is enough. A member with
+    the process "" stands for any process of its actor. `still_running`: they still take part in a running transfer, which
+    continues without their answers. A second event, after their end, ends a transfer that may hang on their ranks. `cause`:
+    None for an orderly departure."""
 
     members: tuple[Member, ...]
     reason: str
@@ -77,7 +77,7 @@ class MembersLeaving:
 
     @classmethod
     def unregistered(cls, *actors: str) -> MembersLeaving:
-        """Actors removed their registrations, or their heartbeats expired."""
+        """Return the event for actors that removed their registrations or whose heartbeats expired."""
         members = tuple(Member(actor, process="") for actor in actors)
         return cls(members, "left, or its heartbeat stopped", False, EvictionCause.HEARTBEAT)
 
@@ -116,7 +116,7 @@ class DeadlinePassed:
 
 @dataclass(frozen=True)
 class HoldCommits:
-    """A measurement (evaluation, probe) runs: stage versions after `above`, but do not commit them. None: it has ended."""
+    """During a measurement (evaluation or probe), stage but do not commit versions after `above`. None ends the measurement."""
 
     above: int | None
 
@@ -137,7 +137,7 @@ class FormGroup:
 
 @dataclass(frozen=True)
 class Evicted:
-    """An actor was removed from an epoch. `cause` None: it left in order, because its process is shutting down."""
+    """An actor was removed from an epoch. `cause`: None for an orderly departure, because its process is shutting down."""
 
     actor: str
     epoch: int
@@ -167,8 +167,8 @@ class WaitingForMembers:
 
 
 Action = FormGroup | Announce | Commit | Abort | Evicted | SetDeadline | VersionServed | WaitingForMembers
-"""Orders to the members are the protocol's messages, with epoch and version alone. After `Announce`, broadcast the version on
-this epoch's group. With `Abort`, close the group, which may be stuck in a collective."""
+"""`Announce`, `Commit` and `Abort` are messages to the members; the caller fills in further fields. After `Announce`, broadcast
+the version on the epoch's group. After `Abort`, close the group, which may be stuck in a collective."""
 
 
 class Phase(Enum):
@@ -197,18 +197,18 @@ class Coordinator:
         self._newcomers: set[str] = set()
         """Actors that came after the first offer. Until `MemberReady`, an epoch includes them only if nobody else is left."""
         self._benched: dict[str, int] = {}
-        """Failed actors, each with the number of its last failure. A failed actor rejoins through a side group. If no other is
-        left, the one that failed longest ago is tried again, alone, at its next heartbeat."""
+        """Failed actors, each with the number of its last failure. A failed actor rejoins through a side group. If no other
+        actor is left, the one that failed longest ago is tried again, alone, at its next heartbeat."""
         self._failures = itertools.count()
         self._group_stands = False
         self._answered: dict[str, int] = {}
         """Actors that have answered in this phase, including the trainer, with the checksum of their staged bytes."""
         self._left: set[str] = set()
-        """Processes that left while their ranks were in the group. If it then breaks or hangs, no other member is blamed."""
+        """Processes that left while their ranks were in the group. If the group then breaks or hangs, no other is blamed."""
         self._restarts = 0
         """Failed attempts at the current version with the same members, none of whom could be blamed."""
         self._breaks = False
-        """True if the last group of several members was dissolved. The next group is then not retried."""
+        """True if the last group of several members was dissolved for breaking repeatedly. The next group is not retried."""
         self._held_above: int | None = None
         self._deadline_token = 0
 
@@ -291,7 +291,7 @@ class Coordinator:
             return []
         late = set(self.members) - self._answered.keys()
         if not late and TRAINER in self._answered:
-            return [self._new_deadline()]  # complete everywhere; only the commit is held
+            return [self._new_deadline()]  # all have staged the version; only its commit is held
         if not late or self._left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)

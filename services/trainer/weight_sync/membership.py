@@ -1,7 +1,7 @@
 """Arrivals and departures of actors, the known state of each actor, and the choice of actors for side groups. Pure.
 
-A side group consists of the trainer and one actor, beside the others' epoch. It brings a new or evicted actor to the newest
-served version at once. Once the actor serves that version, it joins the next epoch. Until then it cannot delay others.
+A side group consists of the trainer and one actor, beside the epoch of the others. It brings a new or evicted actor to the
+newest served version at once. Once the actor serves that version, it joins the next epoch. Until then it cannot delay others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = Literal["joined", "left", "evicted"]
 
 @dataclass(frozen=True)
 class MemberChange:
-    """One arrival or departure. `left`: in order. `evicted`: from `epoch` for a `cause`, or its heartbeats stopped."""
+    """An arrival or departure. `left`: orderly. `evicted`: removed from `epoch` for a `cause`, or its heartbeats stopped."""
 
     kind: Kind
     member: Member
@@ -87,9 +87,9 @@ class Roster:
         self._actors: dict[str, _Registered] = {}
         self._newest = -1
         self._behind: dict[str, _Registered] = {}
-        """Actors that do not serve the newest version, in order of arrival. A heartbeat costs a look at these alone."""
+        """Actors that do not serve the newest version, in order of arrival. A heartbeat examines only these."""
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """By uid of an ended pod, or by process if an actor does not know its pod: the members that may still be running."""
+        """Members that may still run, by the uid of their ended pod, or by process if the actor does not know that uid."""
 
     def up(self, member: Member) -> None:
         """Record a registration or heartbeat. A new process of a known actor starts without a version."""
@@ -100,7 +100,7 @@ class Roster:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """Remove an actor that is no longer registered. Its departure is reported unless an epoch has removed it."""
+        """Remove an actor that is no longer registered. Its departure is reported only if it still counts as joined."""
         known = self._actors.pop(actor, None)
         self._behind.pop(actor, None)
         if known is None or not known.joined:
@@ -146,7 +146,7 @@ class Roster:
         return all(known is not None and known.met for known in map(self._process, members))
 
     def side_failed(self, member: Member) -> None:
-        """Record that an actor's side group failed. Each failure in a row doubles its wait, up to `MOST_RESTED` heartbeats."""
+        """Record that an actor's side group failed. Each failure in a row doubles the wait, up to `MOST_RESTED` heartbeats."""
         known = self._process(member)
         if known is not None:
             _rest(known)

@@ -1,9 +1,9 @@
 """The trainer's end of the weight transfer: the manifest, snapshots of a version, groups, and broadcasts of chunks.
 
-Only `snapshot` stops the optimizer: it copies the weights once, in the wire dtype. On a device the copy is queued on a separate
-stream. A snapshot may be sent any number of times, on any group, on a background thread. On the wire, each chunk follows an
-int64[6] header: magic, incarnation, version, chunk index, checksum, bytes. While one chunk is sent, the next chunk's checksum
-is computed. If a group is abandoned while stuck, its thread ends within the stall timeout.
+Only `snapshot` stops the optimizer: it copies the weights once, in the dtype of the transfer. On a device the copy is queued on
+a separate stream. A snapshot may be sent any number of times, on any group, on a background thread. On the wire, each chunk
+follows an int64[6] header: magic, incarnation, version, chunk index, checksum, bytes. While one chunk is sent, the next chunk's
+checksum is computed. If a group is abandoned while stuck, its thread ends within the stall timeout.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from services.trainer.learn.lora import factor_names, layer_adapters, served_par
 def as_in_files(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]], converted: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of `model` with the names and shapes of its files, which any engine can load. These differ from the
-    model's own where transformers renames layers or stacks the experts of a mixture. `converted`: the result of
-    `converted_parameters`; only these are then converted."""
+    """Yield the weights with the names and shapes that they have in the model's files, which any engine can load. The names and
+    shapes in memory differ if transformers renames layers or stacks the experts of a mixture. `converted`: result of
+    `converted_parameters`; if given, only these parameters are converted."""
     for name, tensor in parameters:
         plain = converted is not None and name not in converted
         yield from [(name, tensor)] if plain else revert_weight_conversion(model, {name: tensor}).items()
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Return the parameters that differ in the files of `model`. It takes 10 to 50 µs for each; call this once, and not while
-    the optimizer waits for a snapshot."""
+    """Return the names of the parameters whose name or shape differs in the model's files. This takes 10 to 50 µs per
+    parameter, so call it once, and not while the optimizer waits for a snapshot."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
@@ -64,7 +64,7 @@ def whole_weights(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int) 
 
 
 def _shapes(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the served parameters on the meta device."""
+    """Yield (name, tensor on the meta device) for each served parameter."""
     return ((name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for name, p, _ in served_parameters(model))
 
 
@@ -92,15 +92,15 @@ MOST_SNAPSHOTS = 3
 
 
 class Snapshot:
-    """A copy of one version's weights. `stream`: uint8[manifest.total_bytes], at `placement`."""
+    """A copy of one version's weights. `stream`: uint8[manifest.total_bytes], in the memory of `placement`."""
 
     def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST) -> None:
         self.manifest, self.version, self.stream, self._placement = manifest, version, stream, placement
         self._checksums: dict[int, int] = {}
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
-        """Return the chunk's bytes at the `placement` of the sending group, and their checksum, computed there once. On a
-        device, the checksum waits for the copy into `stream`, so a chunk that has a checksum is also fully copied."""
+        """Return the chunk's bytes in the memory of `placement`, from which the group sends, and their checksum. On a device,
+        the checksum, computed once, waits for the copy into `stream`, so a chunk with a checksum is fully copied."""
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
             if chunk.index not in self._checksums:
@@ -109,11 +109,11 @@ class Snapshot:
 
 
 class WeightSender:
-    """The trainer's end of the collective: takes snapshots, opens a group per epoch or joiner, starts broadcasts.
+    """The trainer's end of the collective: takes snapshots, opens a group per epoch or joining actor, and starts broadcasts.
 
     `stall_timeout_s`: maximum time for one chunk before the group counts as broken; it also bounds an abort. `placement`:
     memory of the snapshots. `group_placement`: memory from which groups send; it differs if a device's snapshots are kept in
-    host memory. `store`: where groups meet, if this sender opens any. `host`: address at which actors reach this pod.
+    host memory. `store`: rendezvous of the groups, if this sender opens any. `host`: this pod's address for actors.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters (such as `model.named_parameters()`). On a device, change them only by work queued afterwards on
-        the caller's stream. Raises ManifestDiffers if the parameters do not match the manifest."""
+        """Copy the parameters (such as `model.named_parameters()`). On a device, later changes of the parameters must be queued
+        on the caller's stream. Raises ManifestDiffers if the parameters do not match the manifest."""
         with self.placement.beside():
             stream = pack(self.manifest, parameters, self._empty_stream())
         return Snapshot(self.manifest, version, stream, self.placement)
@@ -149,8 +149,8 @@ class WeightSender:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
-        """Start meeting the ranks of a new `epoch`. `patience_s`: maximum wait for each further rank once one has connected;
-        None = until the deadline."""
+        """Start to connect with the other ranks of the group of a new `epoch`. `patience_s`: maximum wait for each further rank
+        after one has connected; None = until the deadline."""
         assert self._store is not None
         spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), on_device(self.group_placement.device)
@@ -211,7 +211,7 @@ class CollectiveGroup:
 
     async def abandon(self) -> None:
         """Give up the running operation and return at once. A stuck operation ends by its own timeouts and closes its group."""
-        self._given_up.set()  # also ends a meeting, and a broadcast between two chunks
+        self._given_up.set()  # this also ends a wait for ranks, and a broadcast between two chunks
         if self._broadcast is not None and not self._broadcast.done():
             return  # its thread closes the group
         if self._meeting.done():

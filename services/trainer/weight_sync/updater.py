@@ -1,8 +1,8 @@
-"""Bring every version to every actor: the session of the epoch, side sessions of joiners, and control messages in and out.
+"""Bring every policy version to every actor, through one transfer session for the epoch and one for each joining actor.
 
-`offer` returns as soon as sending has begun, so that the next batch is computed meanwhile. It waits only until the previous
-version is served, so that sending is at most one version behind. Registrations, answers and deadlines end the waits; outages of
-NATS are waited through. If no actor serves the first version in time, the run ends with the actors' reasons.
+`offer` returns as soon as sending has begun, so that the next batch is computed meanwhile. Before that it waits until the
+previous version is served, so that at most one version is in transfer. Every wait ends with a registration, an answer or a
+deadline, or when NATS is back. If no actor serves the first version in time, the run ends with the actors' reasons.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": pb.EpochJoined, "staged": pb.Staged, "serving": pb.Serving, "failed": pb.Abort}
 MEETING_SHARE = 0.8
-"""Share of the phase's deadline in which a group's members must meet, so that only missing members are blamed."""
+"""Share of the deadline in which a group's members must connect; below 1, so that only missing members are evicted."""
 PATIENCE_S = 3.0
-"""Maximum wait for the next rank once one has connected, if all members have met before. It detects a dead member long before
-its registration expires, and excludes a slow member, which returns through a side group."""
+"""Maximum seconds to wait for the next rank after one has connected, if all members have been in a group before. It reveals a
+dead member long before its registration expires. It also excludes a slow member, which returns through a side group."""
 MOST_REASONS = 16
 """Maximum number of actors whose last reason for not serving is kept."""
 
 
 class TransferSession:
     """One transfer group and its state machine: the epoch of all actors, or the side group of a `joiner`. It performs its
-    coordinator's actions on the group and records the update's figures. The update's span lasts from the offer until every
-    member serves the version, or the update is given up."""
+    coordinator's actions on the group and records the update's figures. The update's trace span lasts from the offer until
+    every member serves the version, or the update is given up."""
 
     def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiner: c.Member | None = None) -> None:
         self._updater, self.coordinator, self.joiner = updater, coordinator, joiner
@@ -129,7 +129,7 @@ class TransferSession:
                 self._snapshot = None
                 self._end_spans()
             case c.Evicted(actor, epoch, reason):
-                if self.joiner is not None:  # the recorder logs a member's departure
+                if self.joiner is not None:  # for other members, the recorder logs it
                     log.warning("actor %s leaves its side group %d: %s", actor, epoch, reason)
                 self._span.add_event("evicted", {a.ACTOR: actor, a.REASON: reason})
 
@@ -176,7 +176,7 @@ class TransferSession:
         task, group = self._task, self._group
         self._task = self._group = None
         if task is not None:
-            task.cancel()  # first, so that a task that has not begun does not begin
+            task.cancel()  # before `abandon`, so that a task that has not begun never begins
         if group is not None:
             await group.abandon()
         if task is not None:
@@ -203,8 +203,8 @@ class TransferSession:
 
 class WeightUpdater:
     """Sends versions to all actors. `join_timeout_s`: limit from the offer of the first version until it is served. `on_change`
-    is called when a version is served, and when an actor is gone. Besides the snapshot in transfer, the updater keeps that of
-    the newest served version for joiners."""
+    is called when a version is served, and when an actor is gone. Besides the snapshot in transfer, the updater keeps the
+    snapshot of the newest served version for joining actors."""
 
     def __init__(
         self,
@@ -244,12 +244,12 @@ class WeightUpdater:
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`. While commits are held, they can be measured."""
+        """Return the actors that are known to serve `served_version`. While commits are held, they keep serving it."""
         return self.roster.serving(self.served_version)
 
     @property
     def states(self) -> dict[str, str]:
-        """Return the state of each registered actor. `joining`: it is on a side group. May be read on any thread."""
+        """Return the state of each registered actor. `joining`: the actor is on a side group. May be read on any thread."""
         serving, joining = set(self.serving), set(self._sides)
         states = {
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
@@ -287,7 +287,7 @@ class WeightUpdater:
 
     @property
     def commit_held(self) -> bool:
-        """Return whether `hold_when_served` keeps the version in transfer from being served."""
+        """Return whether `hold_when_served` prevents the commit of the version in transfer."""
         return self._main.coordinator.held
 
     async def all_served(self) -> None:
@@ -327,7 +327,7 @@ class WeightUpdater:
             raise ServiceError(
                 f"version {self._main.record.version} was served by no actor within weights.join_timeout_s = "
                 f"{self._join_timeout_s:g} s; {f'last reasons: {self.reasons}' if self._reasons else 'no actor said why'}. "
-                "Look at the actors' logs, or raise it"
+                "Look at the actors' logs, or raise the timeout"
             ) from error
 
     # --- events in ------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class WeightUpdater:
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
                 if said.phase == "draining":
                     self._draining.add(said.actor)
-                    self.post(None, c.MembersLeaving((member,), "it was told to end"))
+                    self.post(None, c.MembersLeaving((member,), "it is shutting down"))
                 else:
                     self._draining.discard(said.actor)
                     self.post(None, c.MemberUp(member))
@@ -363,12 +363,12 @@ class WeightUpdater:
                     log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error, extra=AGGREGATED)
                     continue
                 about = {a.ACTOR: message.actor, **a.messaging("process", f"control.{message.kind}")}
-                trace = trace_in(message.headers)  # the member's last span continues in the trainer
+                trace = trace_in(message.headers)  # the actor's trace continues in the trainer
                 child(trace, "weight_update.answer", kind=SpanKind.CONSUMER, attributes=about).end()
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post this incarnation's answer to the side session of its epoch, else to the main one, which ignores old epochs."""
+        """Post an answer to this incarnation to its epoch's side session, or else to the main one, which ignores old epochs."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
@@ -389,7 +389,7 @@ class WeightUpdater:
     # --- consequences of events --------------------------------------------------------------------------------------
 
     def post(self, session: TransferSession | None, event: c.Event) -> None:
-        """Queue an event. `session` None: the event concerns the membership, and so all sessions."""
+        """Queue an event. If `session` is None, the event changes the membership, which concerns all sessions."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
@@ -420,7 +420,7 @@ class WeightUpdater:
                 self.roster.up(member)
             case c.MembersLeaving(members, reason, _, cause):
                 for member in members:
-                    if member.actor not in self._main.coordinator.present:  # else another process has the name
+                    if member.actor not in self._main.coordinator.present:  # otherwise a newer process of this actor is present
                         changes = self.roster.gone(member.actor, self.epoch, self.served_version, reason, left=cause is None)
                         self._tell(changes)
                         self.on_change()
@@ -452,7 +452,7 @@ class WeightUpdater:
                     self.updates["served"] += 1
                     self._observer.served(self._main.record)
                     self.on_change()
-        await self._tend_sides()  # after all actions, so that evicted actors rest first
+        await self._tend_sides()  # after all actions, so that evicted actors first wait some heartbeats
 
     async def _tend_sides(self) -> None:
         running = {actor: session.joiner for actor, session in self._sides.items() if session.joiner is not None}
