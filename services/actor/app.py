@@ -278,8 +278,7 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: Container[str] = ()) -> dict[str, PromptGroup]:
-    """Return a group of one sample for each prompt, by the prompt's id. `episodic`: names of the tasks with episodes. Raises
-    `MessageError`."""
+    """Return a one-sample group for each prompt, by the prompt's id. `episodic`: tasks with episodes. Raises `MessageError`."""
     kind, call = "GenerateRequest", os.urandom(4).hex()
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
@@ -330,8 +329,7 @@ class Heartbeat:
         self._away = self._left = False
 
     async def run(self) -> None:
-        """Refresh until cancelled, or until `leave`. A failed refresh is tried again at the next interval. A series of failures
-        is logged as one warning."""
+        """Refresh until cancelled, or until `leave`. A failed refresh is tried again, and a series of failures logged once."""
         while not self._left:
             try:
                 await self._bus.put_member(self._me.actor, self.registration().SerializeToString())

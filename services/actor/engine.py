@@ -33,9 +33,8 @@ class EngineError(PipelineRLError):
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
     """A request for one completion. `prompt_token_ids` is int32[tokens]; `seed` None selects the engine's own random stream.
-    Two requests share the cached keys and values of a common prefix only if their salts are equal. The engine calls
-    `cache_salt` when the request enters, and again if the request restarts because weights were swapped before its first
-    token."""
+    Requests share cached keys and values of a common prefix only if their salts are equal. The engine calls `cache_salt` when
+    the request enters, and again if the request restarts because weights were swapped before its first token."""
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -45,8 +44,7 @@ class GenerationRequest:
 
 
 class InferenceEngine(Protocol):
-    """Generates on one policy version at a time. `vllm_engine.py` implements this protocol with vLLM; tests use a light
-    fake."""
+    """Generates on one policy version at a time. `vllm_engine.py` implements this protocol with vLLM, and tests with a fake."""
 
     @property
     def weights(self) -> WeightUpdateClient: ...

@@ -80,8 +80,7 @@ class Finisher:
                     self.buffer.task_done()
 
     async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
-        """Return the batch with a reward or failure for each sample. If the verifier refuses a sample, the others still get
-        theirs."""
+        """Return the batch with a reward or failure for each sample. A sample that the verifier refuses affects no other."""
         done = [sample for sample in batch if sample.group.episodic or sample.sequence.failure]
         good = [sample for sample in batch if sample not in done]
         try:

@@ -61,9 +61,8 @@ class HeldGroups(dict[str, HeldGroup]):
     """Groups by id, whose messages are kept alive until all their sequences are published, and then acknowledged. At most H
     groups are held, since each of them has a sample in progress.
 
-    A group arrives in several messages if it was handed over in parts, or if an actor handed it over and died before it
-    acknowledged its own message. Each sample is still generated once, and each message is acknowledged when its samples are
-    stored."""
+    A group arrives in several messages if it was handed over in parts, or if an actor handed it over and died before it could
+    acknowledge its own message. Each sample is still generated once. A message is acknowledged when its samples are stored."""
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self and delivery.position in self[group.group_id].messages

@@ -225,8 +225,7 @@ def prepare_forks() -> None:
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Copy vLLM's cached facts about model classes ("model infos") from the container image to a new cache. Without them, vLLM
-    takes 9 s to inspect a model class."""
+    """Copy the image's "model infos" to a new cache. Without these facts about model classes, vLLM inspects a class for 9 s."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return
@@ -239,8 +238,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger that only calls `on_step`. It subclasses `PrometheusStatLogger`, because vLLM would otherwise add
-    one."""
+    """Return a stat logger that only calls `on_step`. vLLM would add a `PrometheusStatLogger` if this were not a subclass."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
