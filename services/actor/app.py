@@ -172,7 +172,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     async with asyncio.timeout(DRAIN_S):
                         await self._finisher.buffer.join()
                 except TimeoutError:
-                    log.warning("finished sequences were not verified and stored within %g s; they are handed over", DRAIN_S)
+                    log.warning("finished sequences that could not be stored within %g s are handed over", DRAIN_S)
                 await _cancelled(producers)
                 started, num_groups = time.monotonic(), len(self._held)
                 await hand_over(self.bus, self._held, self.metrics, instance=instance, timeout_s=HAND_OVER_S)

@@ -239,7 +239,7 @@ class GenerationLoop:
         try:
             group = sequences.decode_group(delivery.payload, expected_run=self.bus.run)
         except MessageError as error:
-            log.error("a prompt group is set aside: %s", error, extra=AGGREGATED)
+            log.error("a prompt group cannot be read and is given up: %s", error, extra=AGGREGATED)
             self.metrics.bad_messages.labels("prompt_group").inc()
             await self._give_up(
                 sequences.remains_of_group(delivery.payload, run=self.bus.run), delivery, f"unreadable_group: {error}"

@@ -1,8 +1,8 @@
-"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only costs its own item. If a task has
+"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only fails its own item. If a task has
 a judge, its items wait for the judge's answer before they wait for a worker.
 
-After its deadline a worker is killed with all processes it started, and its item times out. If a worker dies, its item is tried
-once more, since the cause may have been an outside signal or an earlier item; after a second death the item fails.
+A worker that misses a reward's deadline is killed with all processes it started, and the item times out. If a worker dies, its
+item is tried once more, since an outside signal or an earlier item may be the cause. After a second death, the item fails.
 
 Workers communicate through pipes, with frames of `multiprocessing.connection`: a length, and bytes that are not unpickled. The
 first frame to the worker is the recipe as JSON; the first frame back is a text, empty if the worker is ready, otherwise the
@@ -111,7 +111,7 @@ async def run_pool(
 
 
 class RewardPool:
-    """The pool, which `run_pool` creates. The queue is first in, first out, except that repeated items come first. `judges`: by
+    """The pool, which `run_pool` creates. The queue is first in, first out, but repeated items come first. `judges` is by
     task."""
 
     def __init__(
@@ -149,7 +149,7 @@ class RewardPool:
         return [job.future.result() for job in jobs]
 
     async def _judge(self, job: Job) -> None:
-        """Queue an item with its judge's answer. Without one, the item fails."""
+        """Queue an item with its judge's answer. Without an answer, the item fails."""
         answer = await self._judges[job.item.task].answer(job.item)
         if answer.status != verifier_pb2.VERIFY_STATUS_OK:
             job.fail(answer.status, answer.message)
@@ -233,8 +233,8 @@ class WorkerGone(Exception):
 
 
 async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
-    """Return the next frame, even if it arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone` if it is too
-    long, and `IncompleteReadError` or `ConnectionError` if there is none."""
+    """Return the next frame, even if it arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone` if the frame
+    is too long, and `IncompleteReadError` or `ConnectionError` if the stream ends before its end."""
 
     async def read() -> bytes:
         (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))
@@ -268,7 +268,7 @@ class WorkerProcess:
         self._stdin.write(FRAME_LENGTH.pack(len(payload)) + payload)
 
     async def score(self, item: verifier_pb2.VerifyItem, within_s: float) -> verifier_pb2.VerifyResult:
-        """Score an item. Raises `WorkerGone`, and `TimeoutError`, after which the worker is unusable."""
+        """Score an item. Raises `WorkerGone` or `TimeoutError`; the worker is then unusable."""
         self.write(item.SerializeToString())
         payload = await self.read(within_s)
         try:

@@ -118,7 +118,7 @@ class Endpoint:
         episode, chat = run.episode, self._chat
         asked, messages = _read(body, _ChatRequest), read_messages(body.get("messages") or None)
         if body.get("n") not in (None, 1):
-            raise Unrenderable(f"n = {body['n']!r}: use 1, since an episode records each answer once; ask again for another")
+            raise Unrenderable(f"n = {body['n']!r}: use 1, since each request records one answer; send several requests")
         tools, may_call = asked.tools or [], asked.tool_choice != "none"
         context = context_of(chat, episode.served, messages, tools)
         self._count_ignored(ignored_fields(body, episode.sampling))
@@ -170,8 +170,7 @@ class Endpoint:
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
-        """Answer with a stream. An early error, such as a refusal, has its own HTTP status; a later error is sent as an
-        event."""
+        """Answer with a stream. An early error, such as a refusal, has its own HTTP status; a later one is sent as an event."""
         task = asyncio.create_task(answering)
 
         async def kept_alive() -> AsyncIterator[str]:
@@ -418,7 +417,7 @@ def _message(given: _GivenMessage) -> Message:
             (call.get("id") or "", call["function"]["name"], call["function"]["arguments"]) for call in given.tool_calls or ()
         ]
     except (KeyError, TypeError) as error:
-        raise Unrenderable("messages: parts need a text, and tool_calls function.name and function.arguments") from error
+        raise Unrenderable("messages: parts need text, and tool_calls need function.name and function.arguments") from error
     for field in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(value := getattr(given, field), str):
             message[field] = value

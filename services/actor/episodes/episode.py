@@ -346,7 +346,7 @@ class Episodes:
                     return await self._verifier.run_episode(request, timeout_s * 2**lost)  # a slow judge may be the cause
                 except VerifierAway as error:
                     tries, lost = tries + 1, lost + bool(episode.num_asked_for)
-                    failure = f"{lost} verifiers were lost while they ran it, the last one with: {error}"
+                    failure = f"{lost} verifiers were lost while they ran the episode; the last error: {error}"
                     if (now_s := time.monotonic()) - self._told_at_s >= LOG_EVERY_S:  # counted over all episodes
                         self._told_at_s = now_s
                         log.warning("episodes are run again: %s", error)

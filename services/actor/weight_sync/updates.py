@@ -80,7 +80,7 @@ class UpdateListener:
         try:
             decoded = decode_order(message)
         except MessageError as error:
-            log.error("control message %s is set aside: %s", message.kind, error, extra=AGGREGATED)
+            log.error("control message %s cannot be read and is ignored: %s", message.kind, error, extra=AGGREGATED)
             self._metrics.bad_messages.labels("control").inc()
             return
         match decoded:
@@ -137,7 +137,7 @@ class UpdateListener:
         if me is None:
             return
         if self.manifest_id != epoch.manifest_id:
-            await self._fail(epoch, 0, TransferError(f"manifest {epoch.manifest_id} is not the one prepared here"))
+            await self._fail(epoch, 0, TransferError(f"this actor is not prepared for manifest {epoch.manifest_id}"))
             return
         try:
             backend: Backend = "nccl" if epoch.backend == "nccl" else "gloo"
@@ -157,7 +157,7 @@ class UpdateListener:
             return
         await self._stop_receiving()
         if self._gate.served is not None and self._gate.served > version:
-            error = TransferError(f"serves {self._gate.served} already, which is newer")
+            error = TransferError(f"this actor already serves {self._gate.served}, which is newer")
             await self._fail(announce, announce.version, error)
             return
         self._expected = version
