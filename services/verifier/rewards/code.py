@@ -9,8 +9,8 @@ A problem's tests have one of the forms of common data sets:
     ["assert add(2, 3) == 5", ...], or one text                   statements that must not raise (MBPP)
     "def check(candidate): ..."  with  entry_point: "add"         a function that checks the program (HumanEval)
 
-A program that ends before its tests fails them. Neither expected results nor statements are in the program's process: its
-results are compared in this process, and statements run in another sandbox (`harness`).
+A program that ends before its tests fails them. The program's process holds neither expected results nor statements: results
+are compared in this process, and statements run in another sandbox (`harness`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _MALFORMED = (
     *(zlib.error, pickle.PickleError),
 )
 _BUDGET = 0.8
-"""Share of `reward.timeout_s` that programs may take, so that the verifier's deadline, which fails the item, is not reached."""
+"""Share of `reward.timeout_s` that programs may take. At the whole of it, the verifier would kill the worker and fail the
+item."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Test:
     call: str = ""
     returned: Any = None
     in_list: bool = False
-    """True if the result may also equal the only member of `returned`, as in APPS."""
+    """True if the result may also equal the only element of the list `returned`, as in APPS."""
     statements: str = ""
 
 
@@ -106,8 +107,8 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the last fenced block marked as Python, even if it is cut, or else without a mark, or else all; and a text about
-    its place."""
+    """Return the program in an answer, and a text that says where it was: the last fenced block marked as Python, even if the
+    block is cut; else the last block without a mark; else the whole answer."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -138,7 +139,7 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
-    """Return the tests in a reference. Raises `BadReference` if it has none, or one in an unknown form."""
+    """Return the tests in a reference. Raises `BadReference` if it has no tests, or a test in an unknown form."""
     row = reference.get("row") or (reference.get("entry") or {}).get("metadata") or reference
     given: Any = None if (found := value_in(row, field)) is ABSENT else found
     try:
@@ -224,8 +225,8 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield tests of statements. Only the tests are read to find which names they take from the program. Raises `ValueError` if
-    the tests are not Python, or use no name of the program."""
+    """Yield tests of statements. The names that they take from the program are found without reading the program. Raises
+    `ValueError` if the tests are not Python, or use no name of the program."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)

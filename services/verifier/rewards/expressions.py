@@ -1,8 +1,8 @@
 r"""Parse mathematics, in LaTeX or plain text, into a tree, and evaluate it.
 
-`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value, an exact fraction
-or else a number with 300 digits. Since the text may be hostile, reading computes nothing, and values that are too large are
-refused. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
+`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value, which is an exact
+fraction if possible, and otherwise a number with 300 digits. Since the text may be hostile, reading computes nothing, and
+values that are too large are refused. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_CHARACTERS = 2000
 _EXACT_BITS = 65_536
 """Maximum size of exact numbers; 2004! has 19,000 bits."""
 _PRECISION_BITS, _RANGE_BITS, _EQUAL_BITS = 1000, 450, 930
-"""Precision of other numbers, the range of their exponents, and the number of bits that must agree."""
+"""Precision of inexact numbers, the bound of their binary exponents, and the number of bits that must agree."""
 
 Number = Any
 """A `Fraction`, or an `mpf` or `mpc` of `mpmath`."""
@@ -56,7 +56,7 @@ _CHARACTERS = str.maketrans({
     "€": r"\euro ", "’": "'", "\u200b": "", **{chr(0xFEE0 + code): chr(code) for code in range(33, 127)},
 })  # fmt: skip
 _MARK = "\x02"
-"""Prefix of each letter inside `\\text`, which belongs to a word, and of each word among the tokens."""
+"""Prefix of each letter inside `\\text`, where letters form words, and of each token that is a word."""
 _TEXT = re.compile(r"\\(text(?:bf|it|rm|tt|sf)?|[mh]box|math(?:rm|bf|it|sf)|operatorname\*?)\s*\{([^{}]*)\}")
 
 _EVERYWHERE = re.compile(
@@ -213,7 +213,7 @@ _MEANINGS = {
 
 
 class _Reader:
-    """Recursive descent: a list of relations of unions of sums of products of powers."""
+    """Recursive-descent parser. Its input is a list of relations; their sides are unions of sums of products of powers."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._at, self._in_bars = tokens, 0, False
@@ -487,7 +487,7 @@ def symbols(node: Node) -> frozenset[str]:
 
 
 def _bounded(value: Number, *, is_sum: bool = False) -> Number:
-    """Return `value` if its size is within bounds; the value of a sum may be tiny, since its terms may cancel."""
+    """Return `value` if its size is within bounds. Only a sum may have a tiny value, since its terms may cancel."""
     if isinstance(value, Fraction):
         if value.numerator.bit_length() + value.denominator.bit_length() > _EXACT_BITS:
             raise Unreadable("too large a number")
