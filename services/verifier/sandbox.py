@@ -446,7 +446,7 @@ def confinement_missing() -> str:
     own processes, which Landlock supports from Linux 6.12 on. Linux allows only one seccomp listener per process, so the
     container runtime must not have one."""
     if landlock_version() < _SCOPED:
-        return f"Landlock version {_SCOPED} or later (Linux 6.12) is needed; this machine has {landlock_version()} (0 = none)"
+        return f"Landlock of Linux 6.12 (version {_SCOPED}) or later is needed; version here: {landlock_version()} (0 = none)"
     try:
         _filter(signals=True)
     except OSError as error:
