@@ -133,7 +133,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         max_context = self.recipe.model.max_context
         sampler = partial(Sampler, engine, gate, instance=instance, max_context=max_context, episodes=self.episodes)
         self.training = sampler(places=of_actor.sequences_in_progress, metrics=metrics, keep=held.keep)
-        # Training requests do not wait for evaluation, which has its own places.
+        # Evaluation has its own places, so that training requests do not wait for it.
         self._heldout = sampler(places=EVALUATION_SLOTS, split=Split.HELDOUT, stopped=self.stop)
         self._heldout_samples = asyncio.Semaphore(EVALUATION_SLOTS)
         most = max(of_actor.samples_in_progress(share.task) for share in self.recipe.mixture.values())
@@ -297,7 +297,7 @@ def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: 
             reference_json=prompt.reference_json,
             num_samples=1,
             sampling=sampling,
-            # Several answers to one prompt get different seeds.
+            # Requests for several answers to one prompt have different ids, and so get different seeds.
             seed=request.seed + zlib.crc32(prompt.id.encode()) if request.seed else 0,
             issued_version=0,
             episodic=bool(prompt.task),

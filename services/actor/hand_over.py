@@ -148,7 +148,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         del held[group_id]
 
     await asyncio.gather(*(pass_on(one) for one in list(held.values()) if one.missing))
-    with suppress(TimeoutError):  # finished groups are then redelivered; the stream recognises the ids of their sequences
+    with suppress(TimeoutError):  # finished groups are then redelivered; the stream drops their repeated sequences
         async with asyncio.timeout(ANSWER_WITHIN_S):
             await held.acknowledge_all()
 

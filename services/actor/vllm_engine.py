@@ -106,7 +106,7 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
         arguments["gpu_memory_utilization"] = engine.memory_share
     else:
         arguments |= {
-            "enable_chunked_prefill": False,  # it resets seeded generators, which a CPU does not support
+            "enable_chunked_prefill": False,  # it resets seeded random generators, which fails on a CPU
             "kv_cache_memory_bytes": int(engine.kv_cache_gib * 1024**3),
             "block_size": 32,  # tokens; only whole blocks are shared, and many prompts are shorter than the CPU default of 128
         }
@@ -151,7 +151,7 @@ async def start_engine(
     folder, beside = tempfile.gettempdir(), tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
     with beside as sockets:  # a directory with a short path, because a socket's path may have at most 107 characters
         is_private = stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        os.environ["VLLM_RPC_BASE_PATH"] = folder if is_private else sockets  # vLLM removes none of its sockets
+        os.environ["VLLM_RPC_BASE_PATH"] = folder if is_private else sockets  # vLLM itself removes none of its sockets
         llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step and step), stop)
         weights = WeightUpdateClient(
             llm, recompute_kv=recipe.weights.recompute_kv, bind_host=bind_host, staging_buffers=recipe.weights.staging_buffers

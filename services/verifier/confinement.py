@@ -127,7 +127,7 @@ def answer_call(listener: int, child: int | None = None) -> None:
 def _num_threads(pid: int) -> int:
     try:
         return os.stat(f"/proc/{pid}/task").st_nlink - 2
-    except OSError:  # it ended
+    except OSError:  # the process ended
         return 0
 
 
@@ -143,7 +143,7 @@ def take_pipes() -> tuple[Connection, Connection]:
 
 
 def renew_cpu_limit(timeout_s: float) -> None:
-    """Set the CPU limit to the wall-clock limit times cores. It is a fallback: the verifier normally ends the code first."""
+    """Set the CPU limit to the wall-clock limit times the cores. This is a fallback: the verifier usually kills first."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     allowance_s = int(timeout_s + 1) * (os.cpu_count() or 1) + _CPU_SLACK_S
     lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + allowance_s)

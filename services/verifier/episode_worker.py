@@ -2,9 +2,9 @@
 
 This process, the template, imports the user's code but does not run it, so that a fork takes milliseconds and little memory. It
 waits for orders of the verifier on a socket and for the end of episodes' processes, which it reports on that socket. An order
-to begin comes with another socket, on which the verifier sends its request. On this one, the episode sends a byte whenever it
-starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames are those of
-`multiprocessing.connection`.
+to begin comes with the episode's own socket, on which the verifier sends the request. The episode answers there: it sends a
+byte whenever it starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames are those
+of `multiprocessing.connection`.
 
 An episode's process has its own session and limits of address space and CPU time, and dies with the template. When it ends, or
 when the verifier orders its end, all processes that it started are killed.
@@ -120,7 +120,7 @@ class Template:
             return True
         try:
             pid = os.fork()
-        except OSError as error:  # a limit of processes or memory; other episodes go on
+        except OSError as error:  # processes or memory are at their limit; other episodes go on
             print(f"no process for an episode: {error}", file=sys.stderr)
             self.orders.sendall(ENDED.pack(number, NOT_FORKED))
         else:

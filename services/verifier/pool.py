@@ -84,7 +84,7 @@ class Job:
 start_again = partial(
     retry_forever, retried=lambda error: isinstance(error, UserError | ServiceError | OSError), level=logging.ERROR
 )
-"""Function that starts a process in place of one that ended, and waits until that succeeds."""
+"""Function that retries the start of a process, in place of one that ended, until the start succeeds."""
 
 
 @asynccontextmanager
@@ -98,7 +98,7 @@ async def run_pool(
     starts = await asyncio.gather(*(start_worker(recipe) for _ in range(workers)), return_exceptions=True)
     first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
     for failure in starts:
-        if isinstance(failure, BaseException):  # all must start
+        if isinstance(failure, BaseException):  # all first workers must start
             await asyncio.gather(*(worker.kill() for worker in first))
             raise failure
     async with asyncio.TaskGroup() as slots:
@@ -234,7 +234,7 @@ class WorkerGone(Exception):
 
 async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
     """Return the next frame, even if it arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone` if the frame
-    is too long, and `IncompleteReadError` or `ConnectionError` if the stream ends before its end."""
+    is too long, and `IncompleteReadError` or `ConnectionError` if the stream ends too early."""
 
     async def read() -> bytes:
         (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))

@@ -203,7 +203,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
 _RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _LEAST, _SCOPED = 3, 6
-"""First Landlock versions that can forbid to truncate readable files, and to send signals out of the sandbox."""
+"""First Landlock versions that can forbid truncating readable files (3) and sending signals out of the sandbox (6)."""
 _SCOPES = 3
 """Flags that forbid signals and abstract sockets to processes outside the sandbox. Landlock has them from version 6 on."""
 

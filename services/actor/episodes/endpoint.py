@@ -1,4 +1,4 @@
-"""The HTTP endpoint at which environments and agents request turns: OpenAI's chat completions, or tokens in, tokens out.
+"""The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or directly as tokens.
 
 Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by its
 probabilities; a request only sets length, stop strings and tools. Answers are sent whole; a stream's connection is kept alive
@@ -403,7 +403,7 @@ def message_of(answer: Answer) -> Message:
 
 
 def read_messages(given: Any) -> list[Message]:
-    """Read a request's messages: text parts are joined, arguments of calls parsed. Raises `Unrenderable`."""
+    """Read a request's messages, join their text parts and parse the arguments of calls. Raises `Unrenderable`."""
     fix = "messages (give a list of messages of the roles system, user, assistant and tool, whose content is text)"
     return [_message(one) for one in _read(given, list[_GivenMessage], fix)]
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 CALL_SLACK_S = 30.0
 """Time that a verifier has to answer after an episode's deadline, before it is presumed dead."""
 MOST_RUNS = 5
-"""An episode fails after this many runs that lost their verifier after requesting a turn, since it may crash verifiers."""
+"""An episode fails after this many runs whose verifier was lost after a turn; its environment may crash verifiers."""
 NO_TURNS = "no_turns: the environment ended without requesting a turn"
 _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
@@ -343,11 +343,11 @@ class Episodes:
             with self.running(episode) as key:
                 request.base_url = f"http://{self.address}{base_path(key)}"
                 try:
-                    return await self._verifier.run_episode(request, timeout_s * 2**lost)  # a slow judge may be the cause
+                    return await self._verifier.run_episode(request, timeout_s * 2**lost)  # a slow judge may need longer
                 except VerifierAway as error:
                     tries, lost = tries + 1, lost + bool(episode.num_asked_for)
                     failure = f"{lost} verifiers were lost while they ran the episode; the last error: {error}"
-                    if (now_s := time.monotonic()) - self._told_at_s >= LOG_EVERY_S:  # counted over all episodes
+                    if (now_s := time.monotonic()) - self._told_at_s >= LOG_EVERY_S:  # one line for all episodes
                         self._told_at_s = now_s
                         log.warning("episodes are run again: %s", error)
                 except (ServiceError, MessageError) as error:

@@ -1,7 +1,7 @@
 """Write conversations as tokens in a model's chat format, and read sampled turns as messages.
 
-There are three kinds of formats: a renderer of the package `renderers`, which knows some 25 model families; any other chat
-template; and plain joined texts for a model without a template. Each can extend sampled tokens without tokenizing them again.
+A format is a renderer of the package `renderers`, which knows some 25 model families; any other chat template; or, for a model
+without a template, the joined texts of messages. Each can extend sampled tokens without tokenizing them again.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class ChatFormat(Protocol):
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """Return `prompt_ids` and `sampled_ids`, which stand unchanged for the first `num_known` messages, followed by the
-        tokens of the other messages, up to the start of the model's next turn. Return None if this format would now write the
-        known messages differently. Raises `Unrenderable`."""
+        """Return `prompt_ids` and `sampled_ids`, the unchanged tokens of the first `num_known` messages, followed by the tokens
+        of the other messages, up to the start of the model's next turn. Return None if this format would now write the known
+        messages differently. Raises `Unrenderable`."""
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         """Read a sampled turn as a message. `tools`: the tools that the turn may call."""

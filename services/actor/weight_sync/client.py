@@ -239,7 +239,7 @@ class WeightUpdateClient:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self.swapping:
-            # `AsyncLLM.pause_generation` would also sleep for 20 ms, which orders outputs for callers that need it.
+            # `AsyncLLM.pause_generation` would also sleep for 20 ms, for an order of outputs that is not needed here.
             await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self.recompute_kv)
             started = time.monotonic()
             try:

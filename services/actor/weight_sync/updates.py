@@ -125,12 +125,12 @@ class UpdateListener:
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
         """Join an epoch that includes this process. `alone` means that the epoch is a side group for this actor only. A side
-        group outlives epochs without this process. It ends if an epoch includes this process or if the trainer leaves it."""
+        group outlives epochs without this process. It ends if an epoch includes this process or if the trainer ends it."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:
             beside = me is None and self._alone
-            if beside or epoch.epoch <= mine.epoch:  # NATS may have stored one twice
+            if beside or epoch.epoch <= mine.epoch:  # NATS may have stored an order twice
                 return
         await self._stop_receiving()
         self.epoch = None

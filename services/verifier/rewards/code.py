@@ -54,8 +54,7 @@ _MALFORMED = (
     *(zlib.error, pickle.PickleError),
 )
 _BUDGET = 0.8
-"""Share of `reward.timeout_s` that programs may take. At the whole of it, the verifier would kill the worker and fail the
-item."""
+"""Share of `reward.timeout_s` that programs may take. A worker that takes the whole time is killed, and its item fails."""
 
 
 @dataclass(frozen=True)

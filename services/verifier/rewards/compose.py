@@ -102,7 +102,7 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
     """Return the soft overlong penalty, `penalty` times equation 13 of DAPO (arXiv 2503.14476): 0 up to `max_tokens -
-    buffer_tokens`, -1 from `max_tokens` on, linear between. L_max is `max_tokens`, at which completions are cut; L_cache is
+    buffer_tokens`, -1 from `max_tokens` on, linear in between. L_max is `max_tokens`, at which completions are cut; L_cache is
     `buffer_tokens` (at least 1), at most L_max."""
     zone = min(buffer_tokens, max_tokens)
     over = completion_tokens - (max_tokens - zone)

@@ -117,7 +117,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
 
 @lru_cache(maxsize=2048)
 def tidy(text: str) -> str:
-    """Normalise the spelling: no spacing commands, no dollar signs around mathematics, no thousands separators."""
+    """Normalise the spelling. Remove spacing commands, dollar signs around mathematics, and thousands separators."""
     text = re.sub(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
     text = _EVERYWHERE.sub("", text.translate(_CHARACTERS))
     for _ in range(3):
@@ -160,7 +160,7 @@ _NO_UNITS = set(re.findall(
     " factorial choose recurring repeating root radical gross double triple inverse sixths seventh sevenths ninth ninths"
     " modulo mod base approximately either k bn dozens tens thousands millions"
 ))  # fmt: skip
-"""Words that change the meaning of the number before them, so that they are not its unit."""
+"""Words that are not units, but change the meaning of the number before them."""
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _RELATIONS = {
     "==": "=", r"\lt": "<", r"\gt": ">", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=",
@@ -454,7 +454,7 @@ class _Reader:
             name, power = f"arc{name}", None
         is_enclosed = self._peek() in ("(", "[", "{", "|")
         argument = self._primary() if is_enclosed else self._suffixed(self._primary())
-        ending = {"\\" + other for other in _FUNCTIONS - {"sqrt"}} | _ENCLOSED  # \sin 2x \cos x is a product of two
+        ending = {"\\" + other for other in _FUNCTIONS - {"sqrt"}} | _ENCLOSED  # \sin 2x \cos x is a product of two calls
         while not is_enclosed and self._begins_factor(self._peek()) and self._peek() not in ending:
             argument = Node("*", "", (argument, self._suffixed(self._primary())))
         node = Node("call", name, (argument,) if base is None else (argument, base))

@@ -41,7 +41,7 @@ _GIVEN = re.compile(
     r"\W*(?:out of|of|among|given|if|suppose|assume|when|whenever|while|step|case|part|problem|question|exercise)\b[^,]*$",
     re.IGNORECASE,
 )
-"""Beginning of a sentence that gives a number instead of answering with one."""
+"""Beginning of a sentence whose number was given in the problem and is not the answer."""
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
@@ -128,7 +128,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last mathematics in the last sentence that has any, with its unit."""
+    """Return the last expression, with its unit, of the last sentence that has one; empty if it is no answer."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -163,7 +163,7 @@ def _key(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Return lower-case words without articles and verbs. The words of a date are sorted."""
+    """Return lower-case words without articles and a few verbs. The words of a date are sorted."""
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=\d)\s*(?:st|nd|rd|th)\b", "", text.replace("\x02", "").lower()))
     words = [word.removesuffix("s") for word in words if word not in ("the", "a", "an", "there", "is", "are")]
     has_month = any(map(_MONTH.fullmatch, words))
@@ -268,7 +268,7 @@ def _as_interval(node: Node) -> Node:
 
 
 def _ascending(relation: Node) -> tuple[list[str], list[Node]]:
-    """Return a relation's signs and sides, smaller sides first."""
+    """Return a relation's signs and sides, with the smaller sides first."""
     names, parts = relation.name.split(), list(relation.parts)
     return ([name.replace(">", "<") for name in names[::-1]], parts[::-1]) if names[0][0] == ">" else (names, parts)
 
@@ -408,7 +408,7 @@ def _same_relation(a: Node, b: Node) -> bool:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` inside after `seconds` of CPU time."""
+    """Raise `TimeoutError` in the block after `seconds` of CPU time."""
 
     def ring(*_: Any) -> None:
         raise TimeoutError

@@ -1,7 +1,7 @@
 """Score answers with the scorers of reasoning-gym's families. The entries of problems have been converted to JSON and back.
 
 Some families' scorers call `eval` on text that a model wrote, directly or through SymPy's parser. These families have a guard,
-a function that parses the answer with Python's parser and runs nothing; only answers that it accepts are scored. They call only
+a function that parses the answer with Python's parser and runs nothing; only accepted answers are scored. These call only
 known mathematical functions and access no attribute. The worker's deadline limits the time of their evaluation. Many families
 give a little credit to wrong answers; `reward.binary` decides whether that counts.
 """
