@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Large odd factor that keeps the seeds of a sample's continuations apart from the seeds of neighbouring samples."""
-UNFINISHED = "engine: it was stopped before it was finished"
+UNFINISHED = "engine: generation stopped before the sequence was finished"
 
 
 class EngineError(PipelineRLError):

@@ -55,14 +55,14 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
         explain=lambda error: (
             explained(error, settings.tls_dir)
             if isinstance(error, grpc.aio.AioRpcError)
-            else str(error) or f"nothing came for {SILENT_S:.0f} s"
+            else str(error) or f"no data arrived for {SILENT_S:.0f} s"
         ),
         level=logging.INFO,  # the trainer may still be building the model
     )
     try:
         received = await unless_stopped(fetching, stop)
     except StartStopped as error:
-        raise ServiceError("stopped before the initial model was there") from error
+        raise ServiceError("stopped before the initial model was fetched") from error
     log.info("initial model fetched: %s", folder, extra={"bytes": received})
 
 

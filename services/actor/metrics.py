@@ -78,11 +78,11 @@ class ActorMetrics:
         self.bad_messages = metrics.counter(
             "bad_messages_total", "Messages that were invalid and ignored.", {"kind": ("prompt_group", "control")}
         )
-        self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups given up.", unit="groups")
+        self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups stored as dead letters.", unit="groups")
         in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
         in_progress.set_function(lambda: self.busy.running)
         self.most_in_progress = metrics.reading(
-            "sequences_in_progress_max", "H of the recipe: actor.sequences_in_progress.", unit="sequences"
+            "sequences_in_progress_max", "Maximum number of sequences in progress, from the recipe.", unit="sequences"
         )
         self.generated_tokens = metrics.counter(
             "generated_tokens_total", "Completion tokens that this actor sampled for finished and unfinished sequences."

@@ -378,7 +378,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
         env = load_environment(config)
         tasks = list(islice(env.taskset, _FIRST_OF_ENDLESS if env.taskset.INFINITE else None))
     except Exception as error:
-        raise FieldError("task.name", task.name, f"verifiers cannot load it: {type(error).__name__}: {error}") from error
+        raise FieldError("task.name", task.name, f"`verifiers` cannot load it: {type(error).__name__}: {error}") from error
     division = Division(len(tasks), task, seed, is_trained_on=is_trained_on, where=task.name)
 
     def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
@@ -410,7 +410,7 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
             )
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if not traces:
-        raise EpisodeFailed("none of its agents is trained")
+        raise EpisodeFailed("none of the episode's agents is trained")
     reward = fmean(trace.reward for trace in traces)
     told = [one for trace in traces for one in _told_by(trace)]
     last = [node.message.content for node in traces[-1].nodes if node.sampled]

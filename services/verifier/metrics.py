@@ -40,7 +40,7 @@ class VerifierMetrics:
         )
         for task, status in product(tasks, STATUSES):
             self.requests.labels(task, status)
-        self.reward_seconds = metrics.histogram("reward_seconds", "Time in the reward of one item.", _SECONDS, label)
+        self.reward_seconds = metrics.histogram("reward_seconds", "Time to compute one reward.", _SECONDS, label)
         self.reward = metrics.histogram("reward", "Rewards of scored items.", _REWARDS, label, unit="reward")
         self.judge_calls = metrics.counter(
             "judge_calls_total",

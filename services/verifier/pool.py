@@ -111,8 +111,8 @@ async def run_pool(
 
 
 class RewardPool:
-    """The pool, which `run_pool` creates. The queue is first in, first out, but repeated items come first. `judges` is by
-    task."""
+    """The pool, which `run_pool` creates. The queue is first in, first out, but repeated items come first. `judges`
+    maps tasks to their judges."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int, judges: Mapping[str, Judge]

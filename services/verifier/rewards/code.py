@@ -199,7 +199,7 @@ def _tests(given: Any, row: Mapping[str, Any]) -> Iterator[Test]:
         if kind in ("functional", "function_call"):
             name = about.get("fn_name") or about.get("func_name")
             if not name:
-                raise ValueError("a functional test without func_name, in the metadata, or fn_name")
+                raise ValueError("a functional test needs fn_name, or func_name in the metadata")
             yield _call(name, each["input"], each["output"], kind == "function_call" and isinstance(each["output"], list))
         elif kind in ("stdin", "stdin_stdout"):
             yield Test(_text(each["input"]), _text(each["output"]))
@@ -218,7 +218,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
     if not isinstance(put, list):
-        raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one in a line")
+        raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one per line")
     call = ["__call__", [["yours", str(name)], *(harness.encode(each, list) for each in put)], {}]
     return Test(call=json.dumps(call), returned=got, in_list=in_list)
 

@@ -300,7 +300,7 @@ def _collected(tests: dict[str, Any]) -> str:
     for run in runs:
         code = getattr(run, "__code__", None) or getattr(getattr(run, "__func__", None), "__code__", None)
         if code and code.co_argcount > isinstance(run, types.MethodType) + len(run.__defaults__ or ()):
-            return f"{code.co_name} takes arguments, as pytest's fixtures and parameters would give it; call it in the tests"
+            return f"{code.co_name} takes arguments, which pytest's fixtures or parameters would give; call it in the tests"
         run()
     return "" if runs else "the tests run nothing; call them, or name the argument of check(candidate) in entry_point"
 
