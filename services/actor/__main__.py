@@ -1,4 +1,4 @@
-"""`python -m services.actor`: one actor, configured by environment variables (pipelinerl/service/settings.py)."""
+"""`python -m services.actor`: run one actor, configured by environment variables (pipelinerl/service/settings.py)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ VLLM_TRACES_TO = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
     keep_to_quota(os.environ, 1)  # before anything loads torch
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its log lines go through our handler
-    os.environ.pop(VLLM_TRACES_TO, None)  # already read; vLLM's processes would send their own spans there
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM's log lines go through our handler
+    os.environ.pop(VLLM_TRACES_TO, None)  # `settings` holds it; vLLM's processes would send their own spans there
     from services.actor.app import serve
 
     take_over("torch", "transformers")

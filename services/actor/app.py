@@ -1,8 +1,9 @@
 """Assemble the actor from engine, streams, weight updates, gRPC and HTTP, and run it between start and stop.
 
-Order of start: servers (so that probes answer while vLLM loads), engine, membership, then generation once a version is served.
-Order of stop: take no new groups, leave, interrupt generation, let the finisher store finished sequences (for at most
-`DRAIN_S`), hand the rest over to another actor, end. The end of the run does not stop actors; the runner or the cluster does.
+At start, HTTP comes up first, so that probes are answered while vLLM loads; the engine, gRPC and membership follow. Generation
+begins once a policy version is served. A stopping actor takes no new groups, leaves the membership, interrupts generation, lets
+the finisher store finished sequences for at most `DRAIN_S`, and hands all others over to another actor. The end of a run does
+not stop its actors; the local runner or the cluster does.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ INTERRUPT_S = 1.5
 """Time for the engine to return unfinished sequences. It needs milliseconds, unless a weight update is being committed."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
-"""Time to publish the rest on PROMPTS. If nothing answers, a whole stop takes about 9 s of the 15 s that a user waits."""
+"""Time to publish unfinished groups on PROMPTS. If nothing answers, the whole stop takes about 9 s; a user waits for 15 s."""
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
@@ -81,7 +82,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
             recipe, model_source(recipe, settings), stop, on_step=metrics.engine_step, bind_host=settings.advertise_host
         )
         engine = await stack.enter_async_context(started)
-        gc.freeze()  # objects of vLLM and torch stay; collecting them again and again took a quarter of this process's time
+        gc.freeze()  # vLLM's and torch's objects live on; scanning them in each collection took a quarter of the process's time
         readiness.reason = "waiting for NATS"
         bus = await stack.enter_async_context(service_bus(settings, stop))
         verifier = VerifierClient(
@@ -132,7 +133,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         max_context = self.recipe.model.max_context
         sampler = partial(Sampler, engine, gate, instance=instance, max_context=max_context, episodes=self.episodes)
         self.training = sampler(places=of_actor.sequences_in_progress, metrics=metrics, keep=held.keep)
-        # Training requests do not wait for evaluation, which has its own places.
+        # Evaluation has its own places, so that training requests do not wait for it.
         self._heldout = sampler(places=EVALUATION_SLOTS, split=Split.HELDOUT, stopped=self.stop)
         self._heldout_samples = asyncio.Semaphore(EVALUATION_SLOTS)
         most = max(of_actor.samples_in_progress(share.task) for share in self.recipe.mixture.values())
@@ -171,7 +172,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     async with asyncio.timeout(DRAIN_S):
                         await self._finisher.buffer.join()
                 except TimeoutError:
-                    log.warning("finished sequences were not verified and stored within %g s; they are handed over", DRAIN_S)
+                    log.warning("finished sequences that could not be stored within %g s are handed over", DRAIN_S)
                 await _cancelled(producers)
                 started, num_groups = time.monotonic(), len(self._held)
                 await hand_over(self.bus, self._held, self.metrics, instance=instance, timeout_s=HAND_OVER_S)
@@ -189,8 +190,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             self.context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
-    # The gRPC service. Bad input is INVALID_ARGUMENT with the name of the field. An engine would fail on token ids outside the
-    # vocabulary, or take them for other tokens.
+    # The gRPC methods answer bad input with INVALID_ARGUMENT and the field's name. They check token ids, because the engine
+    # would fail on ids outside the vocabulary or take them for other tokens.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self.gate.served
@@ -254,7 +255,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         async with self._heldout_samples:
             try:
                 sequence = await self._heldout.sample(group, start_of(group, 0), trace)
-            except EngineError as error:  # it is dead, which ends the actor within `HEALTH_CHECK_S`
+            except EngineError as error:  # the engine is dead, which ends the actor within `HEALTH_CHECK_S`
                 return actor_pb2.GenerateResult(id=prompt_id, failure=f"engine: {error}"[:500])
         if sequence is None or sequence.failure:
             return actor_pb2.GenerateResult(id=prompt_id, failure=sequence.failure if sequence else UNFINISHED)
@@ -277,7 +278,7 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: Container[str] = ()) -> dict[str, PromptGroup]:
-    """Return each prompt by its id, as a group of one sample. `episodic`: tasks with episodes. Raises `MessageError`."""
+    """Return a one-sample group for each prompt, by the prompt's id. `episodic`: tasks with episodes. Raises `MessageError`."""
     kind, call = "GenerateRequest", os.urandom(4).hex()
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
@@ -296,7 +297,7 @@ def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: 
             reference_json=prompt.reference_json,
             num_samples=1,
             sampling=sampling,
-            # Several answers to one prompt get different seeds.
+            # Requests for several answers to one prompt have different ids, and so get different seeds.
             seed=request.seed + zlib.crc32(prompt.id.encode()) if request.seed else 0,
             issued_version=0,
             episodic=bool(prompt.task),
@@ -306,7 +307,7 @@ def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: 
 
 
 def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds:
-    """Return int32[tokens]. Raises `MessageError` with position and value of the first token outside the vocabulary. Pure."""
+    """Return int32[tokens]. Raises `MessageError` with the position and id of the first token outside the vocabulary. Pure."""
     tokens = sequences.array_from_bytes(data, sequences.INT32, kind, field)
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
@@ -319,16 +320,16 @@ LEAVE_WITHIN_S = 2.0
 
 
 class Heartbeat:
-    """One entry of the membership bucket, refreshed three times per TTL with the current version and phase, so that the trainer
-    notices the loss of a process that dies or freezes. `me`: the fixed fields; `process` differs at every start, so that a
-    restarted actor is a new member. `manifest_id()` is called at each refresh."""
+    """Refreshes the actor's entry in the membership bucket three times per TTL, with its current version and phase. If the
+    process dies or freezes, the entry expires, and the trainer notices the loss. `me` holds the fields that never change; its
+    `process` differs at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh."""
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
         self._bus, self._gate, self._manifest_id, self._me = bus, gate, manifest_id, me
         self._away = self._left = False
 
     async def run(self) -> None:
-        """Refresh until cancelled, or until `leave`. A failed refresh is logged once and followed by the next one."""
+        """Refresh until cancelled, or until `leave`. A failed refresh is tried again, and a series of failures logged once."""
         while not self._left:
             try:
                 await self._bus.put_member(self._me.actor, self.registration().SerializeToString())
@@ -340,8 +341,8 @@ class Heartbeat:
             await asyncio.sleep(self._bus.limits.member_ttl_s / 3)
 
     async def leave(self) -> None:
-        """End the heartbeat and remove the registration, or let it expire. An actor that drains first registers as draining, so
-        that the trainer can tell an orderly stop from a failure."""
+        """End the heartbeat and remove the registration; if that fails, let it expire. An actor that drains is first registered
+        as draining, so that the trainer can tell an orderly stop from a failure."""
         if self._left:
             return
         self._left = True

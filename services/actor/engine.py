@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from services.actor.weight_sync.client import WeightUpdateClient
 
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Large odd factor. It separates the seeds of a sample's continuations from those of neighbouring samples."""
-UNFINISHED = "engine: it was stopped before it was finished"
+"""Large odd factor that keeps the seeds of a sample's continuations apart from the seeds of neighbouring samples."""
+UNFINISHED = "engine: generation stopped before the sequence was finished"
 
 
 class EngineError(PipelineRLError):
@@ -32,9 +32,9 @@ class EngineError(PipelineRLError):
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """A request for one completion. `prompt_token_ids` int32[tokens]; `seed` None = the engine's own random stream. Only
-    requests with the same salt share cached keys and values of a common prefix. The engine calls `cache_salt` when the request
-    enters, and again if the request restarts because weights were swapped before its first token."""
+    """A request for one completion. `prompt_token_ids` is int32[tokens]; `seed` None selects the engine's own random stream.
+    Requests share cached keys and values of a common prefix only if their salts are equal. The engine calls `cache_salt` when
+    the request enters, and again if the request restarts because weights were swapped before its first token."""
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -44,7 +44,7 @@ class GenerationRequest:
 
 
 class InferenceEngine(Protocol):
-    """Generates on one policy version at a time. `vllm_engine.py` implements it with vLLM; tests have a light one."""
+    """Generates on one policy version at a time. `vllm_engine.py` implements this protocol with vLLM, and tests with a fake."""
 
     @property
     def weights(self) -> WeightUpdateClient: ...
@@ -53,8 +53,8 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate up to the completion's end or an abort. Raises `EngineError` if the request is refused (its prompt is too
-        long) or the engine died."""
+        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses the request, for example
+        because its prompt is too long, or if the engine died."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Make the `generate` calls of these requests return at once, with their tokens so far. Ids that the engine does not
@@ -86,8 +86,8 @@ def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
 
 
 def seed_of(group: PromptGroup, sample_index: int, num_tokens: int = 0, number: int = 0) -> int | None:
-    """Return a request's seed; None if the group has none. Requests with equal seeds would draw the same random numbers, so it
-    also depends on the sample's `num_tokens` so far, and on the `number` of the request within an episode."""
+    """Return a request's seed, or None if the group has none. Requests with equal seeds would draw the same random numbers, so
+    the seed also depends on the sample's `num_tokens` so far, and on the `number` of the request within an episode."""
     return (group.seed + sample_index + (num_tokens + (number << 32)) * _SEED_STEP) % (1 << 63) if group.seed else None
 
 
@@ -113,7 +113,7 @@ def followed_by(made: Made, more: Completion) -> Made:
 
 
 def stop_in(text: str, stop: abc.Iterable[str]) -> tuple[int, int] | None:
-    """Return the characters [start, end) of the stop string that is complete first; None if `text` contains none."""
+    """Return the range [start, end), in characters, of the stop string that ends first in `text`; None if it contains none."""
     found = ((text.find(one) + len(one), len(one)) for one in stop if one in text)
     end, length = min(found, default=(0, 0))
     return (end - length, end) if length else None
@@ -126,9 +126,9 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """If a stop string begins in the first `carried` tokens of a sample or turn, cut at the token that completes it, because an
-    engine looks for stop strings only in the tokens that it samples itself. Dropping the tokens after the string changes no
-    probability: the rest is what a single actor would have sampled."""
+    """If a stop string begins in the first `carried` tokens of a sample or turn, cut after the token that completes the string.
+    The engine misses this string, because it looks only at tokens that it samples itself. Dropping the later tokens changes no
+    probability: the remaining tokens are those that a single actor would have sampled."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made
@@ -149,7 +149,7 @@ def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Calla
 
 
 def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: str = "", failure: str = "") -> Sequence:
-    """Return a sample as a sequence without reward, with a failure if it cannot be trained on."""
+    """Return a sample as a sequence without reward. If it cannot be trained on, the sequence has a failure and no tokens."""
     failure = failure or (defect_of(sample) if sample.finish_reason else UNFINISHED)
     sequence = Sequence(
         run=group.run,
@@ -191,7 +191,7 @@ def defect_of(made: Completion) -> str:
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
-    """Return a failed sequence without tokens, which may be invalid. Its texts stay, for people."""
+    """Return a failed sequence without its tokens, which may be invalid. Its texts are kept for people to read."""
     return replace(
         sequence,
         completion_token_ids=np.empty(0, dtype=np.int32),

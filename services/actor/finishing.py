@@ -45,8 +45,8 @@ class FinishedSample:
 @dataclass(eq=False)
 class Finisher:
     """Gets a reward from the verifier for each finished sample, then publishes it on SEQUENCES and calls `on_published(group,
-    sample_index)`. If verifier or stream are unavailable, the bounded buffer fills, generation slots stay taken, and nothing is
-    dropped. The verifier unblocks it by answering, the trainer by reading."""
+    sample_index)`. If the verifier or the stream is unavailable, the bounded buffer fills and generation slots stay taken, but
+    nothing is dropped. The verifier unblocks the finisher by answering, the trainer by reading."""
 
     bus: Bus
     verifier: VerifierClient
@@ -72,7 +72,7 @@ class Finisher:
             while len(batch) < self.batch_size and not self.buffer.empty():
                 batch.append(self.buffer.get_nowait())
             try:
-                async with asyncio.TaskGroup() as tasks:  # concurrently, in one round trip to the stream
+                async with asyncio.TaskGroup() as tasks:  # the batch's publishes share one round trip to the stream
                     for sample in await self._rewarded(batch):
                         tasks.create_task(self._publish(sample))
             finally:
@@ -80,7 +80,7 @@ class Finisher:
                     self.buffer.task_done()
 
     async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
-        """Return the batch with rewards, or failures. An item that the verifier refuses does not affect the others."""
+        """Return the batch with a reward or failure for each sample. A sample that the verifier refuses affects no other."""
         done = [sample for sample in batch if sample.group.episodic or sample.sequence.failure]
         good = [sample for sample in batch if sample not in done]
         try:
@@ -126,8 +126,8 @@ class Finisher:
         await self.on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
-        """Publish until the stream has stored the sequence. Return the sequence's failure; empty for a good sequence. A
-        sequence that is invalid or larger than max_payload is stored as a failure without arrays and texts."""
+        """Publish until the stream has stored the sequence. Return the sequence's failure, or "" for a good sequence. If the
+        sequence is invalid or larger than NATS's max_payload, store it as a failure without arrays and texts."""
         name = sequence.sequence_id
         try:
             payload = encode_sequence(sequence)

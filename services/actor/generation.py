@@ -54,9 +54,9 @@ class Sampler:
     episodes: Episodes | None = None
     """Required for episodic tasks."""
     metrics: ActorMetrics | None = None
-    """None counts nothing."""
+    """If None, nothing is counted."""
     keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None
-    """Callback that gets all usable tokens of a sample when it finishes or is interrupted."""
+    """Callback that gets all usable tokens of a sample when the sample finishes or is interrupted."""
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Setting it ends the episodes in progress."""
     interrupted: bool = field(default=False, init=False)
@@ -72,8 +72,8 @@ class Sampler:
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """End sampling for good and keep the unfinished sequences. If the engine does not answer within `timeout_s`, they are
-        lost and an error is logged."""
+        """End sampling for good and keep the unfinished sequences. If the engine does not answer within `timeout_s`, these
+        sequences are lost and an error is logged."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -83,13 +83,13 @@ class Sampler:
         except (EngineError, TimeoutError) as error:
             left = len(self.generating)
             log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
-        self.stopped.set()  # episodes keep their turns in their records
+        self.stopped.set()  # ends the episodes, whose recorded turns are kept
         if self._playing:
             await asyncio.wait(self._playing, timeout=timeout_s)
 
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
         index, began_s = start.sample_index, time.monotonic()
-        salt, is_kept = "", False  # the first turn with tokens fixes it, so that later turns find the cached prefix
+        salt, is_kept = "", False  # the first turn with tokens fixes the salt, so that later turns find its cached prefix
         if self.episodes is None or group.task not in self.episodes.tasks:
             problem = f"{group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
             return failed_sequence(group, index, self.instance, f"unknown_task: {problem}")
@@ -150,8 +150,9 @@ class Sampler:
     async def extend(
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
     ) -> tuple[Made, float]:
-        """Continue `made` after `context` in one of the places, until it ends, has `sampling.max_tokens` or is interrupted.
-        Return it and its seconds in the engine. `salt()` is called when the request enters. Raises `EngineError`."""
+        """Wait for a free place and continue `made`, the tokens after `context`, until it ends, has `sampling.max_tokens`
+        tokens or is interrupted. Return the longer completion and the seconds that the engine took. `salt()` is called when the
+        request enters the engine. Raises `EngineError`."""
         carried, elapsed_s = len(made.completion_token_ids), 0.0
         if made.finish_reason is None and carried >= sampling.max_tokens:
             made = replace(made, finish_reason=sequences.FinishReason.LENGTH)
@@ -180,10 +181,10 @@ class GenerationLoop:
     """Keeps H sequences decoding, one in each place of its sampler.
 
     Consumes prompt groups from PROMPTS, produces finished samples for the finisher. Waits for the serving gate (a commit opens
-    it), for a free slot (the finisher frees it) and for a group (the trainer's feeder issues it). Groups are admitted sample by
-    sample, so that a large group never leaves slots empty. If the gate closes while a group is admitted, its remaining samples
-    go back to PROMPTS. With episodes, there are more slots than places, because an episode takes one of the H places only while
-    it decodes a turn.
+    it), for a free slot (the finisher frees it) and for a group (the trainer's feeder issues it). Each sample of a group starts
+    as soon as a slot is free, so that a large group never leaves slots empty. If the gate closes before all samples of a group
+    have started, the others go back to PROMPTS. With episodes, more than H slots exist, because an episode takes one of the H
+    places only while it decodes a turn.
     """
 
     bus: Bus
@@ -227,30 +228,30 @@ class GenerationLoop:
         )
         if delivery is None:
             return None
-        if self.gate.draining:  # since this fetch began
+        if self.gate.draining:  # the drain began during this fetch
             await answered(delivery.give_back(), "hand back a group")
             return None
         return await self.admit(delivery)
 
     async def admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
-        """Take a message and return its group with the samples to generate, or None if there are none. A group that cannot be
-        generated ends as failed sequences and a dead letter."""
+        """Take a message and return its group with the samples to generate, or None if none must be generated. A group that
+        cannot be generated ends as failed sequences and a dead letter."""
         try:
             group = sequences.decode_group(delivery.payload, expected_run=self.bus.run)
         except MessageError as error:
-            log.error("a prompt group is set aside: %s", error, extra=AGGREGATED)
+            log.error("a prompt group cannot be read and is given up: %s", error, extra=AGGREGATED)
             self.metrics.bad_messages.labels("prompt_group").inc()
             await self._give_up(
                 sequences.remains_of_group(delivery.payload, run=self.bus.run), delivery, f"unreadable_group: {error}"
             )
             return None
         if delivery.num_deliveries > self.bus.limits.max_deliveries and not self.held.holds(group, delivery):
-            # It may have crashed several actors.
+            # The group may have crashed several actors.
             log.error("group %s was delivered %d times and is given up", group.group_id, delivery.num_deliveries)
             await self._give_up(group, delivery, "redelivered_too_often")
             return None
         samples = self.held.take(group, delivery)
-        await self.held.acknowledge(group.group_id)  # in case it asks for no sample
+        await self.held.acknowledge(group.group_id)  # needed if the message asks for no sample
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
@@ -266,9 +267,9 @@ class GenerationLoop:
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
-        """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences and
-        acknowledge it when all are stored. A letter that is too large is stored without the message. Without a stored letter
-        the message is not given up, and is delivered again. `group` None: not identifiable."""
+        """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences, and
+        acknowledge it when these are stored. If the letter is too large, it is stored without the message. If it cannot be
+        stored, nothing is given up and NATS delivers the message again. `group` is None if the message does not identify it."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
             msg_id=delivery.msg_id,
@@ -285,7 +286,7 @@ class GenerationLoop:
                 letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be stored)"
                 letter.ClearField("prompt_group")
                 await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
-        except BusError as error:  # it will be delivered again
+        except BusError as error:  # the message will be delivered again
             log.warning("a prompt group is not given up yet, because its dead letter cannot be stored: %s", error)
             return
         self.metrics.dead_letters.inc()
@@ -318,7 +319,7 @@ class GenerationLoop:
                     span.add_event("interrupted")
                 elif span.is_recording():
                     span.set_attributes(attributes.generated(sequence))
-            if sequence is not None:  # outside of the H places, so that a full buffer does not block episodes' turns
+            if sequence is not None:  # no longer in one of the H places, so that a full buffer does not block episodes' turns
                 self.metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
                 await self.finisher.buffer.put(FinishedSample(group, sequence, follows))
         finally:

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 async def answered(answer: Awaitable[None], action: str) -> bool:
-    """Answer a delivery and return whether that succeeded. A failure is only logged, because the message is then answered again
-    or redelivered."""
+    """Answer a delivery and return whether that succeeded. `action` names the answer in the log. A failure is only logged,
+    because the answer is then repeated or the message is redelivered."""
     try:
         await answer
     except BusError as error:
@@ -49,7 +49,7 @@ class HeldGroup:
     group: PromptGroup
     messages: dict[int, HeldMessage] = field(default_factory=dict)
     partials: dict[int, PartialSequence] = field(default_factory=dict)
-    """Tokens of samples that are not stored yet, generated here or else taken from the message with the most tokens."""
+    """Tokens of samples that are not stored yet: those generated here, or else the longest ones that a message contained."""
 
     @property
     def missing(self) -> set[int]:
@@ -58,20 +58,19 @@ class HeldGroup:
 
 
 class HeldGroups(dict[str, HeldGroup]):
-    """Groups by id, kept alive and acknowledged when all their sequences are published. Bounded by H, since every group has a
-    sample in progress.
+    """Groups by id, whose messages are kept alive until all their sequences are published, and then acknowledged. At most H
+    groups are held, since each of them has a sample in progress.
 
-    A group arrives in several messages if it was handed over in parts, or if its first actor died after handing it over and
-    before acknowledging it. Each sample is still generated once, and each message is acknowledged when its samples are stored.
-    """
+    A group arrives in several messages if it was handed over in parts, or if an actor handed it over and died before it could
+    acknowledge its own message. Each sample is still generated once. A message is acknowledged when its samples are stored."""
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self and delivery.position in self[group.group_id].messages
 
     def take(self, group: PromptGroup, delivery: PromptDelivery) -> list[int]:
-        """Take a message and return the indices of the samples to generate: those that no other held message covers."""
+        """Take a message and return the indices of the samples to generate. Samples of other held messages are left out."""
         held = self.setdefault(group.group_id, HeldGroup(group))
-        if delivery.position in held.messages:  # redelivered: the later delivery must be answered
+        if delivery.position in held.messages:  # redelivered: answer the later delivery
             held.messages[delivery.position].delivery = delivery
             return []
         in_hand, missing = held.missing, set(range(group.num_samples)) - set(group.done_samples)
@@ -87,7 +86,7 @@ class HeldGroups(dict[str, HeldGroup]):
         self[group.group_id].partials[sample.sample_index] = sample
 
     async def published(self, group: PromptGroup, sample_index: int) -> None:
-        """Mark a sample as stored or given back, and acknowledge messages that wait for no other sample."""
+        """Mark a sample as stored or given back, and acknowledge the messages that were waiting only for this sample."""
         if held := self.get(group.group_id):
             held.partials.pop(sample_index, None)
             for message in held.messages.values():
@@ -95,7 +94,7 @@ class HeldGroups(dict[str, HeldGroup]):
             await self.acknowledge(group.group_id)
 
     async def acknowledge(self, group_id: str) -> None:
-        """Acknowledge this group's messages that are done. If that fails, `keep_alive` tries again."""
+        """Acknowledge this group's messages whose samples are all stored. If that fails, `keep_alive` tries again."""
         held = self.get(group_id)
         if held is None:
             return
@@ -125,9 +124,9 @@ ANSWER_WITHIN_S = 1.0
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
-    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens, and only then
-    acknowledge the old messages, so that no group is lost. Waits for the stream for little more than `timeout_s`. A group that
-    cannot be stored in time is given back or redelivered without its tokens, and the loss is logged."""
+    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. Acknowledge the old
+    messages only then, so that no group is lost. Waits for the stream for little more than `timeout_s`. If a group cannot be
+    stored in time, its old messages are delivered again, its tokens are lost, and the loss is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:
@@ -149,7 +148,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         del held[group_id]
 
     await asyncio.gather(*(pass_on(one) for one in list(held.values()) if one.missing))
-    with suppress(TimeoutError):  # finished groups are then redelivered and recognised by their sequences' ids
+    with suppress(TimeoutError):  # finished groups are then redelivered; the stream drops their repeated sequences
         async with asyncio.timeout(ANSWER_WITHIN_S):
             await held.acknowledge_all()
 
@@ -183,9 +182,9 @@ async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
 def messages_of(
     group: PromptGroup, missing: Sequence[int], partials: Collection[PartialSequence], max_bytes: int
 ) -> tuple[list[bytes], int]:
-    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence. If a
-    message exceeds `max_bytes`, its samples are divided between two messages. If one sample alone is too long, it starts again
-    from the prompt, and the second value counts its discarded tokens. Raises `MessageError`. Pure."""
+    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence, and
+    the number of discarded tokens. If a message exceeds `max_bytes`, its samples are divided between two messages. If one
+    sample alone is too long, its tokens are discarded, and it starts again from the prompt. Raises `MessageError`. Pure."""
     others = tuple(sorted(set(range(group.num_samples)) - set(missing)))
     mine = tuple(sample for sample in partials if sample.sample_index in missing)
     payload = encode_group(replace(group, partials=mine, done_samples=others))

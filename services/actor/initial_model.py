@@ -1,8 +1,8 @@
-"""`python -m services.actor.initial_model`: fetch the initial model that the run built from the trainer.
+"""`python -m services.actor.initial_model`: fetch an initial model that the run itself built, from the trainer.
 
-The actor's pod runs this first. It does nothing for a hub model or a folder, or if the model is already in
-PIPELINERL_MODEL_CACHE. It waits without limit for a trainer that is not up yet, or still serves another recipe's model, because
-a cluster starts both at once. It loads no model.
+The actor's pod runs this first. The program does nothing if the recipe names a hub model or a folder, or if the model is
+already in PIPELINERL_MODEL_CACHE. A cluster starts actor and trainer at once, so the program waits without limit for a trainer
+that is not up yet or that still serves another recipe's model. It loads no model.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
         explain=lambda error: (
             explained(error, settings.tls_dir)
             if isinstance(error, grpc.aio.AioRpcError)
-            else str(error) or f"nothing came for {SILENT_S:.0f} s"
+            else str(error) or f"no data arrived for {SILENT_S:.0f} s"
         ),
-        level=logging.INFO,  # the trainer may still be building it
+        level=logging.INFO,  # the trainer may still be building the model
     )
     try:
         received = await unless_stopped(fetching, stop)
     except StartStopped as error:
-        raise ServiceError("stopped before the initial model was there") from error
+        raise ServiceError("stopped before the initial model was fetched") from error
     log.info("initial model fetched: %s", folder, extra={"bytes": received})
 
 
 async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
-    """Write the model's files into the empty `folder` and return the number of bytes. Raises `FieldError` on `tls_dir`,
-    `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk. gRPC ends the stream in order only after
-    the last chunk. Each call opens a channel, which looks up the trainer's name again."""
+    """Write the model's files into the empty `folder` and return the number of bytes. Raises `FieldError` if `tls_dir` is
+    wrong, `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk. A stream that ends without an
+    error is complete. Each call opens a new channel, which looks up the trainer's name again."""
     received = 0
     async with open_channel(settings.trainer, settings.tls_dir) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)

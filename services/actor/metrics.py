@@ -1,4 +1,4 @@
-"""The actor's metrics, on an injected Prometheus registry, with the sums that its gRPC state reports."""
+"""The actor's metrics, on an injected Prometheus registry, and the totals that its gRPC call GetState reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.messages.verification import FAILURE_CODES
 from pipelinerl.telemetry.metrics import MetricSet
 
 CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-"""Buckets for calls to another process, from the same machine to a reward at its deadline or an outage of the stream."""
+"""Bucket bounds, in seconds, for calls to another process: from a call within the machine to a reward at its deadline."""
 RECEIVE_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 15)
 DECODE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -23,12 +23,12 @@ REFUSALS = (
     *(*POLICY_FAULTS, "episode_not_found", "invalid_request", "request_timeout", "not_found", "failed", "interrupted"),
     *("internal_error", "hung_up"),
 )
-"""Error codes in answers to an episode's environment."""
+"""Error codes with which the actor refuses requests of an episode's environment."""
 IGNORED_FIELDS = (
     *("chat_template_kwargs", "frequency_penalty", "logit_bias", "logprobs", "min_p", "min_tokens", "presence_penalty"),
     *("reasoning_effort", "repetition_penalty", "response_format", "seed", "temperature", "tool_choice", "top_k", "top_p"),
 )
-"""Fields of an environment's requests that would change the distribution or the form of its turns."""
+"""Ignored fields of an environment's requests. They would change the distribution or the form of the policy's turns."""
 
 
 class BusyClock:
@@ -58,7 +58,7 @@ class BusyClock:
 
 
 class ActorMetrics:
-    """Counters and gauges of one actor. A reading has no series until it has a source, except `ready`, which starts at 0."""
+    """Counters, gauges and histograms of one actor. A reading has no series before it has a value; `ready` starts at 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet("pipelinerl_actor", registry)
@@ -71,29 +71,29 @@ class ActorMetrics:
         self._weights(metrics)
 
     def _generating(self, metrics: MetricSet) -> None:
-        self.version = metrics.reading("policy_version", "Policy version served; none before the first.")
-        self.ready = metrics.reading("ready", "1 when it takes prompts, else 0.", unit="1 or 0")
-        self.ready.set(0)  # so that an engine that never starts is visible
-        self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups taken and not acknowledged yet.")
+        self.version = metrics.reading("policy_version", "Policy version served; absent until a version is served.")
+        self.ready = metrics.reading("ready", "1 while the actor takes prompts, 0 otherwise.", unit="1 or 0")
+        self.ready.set(0)  # shows an engine that never starts
+        self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups taken but not acknowledged yet.")
         self.bad_messages = metrics.counter(
             "bad_messages_total", "Messages that were invalid and ignored.", {"kind": ("prompt_group", "control")}
         )
-        self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups given up.", unit="groups")
+        self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups stored as dead letters.", unit="groups")
         in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
         in_progress.set_function(lambda: self.busy.running)
         self.most_in_progress = metrics.reading(
-            "sequences_in_progress_max", "H of the recipe: actor.sequences_in_progress.", unit="sequences"
+            "sequences_in_progress_max", "Maximum number of sequences in progress, from the recipe.", unit="sequences"
         )
         self.generated_tokens = metrics.counter(
-            "generated_tokens_total", "Completion tokens sampled here, of finished and unfinished sequences."
+            "generated_tokens_total", "Completion tokens that this actor sampled for finished and unfinished sequences."
         )
         metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.").read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
-            "One engine step with sequences in progress, measured on the event loop, including the stall of a swap.",
+            "Duration of an engine step with sequences in progress, measured on the event loop, with the stall of a swap.",
             DECODE_SECONDS,
         )
-        self._kv_cache = metrics.reading("kv_cache_usage_ratio", "Share of the KV cache's blocks in use, last decode step.")
+        self._kv_cache = metrics.reading("kv_cache_usage_ratio", "Share of KV cache blocks in use at the last decode step.")
 
     def _finishing(self, metrics: MetricSet) -> None:
         reasons = tuple(reason.value for reason in FinishReason)
@@ -105,13 +105,13 @@ class ActorMetrics:
         )
         self.handed_over = metrics.counter(
             "sequences_handed_over_total",
-            "Sequences handed over to another actor, unfinished, or finished and not stored yet.",
+            "Sequences handed over to another actor, either unfinished or finished but not stored yet.",
             {"state": CARRIED_STATES},
             unit="sequences",
         )
         self.continued = metrics.counter(
             "sequences_continued_total",
-            "Sequences taken over from an actor that left, unfinished, or finished and only to be stored.",
+            "Sequences taken over from an actor that left, either unfinished or finished but not stored yet.",
             {"state": CARRIED_STATES},
             unit="sequences",
         )
@@ -120,16 +120,16 @@ class ActorMetrics:
         )
         self.completion_tokens = metrics.histogram("completion_tokens", "Length of completions.", COMPLETION_TOKENS)
         self.verify_seconds = metrics.histogram(
-            "verify_seconds", "Verifier call as the actor sees it, one batch.", CALL_SECONDS
+            "verify_seconds", "Duration of a verifier call for one batch, measured by the actor.", CALL_SECONDS
         )
         self.verify_failed_tries = metrics.counter(
             "verify_failed_tries_total",
-            "Failed attempts of verifier calls, by gRPC status as the actor sees it; most are retried.",
+            "Failed attempts of verifier calls, by the gRPC status that the actor got; most are retried.",
             {"code": FAILURE_CODES},
             unit="calls",
         )
         self.publish_seconds = metrics.histogram(
-            "publish_seconds", "Publish of a sequence until the stream's acknowledgement.", CALL_SECONDS
+            "publish_seconds", "Time from publishing a sequence to the stream's acknowledgement.", CALL_SECONDS
         )
 
     def _episodes(self, metrics: MetricSet) -> None:
@@ -140,13 +140,13 @@ class ActorMetrics:
         )
         self.episode_turns = metrics.counter(
             "episode_turns_total",
-            "Turns that environments requested: sampled, or replayed from the record of an episode that runs again.",
+            "Turns that environments requested, either sampled or, if an episode runs again, replayed from its record.",
             {"source": ("sampled", "replayed")},
             unit="turns",
         )
         self.episode_branches = metrics.counter(
             "episode_branches_total",
-            "Branches of episodes after their first: histories that did not extend the recorded tokens.",
+            "Additional branches of episodes, begun because a request's history did not extend the recorded tokens.",
             unit="branches",
         )
         self.episode_dropped_turns = metrics.counter(
@@ -167,12 +167,12 @@ class ActorMetrics:
     def _weights(self, metrics: MetricSet) -> None:
         self.updates = metrics.counter(
             "weight_updates_total",
-            "Weight updates: committed, failed here, discarded before a commit, or refused with the manifest.",
+            "Weight updates by outcome: committed, failed here, discarded before a commit, or refused with their manifest.",
             {"outcome": ("committed", "failed", "discarded", "refused")},
             unit="updates",
         )
         self.received_bytes = metrics.counter("received_bytes_total", "Weight bytes received.")
-        self.receive_seconds = metrics.histogram("receive_seconds", "First to last byte of one update.", RECEIVE_SECONDS)
+        self.receive_seconds = metrics.histogram("receive_seconds", "Time to receive one update.", RECEIVE_SECONDS)
         self.stall_seconds = metrics.histogram("stall_seconds", "Time without generation because of one update.", STALL_SECONDS)
         self.staging = metrics.reading(
             "staging_state",

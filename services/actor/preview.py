@@ -1,7 +1,8 @@
 """`python -m services.actor.preview`: show a recipe's prompts as its policy will see them, before a run loads any model.
 
-Reads one JSON object from standard input: `recipe`; `source`, the tokenizer's folder or GGUF file; `problems`, one for each set
-of problems by its place. Prints the fields of a `pipelinerl.recipe.rehearsal.Preview`, each mistake as field, value and fix.
+Standard input is one JSON object with `recipe`; `source`, the tokenizer's folder or GGUF file; and `problems`, which maps the
+place of each set of problems in the recipe to one problem. Standard output is a JSON object with the fields of a
+`pipelinerl.recipe.rehearsal.Preview`. Each mistake is a field, its value and the fix.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
 
 
 def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
-    """Return the `names` that no chat template reads. `template`: one, or several by name. Raises `jinja2.TemplateError`."""
+    """Return the `names` that no chat template reads. `template` is a text or a dictionary of texts. Raises `TemplateError`."""
     environment, read = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
     for text in template.values() if isinstance(template, dict) else (template,):
-        without = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)  # a tag of transformers' own
+        without = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)  # a tag that only transformers knows
         read |= meta.find_undeclared_variables(environment.parse(without))
     return [name for name in names if name not in read]
 
@@ -85,7 +86,7 @@ def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelC
 
 
 def shown(token_ids: list[int], tokenizer: Any) -> str:
-    """Return the text of a prompt, with each added token in ⟨⟩, and without the middle of a long prompt."""
+    """Return the text of a prompt with the tokenizer's added tokens in ⟨⟩. The middle of a long prompt is left out."""
     added, left_out = tokenizer.added_tokens_decoder, len(token_ids) - 2 * _SHOWN
     texts = []
     for part in [token_ids] if left_out <= 0 else [token_ids[:_SHOWN], token_ids[-_SHOWN:]]:

@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM behind the `InferenceEngine` protocol. In the actor, only this file and `weight_sync/` use vLLM.
 
-The engine takes and returns tokens; it detokenises while it decodes only to look for stop strings. Log-probabilities are those
-of the sampling distribution (`processed_logprobs`), and token versions come from vLLM itself (`weight_versions`).
+The engine takes and returns tokens, and detokenises only requests with stop strings. Log-probabilities are those of the
+sampling distribution (vLLM's `processed_logprobs`). vLLM itself labels each token with its policy version (`weight_versions`).
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ async def build_off_loop(
     stop: asyncio.Event,
     children: Callable[[], Sequence[BaseProcess]] = multiprocessing.active_children,
 ) -> _Built:
-    """Call `build()` on a thread, so that probes are answered. A stop terminates the processes that it has started, listed by
-    `children()`; `build` then fails, and its thread is awaited. Raises its errors or, if `stop` is set, `StartStopped`. If it
-    succeeds nevertheless, its result is returned and the caller must end it."""
+    """Call `build()` on a thread, so that the event loop can answer probes. If `stop` is set, terminate the processes that
+    `children()` lists, which makes `build` fail, wait for the thread, and raise `StartStopped`. If `build` succeeds
+    nevertheless, return its result, which the caller must shut down. Without a stop, errors of `build` are raised unchanged."""
     building = asyncio.ensure_future(asyncio.to_thread(build))
     stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((building, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not building.done():
             log.info("stopped before the engine was up")
-        while not building.done():  # repeated, since it may start further processes
+        while not building.done():  # repeated, because `build` may start further processes
             for child in children():
                 child.terminate()
             await asyncio.wait((building,), timeout=_LOOK_S)
@@ -79,7 +79,7 @@ async def build_off_loop(
 
 _ABORTED = "abort"
 WARM_UP_TOKENS = 2
-"""Tokens of each warm-up sequence. Two, because the prompt's step gives the first and a decode step the second."""
+"""Tokens of each warm-up sequence. The step that reads the prompt samples the first token, and a decode step the second."""
 
 
 def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": recipe.model.dtype,
-        # vLLM derives the random numbers of requests without a seed from this one. Actors with equal seeds, and an actor that
-        # starts again, would draw the same numbers for different prompts, and the same samples for the same prompt.
+        # vLLM uses this seed for requests without their own. If it were fixed, all actors, and an actor after a restart, would
+        # draw the same random numbers, and so the same samples for the same prompt.
         "seed": secrets.randbits(32),
         "max_model_len": recipe.model.max_context,
         "max_num_seqs": recipe.actor.sequences_in_progress + EVALUATION_SLOTS,
@@ -106,9 +106,9 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
         arguments["gpu_memory_utilization"] = engine.memory_share
     else:
         arguments |= {
-            "enable_chunked_prefill": False,  # it resets seeded generators, which a CPU does not support
+            "enable_chunked_prefill": False,  # it resets seeded random generators, which fails on a CPU
             "kv_cache_memory_bytes": int(engine.kv_cache_gib * 1024**3),
-            "block_size": 32,  # prompts are shared in whole blocks, and many are shorter than vLLM's default of 128 on CPU
+            "block_size": 32,  # tokens; only whole blocks are shared, and many prompts are shorter than the CPU default of 128
         }
         if engine.tensor_parallel_size == 1:
             # Run model and scheduler in one process. On CPU, vLLM replaces "uni" by a worker process to set its OpenMP
@@ -138,9 +138,9 @@ async def start_engine(
     on_step: OnStep | None = None,
     bind_host: str | None = None,
 ) -> AsyncIterator[VllmEngine]:
-    """Start vLLM on a thread (for tens of seconds, while the event loop runs), warm it up, and shut it down at the end.
+    """Start vLLM on a thread, which takes tens of seconds while the event loop runs, warm it up, and shut it down at the end.
     `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the other ranks
-    of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model (its own log says why), and
+    of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model (vLLM's log says why), and
     `StartStopped` if `stop` is set first."""
     stop, is_warm = stop or asyncio.Event(), False
 
@@ -149,26 +149,26 @@ async def start_engine(
             on_step(decode_s, kv_cache_usage)
 
     folder, beside = tempfile.gettempdir(), tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
-    with beside as sockets:  # the path of a socket may have at most 107 characters
+    with beside as sockets:  # a directory with a short path, because a socket's path may have at most 107 characters
         is_private = stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        os.environ["VLLM_RPC_BASE_PATH"] = folder if is_private else sockets  # vLLM removes none of its sockets
+        os.environ["VLLM_RPC_BASE_PATH"] = folder if is_private else sockets  # vLLM itself removes none of its sockets
         llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step and step), stop)
         weights = WeightUpdateClient(
             llm, recompute_kv=recipe.weights.recompute_kv, bind_host=bind_host, staging_buffers=recipe.weights.staging_buffers
         )
         # vLLM's statistics per request take a quarter of its time on this event loop. The scheduler's figures per step stay on.
         llm.log_stats = llm.output_processor.log_stats = False
-        warnings = logging.getLogger("vllm.v1.utils")  # of each process that is killed
+        warnings = logging.getLogger("vllm.v1.utils")  # warns of each process that is killed
         level = warnings.level
         try:
-            llm._run_output_handler()  # built outside the loop, it would only start with the first request
+            llm._run_output_handler()  # otherwise it starts with the first request, since the engine was built off the loop
             engine = VllmEngine(llm, weights)
             await unless_stopped(engine.warm_up(recipe), stop)
             is_warm = True
             yield engine
         finally:
             warnings.setLevel(logging.ERROR)
-            llm.shutdown(timeout=0)  # kill its processes, which have nothing to save; an orderly exit takes 2.5 s
+            llm.shutdown(timeout=0)  # kill vLLM's processes, which have nothing to save; an orderly exit takes 2.5 s
             warnings.setLevel(level)
             await weights.close()
 
@@ -176,7 +176,7 @@ async def start_engine(
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
     """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
-    # FlashInfer's sampler only serves top-p and top-k, which recipes do not have, and compiles with nvcc at its start.
+    # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import __version__, envs
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -201,10 +201,9 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
 
 
 def can_fork(arguments: Mapping[str, Any]) -> bool:
-    """Return whether the engine process on a CPU may be a fork of this one, as vLLM makes it on a GPU. It then need not import
-    everything again, which takes as long as the rest of its start. On CPUs vLLM itself spawns, since a child cannot use a
-    thread pool of OpenMP that its parent has started; with a single thread there is none. Workers of several ranks are spawned.
-    """
+    """Return whether vLLM may fork its engine process from this one on a CPU, as it does on a GPU. A fork imports nothing
+    again, which halves the start. vLLM spawns on CPUs, because a child cannot use an OpenMP thread pool that its parent has
+    started; with a single thread, there is no pool. The workers of several ranks are always spawned."""
     import torch
 
     return arguments.get("distributed_executor_backend") is not None and torch.get_num_threads() == 1
@@ -212,10 +211,9 @@ def can_fork(arguments: Mapping[str, Any]) -> bool:
 
 @cache
 def prepare_forks() -> None:
-    """Let forked children neither answer signals for this process nor destroy what belongs to it. They inherit the handlers of
-    the event loop, together with the socket that wakes it: a SIGTERM to the engine process would stop the actor instead. And
-    garbage that the child collects may own threads, such as a store of torch's, which the child does not have and would await.
-    """
+    """Reset signal handlers and freeze the garbage collector in every forked child. A child inherits the event loop's handlers
+    and the socket that wakes the loop, so a SIGTERM to the engine process would stop the actor instead. Inherited garbage may
+    own threads, as a torch store does, that do not exist in the child; collecting it would wait for them forever."""
 
     def in_child() -> None:
         gc.freeze()
@@ -227,20 +225,20 @@ def prepare_forks() -> None:
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Copy the container image's model infos to a new cache. This saves the 9 s that vLLM takes to inspect a model class."""
+    """Copy the image's "model infos" to a new cache. Without these facts about model classes, vLLM inspects a class for 9 s."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as beside:  # renamed when complete, as an actor may be killed
+        with tempfile.TemporaryDirectory(dir=cache) as beside:  # renamed when complete, since the actor may be killed before
             shutil.copytree(known, Path(beside, known.name)).rename(target)
     except OSError as error:
         log.warning("cannot copy the image's model infos to %s, vLLM will make its own: %s", target, error)
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger that only calls `on_step`. Beside another class, vLLM would add a Prometheus logger."""
+    """Return a stat logger that only calls `on_step`. vLLM would add a `PrometheusStatLogger` if this were not a subclass."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -251,7 +249,7 @@ def step_logger(on_step: OnStep) -> StatLoggerFactory:
             if scheduler_stats is None:
                 return
             running, now_s = scheduler_stats.num_running_reqs > 0, time.monotonic()
-            if running or self._running:  # the scheduler also takes a step after the last sequence
+            if running or self._running:  # the scheduler also runs one step after the last sequence has ended
                 on_step(now_s - self._at_s if self._running else None, scheduler_stats.kv_cache_usage)
             self._running, self._at_s = running, now_s
 
@@ -264,7 +262,7 @@ def step_logger(on_step: OnStep) -> StatLoggerFactory:
 
 
 class VllmEngine:
-    """`InferenceEngine` with vLLM. `llm` is public for tests and benchmarks that time vLLM itself."""
+    """Implements `InferenceEngine` with vLLM. `llm` is public for tests and benchmarks that time vLLM itself."""
 
     def __init__(self, llm: AsyncLLM, weights: WeightUpdateClient) -> None:
         self.llm = llm
@@ -276,13 +274,13 @@ class VllmEngine:
         self.use(weights)
 
     def use(self, weights: WeightUpdateClient) -> None:
-        """Get new weights through this client from now on."""
+        """Receive new weights through this client from now on."""
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
-        """Generate two tokens for each of H one-token prompts, and score a prompt, because vLLM compiles its functions at their
-        first use, which took 2.5 s. This leaves nothing in the KV cache. Raises `EngineError`, also if the results lack a
-        log-probability or a version, because no sample of such an engine could be trained on."""
+        """Generate two tokens for each of H one-token prompts, and score a prompt. vLLM compiles functions at their first use,
+        which took 2.5 s. The warm-up leaves nothing in the KV cache. Raises `EngineError` if the engine fails or if its results
+        lack log-probabilities or versions, because no sample of that engine could be trained on."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]
@@ -308,8 +306,8 @@ class VllmEngine:
                 pass
 
     async def _overtake(self) -> None:
-        """Before a swap, restart the requests that have no token yet. vLLM fixes a request's salt when the request enters, so a
-        request that waits across the swap would read a cache of weights older than those of its first token."""
+        """Before a swap, restart the requests that have no token yet. vLLM fixes a request's salt when the request enters.
+        Without the restart, a request that waits during the swap would read keys and values of the old weights."""
         begun = {name for name, tokens in self.progress().items() if tokens}
         self._overtaken |= self._inside - begun
         await self._abort(self._overtaken)
@@ -359,7 +357,7 @@ class VllmEngine:
 
         final: RequestOutput | None = None
         try:
-            # vLLM would pass a prompt in another form to a thread for tokenization.
+            # vLLM would send a prompt in any other form to a tokenizer thread.
             rendered = tokens_input(prompt.tolist(), cache_salt=cache_salt or None)
             async for output in self.llm.generate(rendered, sampling, request_id):
                 final = output
@@ -372,7 +370,7 @@ class VllmEngine:
 
 @lru_cache(maxsize=64)
 def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingParams:
-    """Return vLLM's sampling parameters. Equal arguments give the same object, since vLLM copies it."""
+    """Return vLLM's sampling parameters. Equal arguments share one cached object, because vLLM copies what it changes."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -387,7 +385,7 @@ def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingPar
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,  # a stop string may contain one
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # a shallow copy saves 20 µs; vLLM only adds the model's end tokens, always the same
+        skip_clone=True,  # saves 20 µs of deep copy; vLLM only adds the model's end tokens, which are always the same
     )
 
 

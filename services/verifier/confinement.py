@@ -1,8 +1,8 @@
-"""Limit processes that run users' code, and end them with all processes that they started. Linux.
+"""Limit processes that run users' code, and end them with all processes that they started. Linux only.
 
-Limits are on address space and CPU time. This is not a jail: users' code is trusted not to attack the machine, but on a model's
-output it may run too long or take too much memory. A model may control code in a sandbox, so a process above the sandbox also
-limits how many processes and threads the code starts (`keep_in_bounds`).
+Address space and CPU time are limited. This is not a jail: users' code is trusted not to attack the machine, but on a model's
+output it may run too long or take too much memory. Code in a sandbox may be controlled by a model; a process outside the
+sandbox therefore also limits how many processes and threads the code starts (`keep_in_bounds`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def attach_to_parent() -> None:
-    """Kill this process when the parent's thread that started it ends, and adopt orphaned descendants."""
+    """Have the kernel kill this process when the thread that started it ends, and make it adopt orphaned descendants."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -47,9 +47,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def go_below_another() -> None:
-    """Fork, and return only in the child, attached to its parent, which just waits for the child's end. If one of the two
-    processes above a sandbox is killed, the other ends the rest. The child has its own process group, because the group of a
-    dead worker is killed."""
+    """Fork, and return only in the child. The parent waits for the child's end. A sandbox then has two processes above it; if
+    one of them is killed, the other ends the rest. The child has its own process group, since that of a dead worker is killed.
+    """
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)
@@ -58,9 +58,9 @@ def go_below_another() -> None:
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
     """Stay outside the sandbox of `child`, and answer the requests of its seccomp filter for further processes or threads.
-    `ends` is a socket pair whose first end receives the filter's listener; without it, no filter asks. Wait for the end of the
-    child or of the process above this one, kill the remaining descendants, and end as the child did. This process must be
-    attached to its parent."""
+    `ends` is a socket pair whose first end receives the filter's listener; without `ends`, nothing is asked. Wait until the
+    child or this process's parent ends, kill remaining descendants, and end as the child did. Call `attach_to_parent`
+    before."""
     code = 1
     try:
         _ignore_signals()
@@ -75,8 +75,8 @@ def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
 
 
 def _ignore_signals() -> None:
-    """Ignore all signals except SIGKILL and SIGSTOP, and drop users' handlers and masks, which would stay active outside.
-    Users' timers must not end this process, and no child may be reaped automatically."""
+    """Ignore all signals that can be ignored, except SIGCHLD, whose default action lets this process reap its children. This
+    drops handlers and masks of users' code, whose timers must not end this process."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -85,7 +85,7 @@ def _ignore_signals() -> None:
 def _exit_code_of(child: int, *ends: socket.socket) -> int:
     above = os.getppid()
     ended, above_ended = os.pidfd_open(child), os.pidfd_open(above)
-    prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # wakes this process, even if stopped, to end what is below
+    prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # wakes this process, even if stopped, to end its descendants
     listeners = list[int]()
     if ends:
         handed, childs = ends
@@ -127,7 +127,7 @@ def answer_call(listener: int, child: int | None = None) -> None:
 def _num_threads(pid: int) -> int:
     try:
         return os.stat(f"/proc/{pid}/task").st_nlink - 2
-    except OSError:  # it ended
+    except OSError:  # the process ended
         return 0
 
 
@@ -143,7 +143,7 @@ def take_pipes() -> tuple[Connection, Connection]:
 
 
 def renew_cpu_limit(timeout_s: float) -> None:
-    """Set the CPU limit to the wall-clock limit times cores. It is a fallback: the verifier normally ends the code first."""
+    """Set the CPU limit to the wall-clock limit times the cores. This is a fallback: the verifier usually kills first."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     allowance_s = int(timeout_s + 1) * (os.cpu_count() or 1) + _CPU_SLACK_S
     lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + allowance_s)
@@ -173,8 +173,8 @@ def children(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to the process, to its descendants in any process group, and to its own group. Reaps nothing. All of them
-    get SIGSTOP first, repeatedly until no new one is found, so that none can start another process meanwhile."""
+    """Send SIGKILL to the process, to its descendants in any process group, and to its own group, without reaping them. First
+    stop the process and its descendants with SIGSTOP until no new one is found, so that none can start another meanwhile."""
     stopped: set[int] = set()
     while found := {pid, *descendants(pid)} - stopped:
         for process in found:
@@ -204,7 +204,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def lower_limit(kind: int, most: int, *, for_good: bool = False) -> None:
-    """Lower the soft limit; `for_good` also the hard one."""
+    """Lower the soft limit, and with `for_good` also the hard limit."""
     hard = resource.getrlimit(kind)[1]
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (soft, soft if for_good else hard))

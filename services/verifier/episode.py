@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 _MOST_ANSWER_BYTES = 1024**2
 _MOST_RESULT_CHARACTERS = 256 * 1024
-"""Maximum size of the results of one turn's tool calls together, far below the actor's limit of a request."""
+"""Maximum total size of the results of one turn's tool calls, far below the actor's limit for a request."""
 _FIRST_OF_ENDLESS = 4096
-"""Number of tasks taken from an endless taskset of verifiers."""
+"""Number of tasks taken from an endless taskset of the package `verifiers`."""
 _ROW_IN_ENVIRONMENT_BYTES = 100_000
-"""Limit of a row in an environment variable; Linux allows 128 KiB."""
+"""Maximum size of a row in an environment variable; Linux allows 128 KiB."""
 
 
 class PolicyFault(Exception):
@@ -136,7 +136,7 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
         result = failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
     except EpisodeFailed as failure:
         result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, str(failure))
-    except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is an environment's too
+    except BaseException as error:  # noqa: BLE001 - the process boundary; an environment may also raise SystemExit
         traceback.print_exc()
         result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the environment raised {located(error)}")
     result.sequence_id = request.sequence_id
@@ -154,7 +154,7 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         if not all(map(math.isfinite, metrics.values())):
             return failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
-        if done.correct is not None:  # the component `answer` only says whether it is right
+        if done.correct is not None:  # the component `answer` only says whether the answer is right
             components = {"answer": correct if done.correct else 0.0}
             components["environment"] = reward - components["answer"]
         return VerifyResult(
@@ -195,7 +195,7 @@ def _messages(given: Any, method: str) -> Messages:
 
 
 class ToolUse:
-    """An environment for a problem from a file. The policy may call functions, also async ones, until it answers."""
+    """An environment for a problem from a file. The policy may call functions, which may be async, until it answers."""
 
     def __init__(self, tools: Mapping[str, Tool], task: TaskConfig) -> None:
         self._tools, self._task = tools, task
@@ -211,13 +211,13 @@ class ToolUse:
         most, messages = _MOST_RESULT_CHARACTERS // len(turn.tool_calls), list[dict[str, Any]]()
         for call in turn.tool_calls:
             answer = await self._answer(call)
-            if len(answer) > most:  # else it may leave no room for another turn, and the episode would earn nothing
+            if len(answer) > most:  # a longer text may leave no room for another turn, and the episode would earn nothing
                 answer = f"{answer[:most]}\n[cut: these are {most} of {len(answer)} characters]"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
         return messages
 
     async def _answer(self, call: ToolCall) -> str:
-        """Return the function's result, or a message about what is wrong with the call. The policy sees either."""
+        """Return the function's result, or a message that says what is wrong with the call. The policy sees this text."""
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import best_match
 
@@ -240,9 +240,9 @@ class ToolUse:
 
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
-    """Run an agent's program and return its output. Raises `EpisodeFailed` if it fails or prints too much; the reason is the
-    last line of its standard error, which goes to the verifier's log. The program gets the problem's row on standard input and,
-    if it is short, in PIPELINERL_ROW. `search_path`: its PYTHONPATH."""
+    """Run an agent's program and return its output. Raises `EpisodeFailed` if the program prints too much or fails; the reason
+    is then the last line of its standard error, which also goes to the verifier's log. The program gets the problem's row on
+    standard input and, if the row is short, in PIPELINERL_ROW. `search_path` is the program's PYTHONPATH."""
     row = json.dumps(row_of(request))
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:
@@ -264,8 +264,8 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
 
 
 def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
-    """Return the output until the program ends, even if other processes still hold its pipe, and the last characters of its
-    standard error, which is also copied to this process's. `given`: standard input, which the program may ignore."""
+    """Return the program's output and the last characters of its standard error as soon as the program has ended, even if other
+    processes hold its pipes. Copy its standard error to this process's. `given`: standard input, which it may ignore."""
     assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None
@@ -280,7 +280,7 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
     with selectors.DefaultSelector() as ready:
         for descriptor in (*texts, ended):
             ready.register(descriptor, selectors.EVENT_READ)
-        while (found := {key.fd for key, _ in ready.select()}) != {ended}:  # it has ended, and all that it wrote is read
+        while (found := {key.fd for key, _ in ready.select()}) != {ended}:  # it has ended and its output is read
             for descriptor in found - {ended}:
                 text, chunk = texts[descriptor], os.read(descriptor, 65536)
                 text += chunk
@@ -349,15 +349,15 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     """Import an environment of the package `verifiers` (0.4, v1) and return the function that runs its episodes with the
     package's own loop, in which the policy is the agents' model. Raises `FieldError`.
 
-    An agent's program calls a server that the package runs in the episode's process, which forwards requests unchanged to the
+    An agent's program calls a server that the package runs in the episode's process and that forwards requests unchanged to the
     actor. Programs run within the limits of that process, unless the environment's configuration names another runtime.
     """
     from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
 
     if VERIFIERS.is_dir():
         sys.path.insert(0, str(VERIFIERS))
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the programs and tool servers that it starts
-    os.environ["UV_PYTHON"] = sys.executable  # for uv, which prepares programs of the package
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the programs and tool servers of environments
+    os.environ["UV_PYTHON"] = sys.executable  # for uv, with which the package prepares programs
     os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     try:
         import verifiers.v1 as vf
@@ -366,7 +366,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    importlib.import_module("openai.resources")  # else each episode's process would import it
+    importlib.import_module("openai.resources")  # otherwise each episode's process would import it
     try:
         taskset = {**task.config.get("taskset", {}), "id": task.name}
         config = resolve_env_config({**task.config, "taskset": taskset})
@@ -378,7 +378,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
         env = load_environment(config)
         tasks = list(islice(env.taskset, _FIRST_OF_ENDLESS if env.taskset.INFINITE else None))
     except Exception as error:
-        raise FieldError("task.name", task.name, f"verifiers cannot load it: {type(error).__name__}: {error}") from error
+        raise FieldError("task.name", task.name, f"`verifiers` cannot load it: {type(error).__name__}: {error}") from error
     division = Division(len(tasks), task, seed, is_trained_on=is_trained_on, where=task.name)
 
     def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
@@ -398,7 +398,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
 
 
 def result_of(episode: Episode, base_url: str) -> VerifyResult:
-    """Return the mean over the trained agents' runs. Raises `EpisodeFailed` if no run can be trained on. Pure."""
+    """Return mean reward and metrics over the trained agents' traces. Raises `EpisodeFailed` if none is usable. Pure."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EpisodeFailed("verifiers: " + (f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok"))
@@ -410,7 +410,7 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
             )
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if not traces:
-        raise EpisodeFailed("none of its agents is trained")
+        raise EpisodeFailed("none of the episode's agents is trained")
     reward = fmean(trace.reward for trace in traces)
     told = [one for trace in traces for one in _told_by(trace)]
     last = [node.message.content for node in traces[-1].nodes if node.sampled]

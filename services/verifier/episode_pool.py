@@ -1,7 +1,7 @@
 """Run a bounded number of episodes, each in a forked process that is killed at its deadline with all processes it started.
 
-The template is a process that has imported the user's code and forks the episodes (`episode_worker`). If it dies, it is started
-again, and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
+The template is a process that has imported the user's code and forks the episodes (`episode_worker`). If the template dies, it
+is started again, and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ async def run_episode_pool(
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks episodes, and the socket to it. `ended`: exit code of each running episode; None if it is lost."""
+    """The process that forks episodes, and the socket to it. `ended`: each running episode's exit code, or None if it is
+    lost."""
 
     process: pool.WorkerProcess
     orders: socket.socket
@@ -139,8 +140,8 @@ class EpisodePool:
             )
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
-        """Run an episode until all its processes have ended; return its result, or an answer for a judge. Cancelling ends them.
-        Raises `QueueFull` if too many episodes are running, and `EpisodeLost` if another call may succeed."""
+        """Run an episode until all its processes have ended; return its result, or an answer for a judge. Cancelling the call
+        kills the processes. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
         template = self._template
         if template is None:
             raise EpisodeLost("the process from which episodes are forked is being started")
@@ -177,12 +178,12 @@ class EpisodePool:
                 with contextlib.suppress(OSError):  # the template is gone, and the episode with it
                     if not ended.done():
                         await template.order(KILL, number)
-                await asyncio.shield(ended)  # the template still sets it if this call is cancelled again
+                await asyncio.shield(ended)  # the future is still set if this call is cancelled again
 
     async def _result(
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
     ) -> VerifyResult | VerifyItem:
-        """Read what the episode writes, up to its result. Raises `TimeoutError` or `WorkerGone` if it has none."""
+        """Read the episode's frames up to its result, and return that. Raises `TimeoutError`, `WorkerGone` or `EpisodeLost`."""
         task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
         works = task.source in ("environment", "tools")  # other sources do not say when they work
         began_s = time.monotonic()
@@ -202,7 +203,7 @@ class EpisodePool:
                 if (code := ended.result()) is None:
                     raise EpisodeLost("the process from which episodes are forked died") from None
                 if code == NOT_FORKED:
-                    raise EpisodeLost("no process could be forked for it; the verifier's log says why") from None
+                    raise EpisodeLost("no process could be forked for the episode; the verifier's log says why") from None
                 raise WorkerGone(f"it died with {how_ended(code)}") from None
             if frame in (WAITS, WORKS):
                 works = frame == WORKS

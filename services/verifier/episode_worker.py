@@ -1,10 +1,10 @@
-"""`python -m services.verifier.episode_worker`: fork a process for each episode. The verifier starts it. Linux.
+"""`python -m services.verifier.episode_worker`: fork a process for each episode. The verifier starts this process. Linux only.
 
-This template process imports the user's code but does not run it, so that a fork takes milliseconds and little memory. It
-consumes orders on a socket and reports there when an episode's process ends. It waits for the next order, which the verifier
-sends, and for the end of a process. An order to begin comes with a socket, on which the verifier sends its request. The episode
-sends one byte whenever it starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames
-are those of `multiprocessing.connection`.
+This process, the template, imports the user's code but does not run it, so that a fork takes milliseconds and little memory. It
+waits for orders of the verifier on a socket and for the end of episodes' processes, which it reports on that socket. An order
+to begin comes with the episode's own socket, on which the verifier sends the request. The episode answers there: it sends a
+byte whenever it starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames are those
+of `multiprocessing.connection`.
 
 An episode's process has its own session and limits of address space and CPU time, and dies with the template. When it ends, or
 when the verifier orders its end, all processes that it started are killed.
@@ -39,15 +39,15 @@ from services.verifier.sandbox import NoSandbox, confine, confinement_missing
 from services.verifier.worker import failed
 
 ORDER = struct.Struct("!cQ")
-"""Kind of an order, and number of the episode."""
+"""Format of an order: its kind, and the number of the episode."""
 BEGIN, KILL = b"B", b"K"
 ENDED = struct.Struct("!Qi")
-"""Number of an episode, and its exit code: that of `os.waitstatus_to_exitcode`, or `NOT_FORKED`."""
+"""Format of a report: the episode's number, and its exit code as in `os.waitstatus_to_exitcode`, or `NOT_FORKED`."""
 NOT_FORKED = -(1 << 31)
 WAITS, WORKS = b"W", b"E"
-"""Frames that say that the episode waits for the policy, or that its environment works."""
+"""Frames with which an episode says that it waits for the policy, or that its environment works again."""
 JUDGE = b"J"
-"""Prefix of an answer for a judge. No result begins with it, since a result begins with the tag of its id."""
+"""Prefix of an answer for a judge. No result begins with this byte, since a result begins with the tag of its id field."""
 
 
 def main() -> int:
@@ -120,7 +120,7 @@ class Template:
             return True
         try:
             pid = os.fork()
-        except OSError as error:  # a limit of processes or memory; other episodes go on
+        except OSError as error:  # processes or memory are at their limit; other episodes go on
             print(f"no process for an episode: {error}", file=sys.stderr)
             self.orders.sendall(ENDED.pack(number, NOT_FORKED))
         else:
@@ -141,7 +141,7 @@ class Template:
             if ended is None:
                 return
             if ended.si_pid in self._running:
-                confinement.kill_group(ended.si_pid)  # before the process is reaped, as its number may be reused afterwards
+                confinement.kill_group(ended.si_pid)  # before the process is reaped, since its pid may be reused afterwards
             _, status = os.waitpid(ended.si_pid, 0)
             for orphan in set(confinement.children(os.getpid())) - self._running.keys():
                 confinement.kill_tree(orphan)
@@ -170,7 +170,7 @@ class Template:
 
 def is_confined(share: ProblemSet) -> bool:
     """Return whether the task's episodes run in a sandbox on this machine."""
-    if share.reward.sandbox is None:  # agents are trusted unless the recipe says otherwise; verifiers needs its own servers
+    if share.reward.sandbox is None:  # agents are trusted by default; the package `verifiers` runs its own servers
         return share.task.source not in ("agent", "verifiers") and not confinement_missing()
     return share.reward.sandbox
 

@@ -1,8 +1,8 @@
 """Ask another model to judge a completion, through an OpenAI-compatible chat completions endpoint over HTTP.
 
-The verifier's own process makes the call, because URL and template come from the user, and waiting must not occupy a worker. A
-worker scores the answer, because it is untrusted text; the item carries it as `judgement`. An item without it fails and has no
-reward. Answers are cached by the text of the question; failures are not.
+The verifier's own process makes the call, because URL and template come from the user, who is trusted, and because waiting must
+not occupy a worker. A worker scores the answer, which is untrusted; the item carries it as `judgement`. An item without an
+answer fails and has no reward. Answers are cached by the text of the question; failures are not cached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_ANSWERS = 10_000
 ANSWER_CHARACTERS = 8192
 """Number of characters kept from the end of an answer, where models put their verdict."""
 MOST_BYTES = 4 * 1024**2
-"""Maximum number of bytes read of a response."""
+"""Maximum number of bytes read from a response."""
 _BACKOFF = Backoff(first_s=0.5, most_s=10.0, jitter=0.5)
 _HEALS = (408, 409, 425, 429)
 """HTTP statuses, in addition to 5xx, after which the call is repeated."""
@@ -45,7 +45,7 @@ class JudgeUnavailable(PipelineRLError):
 
 
 class JudgeRefused(PipelineRLError):
-    """The judge refuses this call, and would refuse it again."""
+    """The judge refuses this call, and would refuse a repeated call, too."""
 
 
 class Judge:
@@ -71,8 +71,8 @@ class Judge:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-        """Return a result whose `answer` is the judge's text, empty if the item earns nothing because it was cut; or a failure
-        with a message. If the caller is cancelled, the call goes on, since the item comes again."""
+        """Return a result with the judge's text as `answer`, or a failure with a message. The text is empty if the completion
+        was cut and earns nothing. If the caller is cancelled, the call to the judge goes on, since the item will come again."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK)
         text = filled(self._config.template, item)

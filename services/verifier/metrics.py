@@ -28,19 +28,19 @@ STATUSES = tuple(status_name(status) for status in verifier_pb2.VerifyStatus.val
 
 
 class VerifierMetrics:
-    """Counters, gauges and histograms of one verifier process. The recipe's `tasks` have their series from the start."""
+    """Counters, gauges and histograms of one verifier process. The series of the recipe's `tasks` exist from the start."""
 
     def __init__(self, registry: CollectorRegistry, tasks: Iterable[str]) -> None:
         metrics = MetricSet("pipelinerl_verifier", registry)
         label = {"task": f"a task of the recipe, or {UNKNOWN_TASK} for items of other tasks"}
         self.calls = metrics.counter("calls_total", "Calls by gRPC status.", {"code": CODES}, unit="calls")
-        self.call_seconds = metrics.histogram("call_seconds", "Verify calls, arrival to answer.", _SECONDS)
+        self.call_seconds = metrics.histogram("call_seconds", "Duration of a Verify call.", _SECONDS)
         self.requests = metrics.counter(
             "requests_total", "Items and episodes by task and outcome.", {**label, "status": STATUSES}, unit="items"
         )
         for task, status in product(tasks, STATUSES):
             self.requests.labels(task, status)
-        self.reward_seconds = metrics.histogram("reward_seconds", "Time in the reward of one item.", _SECONDS, label)
+        self.reward_seconds = metrics.histogram("reward_seconds", "Time to compute one reward.", _SECONDS, label)
         self.reward = metrics.histogram("reward", "Rewards of scored items.", _REWARDS, label, unit="reward")
         self.judge_calls = metrics.counter(
             "judge_calls_total",
@@ -49,17 +49,17 @@ class VerifierMetrics:
             unit="calls",
         )
         self.queue_items = metrics.gauge("queue_items", "Items waiting for a worker.")
-        self.queue_capacity = metrics.gauge("queue_capacity_items", "Items that may wait for a worker.")
+        self.queue_capacity = metrics.gauge("queue_capacity_items", "Maximum number of items that may wait.")
         self.workers = metrics.gauge("workers", "Worker processes that are up.", unit="processes")
         self.worker_restarts = metrics.counter(
-            "worker_restarts_total", "Replaced workers, by the reason of their end.", {"reason": LOSSES}, unit="processes"
+            "worker_restarts_total", "Replaced workers, by the reason why they ended.", {"reason": LOSSES}, unit="processes"
         )
         kept = {"code": CODE, "means": MEANS}
         self.sandbox = metrics.gauge("sandbox", "1 if this sandbox confines all code of the kind.", kept, unit="boolean")
         self.timeouts = metrics.counter("timeouts_total", "Rewards and episodes killed at a deadline.", unit="items")
         self.episodes = metrics.gauge("episodes", "Running episodes.", unit="episodes")
         self.episode_capacity = metrics.gauge("episode_capacity", "Maximum number of running episodes.", unit="episodes")
-        self.episode_seconds = metrics.histogram("episode_seconds", "Episodes, start to end.", _EPISODE_SECONDS, label)
+        self.episode_seconds = metrics.histogram("episode_seconds", "Duration of an episode.", _EPISODE_SECONDS, label)
 
     def count(self, task: str, result: verifier_pb2.VerifyResult, *, is_episode: bool = False) -> None:
         self.requests.labels(task, status_name(result.status)).inc()

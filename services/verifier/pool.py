@@ -1,8 +1,8 @@
-"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only costs its own item. If a task has
+"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only fails its own item. If a task has
 a judge, its items wait for the judge's answer before they wait for a worker.
 
-After its deadline a worker is killed with all processes it started, and its item times out. If a worker dies, its item is tried
-once more, since the cause may have been an outside signal or an earlier item; after a second death the item fails.
+A worker that misses a reward's deadline is killed with all processes it started, and the item times out. If a worker dies, its
+item is tried once more, since an outside signal or an earlier item may be the cause. After a second death, the item fails.
 
 Workers communicate through pipes, with frames of `multiprocessing.connection`: a length, and bytes that are not unpickled. The
 first frame to the worker is the recipe as JSON; the first frame back is a text, empty if the worker is ready, otherwise the
@@ -84,7 +84,7 @@ class Job:
 start_again = partial(
     retry_forever, retried=lambda error: isinstance(error, UserError | ServiceError | OSError), level=logging.ERROR
 )
-"""Function that starts a process in place of one that ended, and waits until that succeeds."""
+"""Function that retries the start of a process, in place of one that ended, until the start succeeds."""
 
 
 @asynccontextmanager
@@ -98,7 +98,7 @@ async def run_pool(
     starts = await asyncio.gather(*(start_worker(recipe) for _ in range(workers)), return_exceptions=True)
     first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
     for failure in starts:
-        if isinstance(failure, BaseException):  # all must start
+        if isinstance(failure, BaseException):  # all first workers must start
             await asyncio.gather(*(worker.kill() for worker in first))
             raise failure
     async with asyncio.TaskGroup() as slots:
@@ -111,8 +111,8 @@ async def run_pool(
 
 
 class RewardPool:
-    """The pool, which `run_pool` creates. The queue is first in, first out, except that repeated items come first. `judges`: by
-    task."""
+    """The pool, which `run_pool` creates. The queue is first in, first out, but repeated items come first. `judges`
+    maps tasks to their judges."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int, judges: Mapping[str, Judge]
@@ -151,7 +151,7 @@ class RewardPool:
         return [job.future.result() for job in jobs]
 
     async def _judge(self, job: Job) -> None:
-        """Queue an item with its judge's answer. Without one, the item fails."""
+        """Queue an item with its judge's answer. Without an answer, the item fails."""
         answer = await self._judges[job.item.task].answer(job.item)
         if answer.status != verifier_pb2.VERIFY_STATUS_OK:
             job.fail(answer.status, answer.message)
@@ -235,8 +235,8 @@ class WorkerGone(Exception):
 
 
 async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
-    """Return the next frame, even if it arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone` if it is too
-    long, and `IncompleteReadError` or `ConnectionError` if there is none."""
+    """Return the next frame, even if it arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone` if the frame
+    is too long, and `IncompleteReadError` or `ConnectionError` if the stream ends too early."""
 
     async def read() -> bytes:
         (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))
@@ -270,7 +270,7 @@ class WorkerProcess:
         self._stdin.write(FRAME_LENGTH.pack(len(payload)) + payload)
 
     async def score(self, item: verifier_pb2.VerifyItem, within_s: float) -> verifier_pb2.VerifyResult:
-        """Score an item. Raises `WorkerGone`, and `TimeoutError`, after which the worker is unusable."""
+        """Score an item. Raises `WorkerGone` or `TimeoutError`; the worker is then unusable."""
         self.write(item.SerializeToString())
         payload = await self.read(within_s)
         try:

@@ -1,10 +1,11 @@
 """`python -m services.verifier.rehearsal`: try a recipe's rewards on given completions, before a run loads any model.
 
-It reads one JSON object from standard input: `recipe`, `items` with the fields of a `VerifyItem`, and the `forms` of each item:
-completions, each with the answer that the reward has to find in it (empty: any). It scores each item in a worker process, with
-the first form that fits. It prints a line of JSON before each item (`calling`: its number), so that the reader knows at which
-one it ends early, and after it (`completion`, `answer`, `status`, `reward`, `seconds`, `message`), or `{"problem": "..."}` if
-the start fails. If a reward costs a worker, its task gets no further item, because each would take seconds.
+Standard input is one JSON object with `recipe`; `items`, each with the fields of a `VerifyItem`; and `forms`, which lists
+alternative completions for each item, each with the answer that the reward must find in it ("" = any answer). A worker process
+scores each item with the first form whose answer it finds or whose scoring fails. Before each item, a line of JSON with its
+number (`calling`) is printed, so that the reader knows which item ended the program early. After the item, a line with
+`completion`, `answer`, `status`, `reward`, `seconds` and `message` follows. If the workers do not start, the line is
+`{"problem": "..."}`. After an item that ends its worker, the task's other items are skipped, since each would take seconds.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _say(**line: Any) -> None:
 
 
 def main() -> int:
-    logging.disable()  # the results tell what went wrong
+    logging.disable()  # the printed lines say what went wrong
     asked = json.load(sys.stdin)
     recipe = Recipe.model_validate_json(json.dumps(asked["recipe"]))
     asyncio.run(rehearse(recipe, [ParseDict(item, VerifyItem()) for item in asked["items"]], asked["forms"]))

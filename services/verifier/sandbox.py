@@ -1,4 +1,4 @@
-"""Isolate programs that a model wrote, and users' code that reads a model's output. Linux.
+"""Isolate programs that a model wrote, and users' code that reads a model's output. Linux only.
 
 `python -m services.verifier.sandbox` prints the sandbox for programs on this machine.
 
@@ -7,7 +7,7 @@ read-only. It limits wall-clock time, CPU time, memory and output. It uses the s
 
     bubblewrap   separate namespaces (user, processes, network, IPC, mounts), and a folder in memory of bounded size
     landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, since its size could not be bounded
-    none         limits only; refused unless the caller says that it trusts the program
+    none         limits only; for programs that the caller trusts
 
 With the first two, seccomp only admits listed system calls; none of them opens a socket, starts a process or changes another
 process. `confine` puts the calling process under Landlock and seccomp for good; such a process may start a few others. This
@@ -58,7 +58,7 @@ class NoSandbox(PipelineRLError):
 @dataclass(frozen=True)
 class Limits:
     timeout_s: float = 5.0
-    """Wall-clock seconds. The CPU limit follows from them; it counts per process, and the program has only one."""
+    """Wall-clock seconds. The CPU limit is derived from this; it counts per process, and the program has only one."""
     memory_mib: int = 512
     """Address space, including the interpreter's."""
     output_bytes: int = 65_536
@@ -97,12 +97,12 @@ _OWN_STATE = (
 )
 _PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt getsockname getpeername"
 _SETSOCKOPT = {1: (2, 9, 13, 20, 21), 6: (1, 4, 5, 6, 18)}
-"""Admitted options by level: for SOL_SOCKET SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and timeouts; for TCP TCP_NODELAY and
-keepalive intervals. They neither enlarge a buffer, which no limit counts, nor change the use of a socket."""
+"""Admitted options by level. SOL_SOCKET: SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and timeouts. TCP: TCP_NODELAY and keepalive
+intervals. They neither enlarge socket buffers, whose memory no limit counts, nor change the use of a socket."""
 _SIGNALS = "kill tkill tgkill"
 _SESSIONS = "setsid setpgid pidfd_open"
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
-"""Commands for duplicates, flags, locks and sizes of pipes; none sends signals to a process."""
+"""Commands for duplicates, flags, locks and pipe sizes. None of them makes the kernel send signals to a process."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _STREAM, _SEQPACKET, _MSG_FASTOPEN = 1, 5, 0x20000000
@@ -113,21 +113,22 @@ _CLONE_ASIDE = 0x7E02_8000
 """CLONE_PARENT, which would make the new process a sibling of the calling one, and the flags of all namespaces."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PRCTL = (3, 15, 16, 23, _PR_SET_NO_NEW_PRIVS)
-"""Options to read the dumpable flag and capabilities, to read or set the name, and to set the flag that is already set."""
+"""Options to read the dumpable flag and capabilities, to set or read the name, and to set NO_NEW_PRIVS, which is set
+already."""
 _MOST_FILES = 512
-"""Open files per process under `confine`. Without this limit, nothing bounds the memory in buffers of pipes and sockets."""
+"""Maximum open files per process under `confine`. Nothing else bounds the memory in the buffers of pipes and sockets."""
 _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
 _LISTENER = 1 << 3 | 1 << 5
 """SECCOMP_FILTER_FLAG_NEW_LISTENER and _WAIT_KILLABLE_RECV."""
 _ADMITS_ALL = struct.pack("=HBBI", 6, 0, 0, _ALLOW)
-"""A seccomp program: BPF_RET."""
+"""A seccomp program of one instruction, BPF_RET, that admits all calls."""
 _ASKS_ABOUT_THREADS = b"".join(
     struct.pack("=HBBI", *instruction)
     for instruction in (
         (0x20, 0, 0, 0),  # load the call's number
-        (0x15, 0, 3, 56 if os.uname().machine == "x86_64" else 220),  # clone, or admit it
-        (0x20, 0, 0, 16),  # load its flags
+        (0x15, 0, 3, 56 if os.uname().machine == "x86_64" else 220),  # admit any call but clone
+        (0x20, 0, 0, 16),  # load the flags of clone
         (0x45, 0, 1, _CLONE_THREAD),
         (6, 0, 0, _ASK),
         (6, 0, 0, _ALLOW),
@@ -136,7 +137,7 @@ _ASKS_ABOUT_THREADS = b"".join(
 
 
 _FOLDER = "/.program"
-"""A program's folder in bubblewrap, which is outside all folders of Python."""
+"""A program's folder in bubblewrap. It is outside all folders of Python."""
 _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
 
 
@@ -162,7 +163,7 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
     try:
         add(_ALLOW, " ".join((_FILES, _MEMORY, _WAITING, _OWN_STATE, _PAIRS)))
         add(_REFUSE | errno.ENOSYS, "clone3")
-        add(_ALLOW, "prlimit64", (0, _EQUAL, 0, 0))  # its own limits
+        add(_ALLOW, "prlimit64", (0, _EQUAL, 0, 0))  # a process's own limits
         for name, commands in (("fcntl", _FCNTL), ("ioctl", _IOCTL)):
             for command in commands:
                 add(_ALLOW, name, (1, _EQUAL, command, 0))
@@ -202,7 +203,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
 _RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _LEAST, _SCOPED = 3, 6
-"""First versions of Landlock in which a readable file cannot be truncated, and in which signals cannot leave the sandbox."""
+"""First Landlock versions that can forbid truncating readable files (3) and sending signals out of the sandbox (6)."""
 _SCOPES = 3
 """Flags that forbid signals and abstract sockets to processes outside the sandbox. Landlock has them from version 6 on."""
 
@@ -224,7 +225,7 @@ def landlock_version() -> int:
 
 
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
-    """Apply Landlock: only allow reading and executing below `readable`, writing to /dev/null, and one TCP port, if any."""
+    """Use Landlock to allow only reading and executing below `readable`, writing /dev/null, and connecting to one port."""
     version = landlock_version()
     rights = _RIGHTS_BY_VERSION[min(version, 5)]
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -252,14 +253,14 @@ def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) ->
 
 
 def _private_dirs(path: str) -> list[str]:
-    """Return `path` or folders below it that sandboxed code must not read: those of the run and of its temporary files."""
+    """Return the folders at or below `path` that sandboxed code must not read: the run's folder and the temporary folder."""
     given = (os.environ.get(name, "") for name in ("PIPELINERL_PRIVATE_DIR", "TMPDIR"))
     return [private for each in given if each and os.path.commonpath((path, private := os.path.realpath(each))) == path]
 
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
-    """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder;
-    so above private folders all names are visible, and files created later cannot be read."""
+    """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder,
+    so a folder above a private one gets a rule per entry. Files created there later are visible but cannot be read."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
@@ -271,14 +272,14 @@ def _beside_private(path: str) -> Iterator[tuple[str, int]]:
 
 
 def _give_up_privileges() -> None:
-    """Drop all capabilities, because /proc shows root more than Landlock restricts, and prevent regaining any."""
+    """Drop all capabilities for good, because /proc shows root more than Landlock restricts."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
 
 def _restrict_calls(program: bytes, flags: int = 0) -> int:
-    """Apply a seccomp program. With `_LISTENER` in `flags`, return the descriptor on which questions about calls arrive."""
+    """Apply a seccomp program. With `_LISTENER` in `flags`, return the descriptor on which the kernel asks about calls."""
     instructions = ctypes.create_string_buffer(program)
     sock_fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))
     return _call(317 if os.uname().machine == "x86_64" else 277, _SECCOMP_SET_MODE_FILTER, flags, sock_fprog)
@@ -290,8 +291,8 @@ def _python_paths() -> list[str]:
 
 
 def python(source: str) -> tuple[list[str], dict[str, bytes]]:
-    """Return program and files for `run`. `source` is a script that may import the standard library and this environment's
-    packages. For a fast start, Python ignores environment variables, start-up files and the user's folder."""
+    """Return the arguments `program` and `files` for `run`. The script `source` may import the standard library and this
+    environment's packages. For a fast start, Python ignores environment variables, start-up files and the user's folder."""
     packages = [path for path in sys.path if path.endswith("site-packages")]
     start = f"import builtins, sys; builtins.exit = builtins.quit = sys.exit; sys.path += {packages!r}; "
     start += "exec(compile(open('main.py').read(), 'main.py', 'exec'))"
@@ -320,8 +321,9 @@ Command = tuple[Sequence[str], Mapping[str, bytes]]
 
 
 def run_pair(served: Command, asking: Command, limits: Limits, means: Means) -> tuple[Ended, Ended]:
-    """Run two programs as `run` does, in separate sandboxes, until the second ends. A socket connects standard input and output
-    of the first to standard input of the second, which reads and writes it."""
+    """Run two programs as `run` does, in separate sandboxes, until the second ends. A socket pair connects them: its first end
+    is standard input and output of the first program, and its second end is standard input of the second, which also writes
+    it."""
     with ExitStack() as stack:
         ends = socket.socketpair()
         printed = stack.enter_context(_in_memory())
@@ -355,7 +357,7 @@ def _start(
     def limited() -> None:
         lower_limit(resource.RLIMIT_CPU, int(limits.timeout_s) + 2, for_good=True)
         lower_limit(resource.RLIMIT_AS, limits.memory_mib * MIB, for_good=True)
-        largest = max(limits.output_bytes, *map(len, files.values()))  # bubblewrap writes these files
+        largest = max(limits.output_bytes, *map(len, files.values()))  # bubblewrap writes `files` under this limit
         lower_limit(resource.RLIMIT_FSIZE, largest, for_good=True)
         lower_limit(resource.RLIMIT_CORE, 0, for_good=True)
         lower_limit(resource.RLIMIT_NOFILE, 64, for_good=True)
@@ -384,7 +386,7 @@ def _start(
 
 
 def _ended(running: Sequence[_Running], limits: Limits) -> list[Ended]:
-    """Wait for the end of the last program, or kill it after its time; kill the others; return all results."""
+    """Wait until the last program ends, or kill it at its time limit. Then kill the others and return all results."""
     last = running[-1]
     try:
         timed_out = not _ends_within(running, limits.timeout_s)
@@ -410,8 +412,8 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     `sys.path` and `readable`, but not the run's folder, and may write nothing. With `connect_port` it may connect to that TCP
     port of any host.
 
-    Return in a child of the calling process, which stays outside, limits the child's processes and ends as the child does. The
-    process must have one thread, as Landlock applies to the calling thread. Raises `NoSandbox`.
+    This function forks and returns in the child. The calling process stays outside, limits the child's processes and ends with
+    the child's exit code. It must have one thread, since Landlock applies to the calling thread. Raises `NoSandbox`.
     """
     threads = len(os.listdir("/proc/self/task"))  # counted before `confinement_missing` uses another thread
     if missing := confinement_missing():
@@ -425,7 +427,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
         outside.close()
         attach_to_parent()
         lower_limit(resource.RLIMIT_NOFILE, _MOST_FILES, for_good=True)
-        # A fork waits for the answer from outside, which the end of another child must not interrupt.
+        # A fork waits for an answer from the process outside. The end of another child must not interrupt this wait.
         signal.siginterrupt(signal.SIGCHLD, False)
         shared = (*_python_paths(), *filter(None, sys.path), *_NAME_SERVICE_FILES, f"/proc/{os.getpid()}", *readable)
         calls = _filter(signals=True, processes=True, connects=connect_port is not None)
@@ -441,22 +443,22 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
 @cache
 def confinement_missing() -> str:
     """Return what `confine` needs and this machine lacks; empty if nothing. A confined process must be able to signal only its
-    own processes, which Landlock supports from Linux 6.12 on. Linux allows one listener per process, so that a container
-    runtime must not already listen to its calls."""
+    own processes, which Landlock supports from Linux 6.12 on. Linux allows only one seccomp listener per process, so the
+    container runtime must not have one."""
     if landlock_version() < _SCOPED:
-        return f"Landlock of Linux 6.12 or later is needed; its version here is {landlock_version()}, of {_SCOPED}"
+        return f"Landlock of Linux 6.12 (version {_SCOPED}) or later is needed; version here: {landlock_version()} (0 = none)"
     try:
         _filter(signals=True)
     except OSError as error:
         return f"libseccomp is needed: {error}"
     if refusal := _listener_refusal():
-        return f"seccomp must be able to ask about calls, which it cannot when a container runtime does so: {refusal}"
+        return f"no seccomp listener can be added, for example because the container runtime has one: {refusal}"
     return ""
 
 
 @cache
 def _listener_refusal() -> str:
-    """Return why a filter here cannot have a listener; empty if it can."""
+    """Return why a seccomp filter of this process cannot have a listener; empty if it can."""
 
     def listen() -> None:
         _give_up_privileges()
@@ -495,7 +497,7 @@ def _content(file: Any, most: int) -> bytes:
 
 
 def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
-    """Return whether the last program ends in time. Meanwhile, answer requests for threads. Reaps nothing."""
+    """Return whether the last program ends in time. Meanwhile, answer requests for threads. Does not reap the program."""
     deadline_s, descriptor, waiting = time.monotonic() + seconds, os.pidfd_open(running[-1].process.pid), select.poll()
     try:
         for each in (descriptor, *(each.listener for each in running if each.listener is not None)):
@@ -507,7 +509,7 @@ def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
                 if event & select.POLLIN:
                     answer_call(ready)
                 else:
-                    waiting.unregister(ready)  # all that could ask have ended
+                    waiting.unregister(ready)  # all processes that could ask have ended
         return False
     finally:
         os.close(descriptor)

@@ -1,5 +1,5 @@
-"""The verifier's process: the gRPC service, its workers, its health, and the spans of its calls. It runs no reward itself, but
-fetches the answers of judges."""
+"""The verifier's main process serves gRPC calls and health checks, starts workers, and traces calls. It runs no reward itself,
+but it calls judges."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _server_span(asked: verifier_pb2.VerifyItem | verifier_pb2.EpisodeRequest, n
 
 
 def _add_reward_span(parent: Span, result: verifier_pb2.VerifyResult) -> None:
-    """Add the span of a reward that was just computed. The time before it is the wait for a worker."""
+    """Add the span of a reward that was just computed. The time before this span is the wait for a worker."""
     status = status_name(result.status)
     about: attributes.Attributes = {attributes.STATUS: status, attributes.REWARD: result.reward}
     reward = child(trace_of(parent), "reward.score", attributes=about, began_at=before_ns(result.seconds))
@@ -59,7 +59,7 @@ def _add_reward_span(parent: Span, result: verifier_pb2.VerifyResult) -> None:
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """Serves one recipe's tasks with the pool of their kind; items and episodes of other tasks get UNKNOWN_TASK."""
+    """Serves the tasks of one recipe, with a pool for items and one for episodes. Other tasks get the status UNKNOWN_TASK."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | None, episodes: EpisodePool | None
@@ -69,7 +69,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
-        """Score items. The status is RESOURCE_EXHAUSTED if the queue is too full, INVALID_ARGUMENT if they can never fit."""
+        """Score items. The status is RESOURCE_EXHAUSTED if the queue is full, INVALID_ARGUMENT if it can never hold them."""
         spans = {item.sequence_id: _server_span(item, "sequence.verify", "Verify") for item in request.items}
         with self._metrics.call_seconds.time(), ExitStack() as stack:
             for span in spans.values():
@@ -81,7 +81,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.VerifyResponse(results=results)
 
     async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
-        """Run an episode. The status is RESOURCE_EXHAUSTED if too many episodes are running, UNAVAILABLE if it was lost."""
+        """Run an episode. The status is RESOURCE_EXHAUSTED if too many episodes run, UNAVAILABLE if this one was lost."""
         with _server_span(request, "episode.run", "RunEpisode") as span:
             async with self._answering(context, span):
                 if self._episodes is None or not self._tasks.get(request.task):
@@ -171,7 +171,7 @@ async def _sandboxes(recipe: Recipe) -> dict[str, str]:
     sets, found = recipe.problem_sets.values(), dict[str, str]()
     if programs := [share.reward.sandbox is not False for share in sets if share.reward.scorer == "code"]:
         found["programs"] = "none"
-        if all(programs):  # a process with one thread finds the strongest sandbox
+        if all(programs):  # the test of sandboxes needs a process with one thread
             command = (sys.executable, "-m", "services.verifier.sandbox")
             process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
             found["programs"] = (await process.communicate())[0].decode().strip()

@@ -1,9 +1,9 @@
-"""`python -m services.verifier.worker`: score items in a separate process. The verifier starts it. Linux.
+"""`python -m services.verifier.worker`: score items in a separate process, which the verifier starts. Linux only.
 
-It consumes items one after another on its standard input and produces the result of each on its standard output. Before a
-reward's code is imported, both pipes move to descriptors that its child processes do not inherit, and the reward prints to the
-verifier's log. The process limits its address space and CPU time, dies with the verifier, and kills processes that a reward
-left behind (`confinement`).
+The process consumes items one after another on its standard input and produces the result of each on its standard output.
+Before it imports a reward's code, it moves both pipes to descriptors that child processes do not inherit; what a reward prints
+goes to the verifier's log. The process limits its address space and CPU time, dies with the verifier, and kills processes that
+a reward left behind (`confinement`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
         status, message = verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error)
     except MemoryError:  # the traceback holds the memory and is freed at the end of this block
         status, message = verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the reward ran past reward.memory_mib"
-    except BaseException as error:  # noqa: BLE001 - the process boundary; SystemExit is a reward's too
+    except BaseException as error:  # noqa: BLE001 - the process boundary; a reward may also raise SystemExit
         traceback.print_exc()
         status = verifier_pb2.VERIFY_STATUS_CRASHED
         message = f"the reward raised {located(error)}{_hint(error, item, answer)}"
@@ -137,7 +137,7 @@ def main() -> int:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items. Return `RETIRED` if a reward left the process in a worse state. Raises `EOFError` at the pipe's end."""
+    """Score items. Return `RETIRED` if a reward left processes or too little memory. Raises `EOFError` if the pipe ends."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -150,7 +150,7 @@ def _serve(
             os._exit(0)  # in a child that the reward forked
         is_clean = confinement.clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
         results.send_bytes(result.SerializeToString())
-        half_is_gone = confinement.address_space() - own > reserve // 2  # rewards keep memory that the next one lacks
+        half_is_gone = confinement.address_space() - own > reserve // 2  # a reward may keep memory that later ones lack
         if not is_clean or half_is_gone:
             return RETIRED
 

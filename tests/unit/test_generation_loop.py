@@ -162,7 +162,7 @@ async def test_a_dead_engine_ends_the_actor_and_the_group_is_not_acknowledged() 
     ("made", "failure"),
     [
         (EngineError("bad request"), "engine: bad request"),
-        (generated(7, finish=None), "engine: it was stopped before it was finished"),
+        (generated(7, finish=None), "engine: generation stopped before the sequence was finished"),
         (generated(), "empty_completion"),
         (replace(generated(7), behaviour_logprobs=np.array([np.nan], np.float32)), "non_finite_logprobs"),
         (replace(generated(7, 2), spans=(VersionSpan(0, 0, 1),)), "version_spans: cover 1 of 2 tokens"),

@@ -201,7 +201,7 @@ async def test_what_is_not_fetched(tmp_path: Path) -> None:
         await fetched(actor_settings(tmp_path))
     stop = asyncio.Event()
     stop.set()
-    with pytest.raises(ServiceError, match="stopped before the initial model was there"):
+    with pytest.raises(ServiceError, match="stopped before the initial model was fetched"):
         await run(actor_settings(tmp_path, "127.0.0.1:1"), stop, LogContext("r", "actor", "a"))
 
 

@@ -1,12 +1,12 @@
-"""The HTTP endpoint at which environments and agents request turns: OpenAI's chat completions, or tokens in, tokens out.
+"""The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or directly as tokens.
 
 Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by its
 probabilities; a request only sets length, stop strings and tools. Answers are sent whole; a stream's connection is kept alive
 until then.
 
-`context_of` and `answer_of` convert messages to tokens and back. Recorded tokens are never rendered again; only the messages
-after them are. If the model's format cannot do that, or if the request's history was not recorded, the whole history begins a
-branch.
+`context_of` and `answer_of` convert messages to tokens and back. Recorded tokens are kept, and only the messages after them are
+rendered. If the model's format cannot do that, or if the request's history was not recorded, the whole history is rendered and
+begins a branch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 BODY_WITHIN_S = 30.0
 """Time within which a request must arrive completely."""
 KEEP_ALIVE_S = 2.0
-"""Time until a stream's head is sent, and between the comments that keep clients with short timeouts waiting."""
+"""Seconds until a stream's headers are sent, and between the comments that keep clients with short timeouts waiting."""
 MAX_STOPS = 16
 
 _Result = TypeVar("_Result")
@@ -121,7 +121,7 @@ class Endpoint:
         episode, chat = run.episode, self._chat
         asked, messages = _read(body, _ChatRequest), read_messages(body.get("messages") or None)
         if body.get("n") not in (None, 1):
-            raise Unrenderable(f"n = {body['n']!r}: use 1, since an episode records each answer once; ask again for another")
+            raise Unrenderable(f"n = {body['n']!r}: use 1, since each request records one answer; send several requests")
         tools, may_call = asked.tools or [], asked.tool_choice != "none"
         context = context_of(chat, episode.served, messages, tools)
         self._count_ignored(ignored_fields(body, episode.sampling))
@@ -149,7 +149,7 @@ class Endpoint:
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
                 raise Unrenderable(f"{name}: give token ids from 0 to {self._vocab_size - 1}")
         ignored = ignored_fields(body.get("sampling_params") or {}, run.episode.sampling)
-        self._count_ignored(name for name in ignored if name != "logprobs")  # the answer has them
+        self._count_ignored(name for name in ignored if name != "logprobs")  # the answer contains them
         waits = run.episode.turn(
             np.array(asked.token_ids, dtype=np.int32),
             max_tokens=limits.max_tokens,
@@ -173,7 +173,7 @@ class Endpoint:
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
-        """Answer with a stream. An early error, such as a refusal, has its own HTTP status; a later one is an event."""
+        """Answer with a stream. An early error, such as a refusal, has its own HTTP status; a later one is sent as an event."""
         task = asyncio.create_task(answering)
 
         async def kept_alive() -> AsyncIterator[str]:
@@ -218,7 +218,7 @@ class Endpoint:
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read the whole body, even if it is too large: a client that is still sending may see no answer. Raises `Refused`."""
+    """Read the whole body, even if it is too large, because a client may miss an answer while it sends. Raises `Refused`."""
     chunks, size = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
@@ -240,7 +240,7 @@ async def _body_of(request: Request) -> bytes:
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(body)
-        json.dumps(parsed, ensure_ascii=False).encode()  # JSON can write halves of surrogate pairs
+        json.dumps(parsed, ensure_ascii=False).encode()  # fails for a lone surrogate, which JSON can escape
     except (ValueError, RecursionError) as error:
         raise Unrenderable(f"the body is not JSON of Unicode text: {error}") from error
     if not isinstance(parsed, dict):
@@ -249,9 +249,9 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Return the fields that ask for another distribution or answer than the recipe's `sampling`. Pure."""
+    """Return the names of the fields that ask for another distribution than `sampling`, or for another form of answer. Pure."""
     unchanged = {
-        # The recipe's distribution, which is uncut.
+        # These values ask for the recipe's distribution, which has neither top-p nor top-k.
         "temperature": (sampling.temperature,),
         "top_p": (1,),
         "top_k": (0,),
@@ -331,7 +331,7 @@ async def _answer(
     try:
         return answered(turn)
     except Exception:
-        if not run.over.is_set():  # otherwise another run may have it
+        if not run.over.is_set():  # otherwise another run may already have requested the turn
             turn.served = 0
         raise
 
@@ -378,11 +378,11 @@ def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Mess
 def answer_of(
     chat: ChatFormat, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: Iterable[str] = (), may_call: bool = True
 ) -> Answer:
-    """Return the turn as a message, without the stop string that ended it, and note its history in the turn."""
+    """Return the turn as a message, without the stop string that ended it. Store its history in `turn.messages`."""
     prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
     parsed = chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
 
-    def made_id(number: int) -> str:  # never changes, and has nine letters and digits, as Mistral's templates require
+    def made_id(number: int) -> str:  # always the same id, of nine letters and digits, as Mistral's templates require
         salt = number.to_bytes(8, "little")
         return hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=salt).hexdigest()[:9]
 
@@ -406,7 +406,7 @@ def message_of(answer: Answer) -> Message:
 
 
 def read_messages(given: Any) -> list[Message]:
-    """Read a request's messages: text parts are joined, arguments of calls parsed. Raises `Unrenderable`."""
+    """Read a request's messages, join their text parts and parse the arguments of calls. Raises `Unrenderable`."""
     fix = "messages (give a list of messages of the roles system, user, assistant and tool, whose content is text)"
     return [_message(one, f"messages[{number}]") for number, one in enumerate(_read(given, list[_GivenMessage], fix))]
 
@@ -420,7 +420,7 @@ def _message(given: _GivenMessage, where: str) -> Message:
             (call.get("id") or "", call["function"]["name"], call["function"]["arguments"]) for call in given.tool_calls or ()
         ]
     except (KeyError, TypeError) as error:
-        raise Unrenderable(f"{where}: parts need a text, and tool_calls function.name and function.arguments") from error
+        raise Unrenderable(f"{where}: parts need text, and tool_calls need function.name and function.arguments") from error
     for field in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(value := getattr(given, field), str):
             message[field] = value
@@ -434,8 +434,8 @@ def _call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
-    """Return a key by which histories are compared: tools, and each message's role, content, names, and calls with ids and
-    parsed arguments. Reasoning and empty fields, which clients drop or add, do not count."""
+    """Return a key for comparing histories: the tools, and each message's role, content, names, and calls with ids and parsed
+    arguments. It omits reasoning and empty fields, which clients drop or add."""
     return (
         json.dumps(tools, sort_keys=True),
         *(
@@ -453,7 +453,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return the turn that is the longest proper start of `history`; among equal ones, one that no other turn extends."""
+    """Return the turn with the longest history that `history` continues; among equal ones, one that no other turn extends."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

@@ -1,9 +1,9 @@
-"""Episodes: their turns as tokens, the turns that environments request, and the runs of environments at verifiers.
+"""Record episodes as tokens, serve the turns that environments request, and have verifiers run the environments.
 
 Turns that extend each other's tokens form a branch. A turn begins a new branch, whose prompt is the turn's context, if it
 extends no other turn, or only one that an earlier turn already extends. An environment runs again if its verifier died or if
-another actor continues the episode. Then no turn counts as served, and a request with the context of a recorded turn gets that
-turn. Turns that the last run did not request are dropped.
+another actor continues the episode. At the start of a run, no turn counts as served; a request with the context of a recorded
+turn gets that turn. Turns that the last run did not request are dropped.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ log = logging.getLogger(__name__)
 CALL_SLACK_S = 30.0
 """Time that a verifier has to answer after an episode's deadline, before it is presumed dead."""
 MOST_RUNS = 5
-"""Maximum runs that may lose their verifier after the environment requested turns, since it may crash verifiers."""
+"""An episode fails after this many runs whose verifier was lost after a turn; its environment may crash verifiers."""
 NO_TURNS = "no_turns: the environment ended without requesting a turn"
 _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
 Sample = Callable[[TokenIds, Completion, SamplingParams, int], Awaitable[Completion]]
 """`sample(context_token_ids, made, sampling, number)` continues the turn `made`, which may have no tokens yet, to its end or to
-an interruption (`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts this episode's earlier
-calls. It waits for a decoding slot. If cancelled, it aborts the request. Raises `EngineError`."""
+an interruption (`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` is the number of this episode's
+earlier calls. The function waits for a decoding slot. If cancelled, it aborts the request. Raises `EngineError`."""
 
 
 class Refused(PipelineRLError):
@@ -70,7 +70,7 @@ class RecordedTurn:
     asked: SamplingParams | None = None
     """Requested sampling parameters; None if another actor began the turn."""
     served: int = 0
-    """Number, from 1, of the request in this run of the environment that got or awaits this turn; 0 = none."""
+    """Number, from 1, of the request that got or awaits this turn in this run of the environment; 0 = no request."""
     is_asked_for: bool = False
     """True if this run of the environment has requested the turn, even if the client hung up later."""
     messages: Any = None
@@ -89,8 +89,8 @@ class RecordedTurn:
 @dataclass(eq=False)
 class Episode:
     """One running episode. `sampling.max_tokens` bounds a turn. `carried`: branches that another actor has recorded. `turns`:
-    all recorded turns, in the order of their first requests. A turn is sampled to its end even if its client hangs up; a client
-    that repeats the request gets it."""
+    all recorded turns, in the order of their first requests. A turn is sampled to its end even if its client hangs up; if the
+    request is repeated, it gets the same turn."""
 
     sampling: SamplingParams
     sample: Sample
@@ -101,7 +101,7 @@ class Episode:
     max_turns: int
     """Turns that one run of the environment may request, including those for which its client hung up."""
     max_context: int
-    """Tokens of a branch, including its prompt."""
+    """Maximum number of tokens in a branch, including its prompt."""
     turn_timeout_s: float
     """Time for a turn, including the wait for a slot."""
     failure: str = field(default="", init=False)
@@ -164,7 +164,7 @@ class Episode:
             if not turn.is_finished:
                 await asyncio.shield(self._sampled(turn, sampling))
         except asyncio.CancelledError:
-            if run == self._run:  # otherwise another run may have it
+            if run == self._run:  # otherwise another run may already have requested the turn
                 turn.served = 0
             raise
         if turn.is_finished:
@@ -174,7 +174,7 @@ class Episode:
         raise Refused(503, "interrupted", "the actor stops; another actor continues the episode")
 
     def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
-        """Return the recorded turn for a request, or a new one, and mark it as served. An unfinished one must be sampled."""
+        """Return the recorded turn for a request, or a new one, and mark it as served. The caller samples unfinished turns."""
         turn = self._known(context_token_ids, sampling)
         if turn is None:
             turn = RecordedTurn(context_token_ids)
@@ -194,8 +194,8 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest turn that the context extends; among equal ones, which parallel requests may have sampled, one
-        that no other turn extends."""
+        """Return the longest turn that the context extends. If parallel requests sampled equal turns, return one that no other
+        turn extends."""
         extended = {id(turn.extends) for turn in self.turns if turn.served}
         known = [(turn, turn.token_ids) for turn in self.turns if turn.served and turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
@@ -343,11 +343,11 @@ class Episodes:
             with self.running(episode) as key:
                 request.base_url = f"http://{self.address}{base_path(key)}"
                 try:
-                    return await self._verifier.run_episode(request, timeout_s * 2**lost)  # it may await its judge
+                    return await self._verifier.run_episode(request, timeout_s * 2**lost)  # a slow judge may need longer
                 except VerifierAway as error:
                     tries, lost = tries + 1, lost + bool(episode.num_asked_for)
-                    failure = f"{lost} verifiers were lost while they ran it, the last one with: {error}"
-                    if (now_s := time.monotonic()) - self._told_at_s >= LOG_EVERY_S:  # over all episodes
+                    failure = f"{lost} verifiers were lost while they ran the episode; the last error: {error}"
+                    if (now_s := time.monotonic()) - self._told_at_s >= LOG_EVERY_S:  # one line for all episodes
                         self._told_at_s = now_s
                         log.warning("episodes are run again: %s", error)
                 except (ServiceError, MessageError) as error:
@@ -358,8 +358,8 @@ class Episodes:
 
 
 def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResult]:
-    """Return why the episode cannot be used, or "", and its result. An environment that fails after the policy exceeded its
-    turns or length counts as reward 0. Pure."""
+    """Return why the episode cannot be used, or "", and its result. If the environment fails after the policy exceeded its
+    turns or length, the reward is 0. Pure."""
     if episode.failure:
         return episode.failure, result
     if result.status == VERIFY_STATUS_CRASHED and episode.policy_fault:
@@ -394,8 +394,8 @@ def sequence_of_episode(
 
 
 def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
-    """Arrange turns in branches, each turn once. Only the first turn that extends another one continues its branch."""
-    paths: dict[int, list[RecordedTurn]] = {}  # by the last turn of each
+    """Arrange turns in branches, each turn once. If several turns extend the same turn, only the first continues its branch."""
+    paths: dict[int, list[RecordedTurn]] = {}  # by the id of the path's last turn
     for turn in turns:
         paths[id(turn)] = [*paths.pop(id(turn.extends), []), turn]
     return tuple(_branch(path) for path in sorted(paths.values(), key=lambda path: turns.index(path[0])))

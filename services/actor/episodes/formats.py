@@ -1,7 +1,7 @@
 """Write conversations as tokens in a model's chat format, and read sampled turns as messages.
 
-There are three kinds of formats: a renderer of the package `renderers`, which knows some 25 model families; any other chat
-template; and plain joined texts for a model without a template. Each can extend sampled tokens without tokenizing them again.
+A format is a renderer of the package `renderers`, which knows some 25 model families; any other chat template; or, for a model
+without a template, the joined texts of messages. Each can extend sampled tokens without tokenizing them again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tools = list[dict[str, Any]]
 
 
 _KEPT_TEXTS, _KEPT_CHARACTERS = 1024, 16_384
-"""Bounds of the cache of a conversation's message texts; with their tokens, it takes up to 80 MB."""
+"""Maximum number of texts, and of characters per text, in the cache of encoded texts. The cache takes up to 80 MB."""
 
 
 class Unrenderable(PipelineRLError):
@@ -59,12 +59,12 @@ class ChatFormat(Protocol):
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """Return `prompt_ids` and `sampled_ids`, which stand unchanged for the first `num_known` messages, followed by the
-        tokens of the other messages, up to the start of the model's next turn. Return None if this format would now write the
-        known messages differently. Raises `Unrenderable`."""
+        """Return `prompt_ids` and `sampled_ids`, the unchanged tokens of the first `num_known` messages, followed by the tokens
+        of the other messages, up to the start of the model's next turn. Return None if this format would now write the known
+        messages differently. Raises `Unrenderable`."""
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
-        """Read a sampled turn as a message. `tools`: tools that it may call."""
+        """Read a sampled turn as a message. `tools`: the tools that the turn may call."""
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
@@ -124,7 +124,7 @@ def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
     for messages, tools in PROBES:
         try:
             token_ids = control.encode(written(tokenizer, messages, tools))
-        except Exception:  # noqa: BLE001 - a template that knows no system message, or no tools
+        except Exception:  # noqa: BLE001 - the template may not support system messages or tools
             continue
         try:
             if found.render(messages, tools) != token_ids:
@@ -135,8 +135,8 @@ def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
 
 
 class RendererTokenizer:
-    """The part of a tokenizer that renderers need, with a cache, as they write the whole conversation again for each turn.
-    Without `__call__`, they do not compute character offsets, which are slow and not used here."""
+    """The part of a tokenizer that renderers need. It has a cache, because renderers encode the whole conversation for each
+    turn. It lacks `__call__`, so that they do not compute character offsets, which are slow and not used here."""
 
     def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
         self.name_or_path: str = tokenizer.name_or_path
@@ -153,9 +153,9 @@ class RendererTokenizer:
 
 
 class FamilyFormat:
-    """A hand-written renderer of one model family, by its name in the package `renderers`. Some take `variables` of the chat
-    template as settings. If a template drops a turn's thoughts before a user's message, its renderer does not extend the turn
-    by it. A turn without thoughts is extended nevertheless, since its text stays the same except for white space."""
+    """A hand-written renderer of one model family, by its name in the package `renderers`. Some renderers take `variables` of
+    the chat template as settings. If a template drops the thoughts of turns before a user's message, its renderer extends no
+    turn by that message. This class extends turns without thoughts nevertheless, since only their white space can change."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -188,7 +188,7 @@ class FamilyFormat:
                 continue
             token_ids = list(bridged.token_ids)
             if renderer is not self.renderer and (anew := self.render(messages, tools)) != token_ids:
-                # Arrays are faster than lists, of which transformers inspects every token first.
+                # Arrays are decoded faster than lists, whose tokens transformers inspects one by one.
                 texts = {"".join(self._tokenizer.decode(np.array(ids)).split()) for ids in (token_ids, anew)}
                 if len(texts) > 1:
                     continue
@@ -205,7 +205,7 @@ class FamilyFormat:
             if call.name and call.status in ("ok", "unknown_tool")
         )
         reasoning = parsed.reasoning_content or ""
-        if not calls and parsed.tool_calls:  # invalid calls are text
+        if not calls and parsed.tool_calls:  # all calls are invalid and count as text
             return Answer("".join([parsed.content, *(call.raw for call in parsed.tool_calls)]), reasoning)
         return Answer(parsed.content or "", reasoning, calls)
 
@@ -223,8 +223,8 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 class TemplateFormat:
     """Any chat template. A recorded turn is extended by the text that the template writes after it, if the template leaves the
-    text before that unchanged. Tools are called in the form of Hermes models, either by the template or, if it does not know
-    tools, by the text of this module."""
+    text before that unchanged. Tool calls have the form of Hermes models. If the template does not support tools, this module
+    describes them in a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
@@ -258,7 +258,7 @@ class TemplateFormat:
         rest, is_ended = everything[len(known) :], sampled_ids[-1:] == [self._end]
         if self._is_next_role:
             new = self.control.encode(rest)
-            if new[:1] != [self._end] or not known.endswith(said):  # another role, or text between answer and role
+            if new[:1] != [self._end] or not known.endswith(said):  # another role, or text between answer and role, follows
                 return None
             return [*prompt_ids, *sampled_ids, *(new[1:] if is_ended else new)]
         closed = [] if is_ended else [self._end]
@@ -276,7 +276,7 @@ class TemplateFormat:
             messages, tools = _with_tools_as_text(messages, tools, in_system=self._has_system), []
         try:
             return written(self._tokenizer, messages, tools, begins_turn=begins_turn)
-        except Exception as error:  # a template calls raise_exception, or fails on a field that is not there
+        except Exception as error:  # the template called raise_exception, or needs a field that is missing
             raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
@@ -289,7 +289,7 @@ class TemplateFormat:
     def _tried(self, messages: list[Message], tools: Tools) -> str:
         try:
             return written(self._tokenizer, messages, tools)
-        except Exception:  # noqa: BLE001 - the template calls raise_exception, or does not know a field
+        except Exception:  # noqa: BLE001 - the template called raise_exception, or needs a field
             return ""
 
 
@@ -367,7 +367,7 @@ def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: boo
 
 
 def _hermes_calls(text: str) -> list[ToolCall | None]:
-    """Return the calls in a text, None for each that is not valid."""
+    """Return the calls in a text, with None for each invalid one."""
     return [
         ToolCall("", call["name"], _as_json(call["arguments"]))
         if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)

@@ -1,9 +1,9 @@
 """Low-rank adapters inside a vLLM model: each adapted layer computes W·x + s · B·(A·x), as the trainer's forward pass does.
 
-Adapters are not merged, because an update below half a unit in the last place of a 16-bit weight vanishes in the sum. For the
-same reason the sum of both products is rounded only once. `install` wraps the linear method of each layer, which is vLLM's
-extension point, before vLLM compiles the model or captures CUDA graphs. A and B have fixed addresses, start at zero, and are
-overwritten between two decode steps. All requests have the same adapter, unlike in vLLM's own LoRA.
+Adapters are not merged into W, because an update below half a unit in the last place of a 16-bit weight would be rounded away.
+For the same reason, the sum of both products is rounded only once. Before vLLM compiles the model or captures CUDA graphs,
+`install` wraps each layer's linear method, which is vLLM's extension point. A and B have fixed addresses, start at zero, and
+are overwritten between two decode steps. All requests use the same adapter, unlike in vLLM's own LoRA.
 
 vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several checkpoint layers (q, k and v) stacks
 their A, and holds their B as one block-diagonal matrix. This module neither receives weights nor knows versions.
@@ -38,7 +38,7 @@ from pipelinerl.recipe.fields import LoraConfig
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 
 CONFIG = "pipelinerl_lora"
-"""Key of the recipe's `trainer.lora` in vLLM's `additional_config`."""
+"""Key under which vLLM's `additional_config` holds the recipe's `trainer.lora`."""
 LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
 """Layers that compute nothing besides their linear method. Subclasses, which may compute more, are not adapted."""
 
@@ -48,8 +48,9 @@ Named = tuple[str, Tensor]
 class AdaptedLinearMethod(LinearMethodBase):
     """Adds the low-rank product to the output of the layer's own method, `plain`, which may be a quantised one.
 
-    A: [parts · rank, in], B: [out, parts · rank], both of this tensor-parallel rank. Plain 16-bit weights are multiplied here,
-    so that the sum is rounded once. vLLM packs them on a CPU; `unpacked` [in, out] is then a copy of them.
+    A is [parts · rank, in] and B is [out, parts · rank], both for this tensor-parallel rank. This class itself multiplies by
+    unquantised 16-bit weights, so that the sum is rounded once. On a CPU, vLLM packs these weights, and `unpacked` [in, out] is
+    an unpacked copy.
     """
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
@@ -74,7 +75,7 @@ class AdaptedLinearMethod(LinearMethodBase):
 
     @torch.no_grad()
     def unpack(self, layer: LinearBase) -> None:
-        """Copy packed weights again after they have changed. Multiplying by the identity matrix gives an exact copy."""
+        """Renew the unpacked copy after the packed weights have changed. Multiplying by the identity matrix copies exactly."""
         if self.unpacked is not None:
             for some in torch.arange(self.in_size).split(1024):
                 rows = torch.zeros(len(some), self.in_size, dtype=self.a.dtype)
@@ -102,7 +103,7 @@ def _part_sizes(layer: LinearBase) -> list[int]:
 
 
 def _whole_sizes(layer: LinearBase) -> list[int]:
-    """Return the outputs of each part over all ranks; QKV counts replicated heads of keys and values once."""
+    """Return the number of output features of each part, over all ranks. Replicated key and value heads count once."""
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
         return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
@@ -111,7 +112,8 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """The destination of the adapter of a checkpoint's layer. `shard`: vLLM's name of the part; None = the whole layer."""
+    """The vLLM layer for the adapter of a checkpoint's layer. `shard`: vLLM's name of a fused layer's part; None = not
+    fused."""
 
     name: str
     layer: LinearBase
@@ -127,8 +129,8 @@ class Place:
 
 
 def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> dict[str, Place]:
-    """Prepare each layer that the recipe adapts, before the model is compiled. Return the places by the checkpoint's names; {}
-    if it adapts none. Layers whose weights are also used elsewhere, as in MLA, are left out."""
+    """Prepare each layer that the recipe adapts, before the model is compiled. Return the places by the checkpoint's names, or
+    {} if the recipe adapts none. Layers whose weights other modules also use, as in MLA, are left out."""
     content = vllm_config.additional_config.get(CONFIG) if isinstance(vllm_config.additional_config, dict) else None
     if content is None:
         return {}
@@ -160,7 +162,7 @@ def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> 
 
 
 class AdapterLoader:
-    """Stages A and B beside those in use, and copies them during the pause."""
+    """Stages new A and B beside those in use, and copies them over during the pause."""
 
     mode = "adapter"
 
@@ -180,7 +182,7 @@ class AdapterLoader:
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Compare the manifest's rank and scaling with those given at the engine's start. vLLM's loaders check the rest."""
+        """Compare rank and scaling with those of the engine's start, and load zeros on trial, which checks all shapes."""
         specs = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
         for item in manifest.low_rank:
             method = self._items[item.a].method

@@ -1,8 +1,8 @@
 """vLLM's weight-transfer backend `pipelinerl`, which vLLM calls in its workers.
 
-`init_transfer_engine` checks the manifest and starts the transfer thread (`worker.py`), which receives and stages a version.
-While generation is paused, vLLM then calls `start_weight_update`, `update_weights({"version": "1:8"})`, which only checks that
-this version is staged, and `finish_weight_update`, which swaps.
+`init_transfer_engine` checks the manifest and starts the transfer thread (`worker.py`), which receives and stages versions.
+For each commit, vLLM pauses generation and calls three methods: `start_weight_update` does nothing,
+`update_weights({"version": "1:8"})` checks that this version is staged, and `finish_weight_update` swaps the weights.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._whole: dict[bool, tuple[Loader, str]] = {}
-        """The loader of whole weights, and why it is not the shadow loader, by `force_paused`."""
+        """By `force_paused`: the loader of whole weights, and the reason why it is not the shadow loader."""
         self._worker: TransferWorker | None = None
         self._places = install(model, vllm_config, device)
         self._base_replaced = False
-        """True if whole weights have replaced the checkpoint's, to which adapters belong."""
+        """True if a full update has replaced the checkpoint's weights, which adapters need as their base."""
         self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Between two decode steps, check the manifest and start the transfer thread, which reports any mismatch."""
+        """Check the manifest and start the transfer thread, which reports any mismatch. Runs between two decode steps."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         self._sends_adapter, problem, reason = bool(manifest.low_rank), "", ""
@@ -105,7 +105,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Check that the version to serve is the one that is staged. Raises TransferError if it is not."""
+        """Check that the version to serve is staged. Raises TransferError if it is not."""
         assert self._worker is not None, "init_transfer_engine comes first"
         self._worker.check_staged(parse_version(update_info.version))
 

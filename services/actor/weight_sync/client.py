@@ -1,9 +1,9 @@
 """Update a vLLM engine's weights from the actor's process: prepare, join, receive, commit, discard.
 
-`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, as one JSON object per line, because
-vLLM's own remote calls are only answered between decode steps, and block decoding while they run. The socket also closes if a
-worker dies. `prepare` (once) and `commit` are vLLM's calls. vLLM labels tokens `<incarnation>:<number>`, in
-`outputs[i].weight_versions`. This module does not talk to the trainer, and does not decide which version is served or given up.
+`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, as one JSON object per line. vLLM's own
+remote calls would be answered only between decode steps, and would block decoding while they run. The socket also closes if a
+worker dies. `prepare` (once) and `commit` use vLLM's remote calls. vLLM labels tokens `<incarnation>:<number>`, in
+`outputs[i].weight_versions`. This module does not talk to the trainer or decide which version is served.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PREPARE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class WeightLoading:
-    """A worker's first line: the loader's `mode`, the `reason` why it is not the shadow loader, and the `problem` if the model
-    cannot take the manifest's weights."""
+    """A worker's first message: the loader's `mode`, the `reason` why another loader than the shadow loader is used, and a
+    `problem` if the model cannot take the manifest's weights. Both texts may be empty."""
 
     mode: str
     reason: str = ""
@@ -45,8 +45,8 @@ class WeightLoading:
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """Figures of a complete, checked version beside the live weights. `checksum`: 64 bits over all received bytes, for the
-    trainer to compare. With several ranks, times are the slowest rank's."""
+    """Figures of a version that is received, checked and held beside the live weights. The trainer compares `checksum`, 64 bits
+    over all received bytes. If there are several ranks, the times are those of the slowest one."""
 
     checksum: int
     num_bytes: int
@@ -55,7 +55,7 @@ class StagedWeights:
 
 
 class CommitFailed(TransferError):
-    """A swap failed half-way, so it is unknown which weights the engine serves. The process should end."""
+    """A swap failed after it had begun, so it is unknown which weights the engine serves. The process should end."""
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -80,7 +80,7 @@ Order = Join | Receive | Discard
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`staged`: result of a Receive. `problem`: why the order failed, or "". `group_broke`: the whole transfer group failed."""
+    """`staged` is the result of a Receive; `problem` says why the order failed, or is ""; `group_broke`: the group failed."""
 
     staged: StagedWeights | None = None
     problem: str = ""
@@ -89,8 +89,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 class WorkerLink:
     """The actor's end of the socket. Open it with `WorkerLink.listen`, pass `path` to the workers, await `hellos`, then `ask`.
-    An order goes to all workers and is complete when all have replied. Each worker replies in the order in which it was asked.
-    If a connection is lost, all waiting calls fail."""
+    An order goes to all workers and is complete when all have replied. Each worker answers its orders one after the other. If a
+    connection is lost, all waiting calls fail."""
 
     def __init__(self, directory: str, num_workers: int) -> None:
         self.path = os.path.join(directory, "weights.sock")
@@ -149,7 +149,7 @@ class WorkerLink:
                 self._all_here.set_result(None)
             while line := await reader.readline():
                 reply, future = msgspec.json.decode(line, type=Reply), waiting.popleft()
-                if not future.done():  # its caller may have left
+                if not future.done():  # the caller may have been cancelled
                     future.set_result(reply)
         except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
             log.error("a vLLM worker's weight connection broke: %s", error)
@@ -169,20 +169,20 @@ def as_line(message: WeightLoading | Order | Reply) -> bytes:
 
 
 def parse_version(text: str) -> PolicyVersion:
-    """Parse vLLM's label `<incarnation>:<number>`. Weights that no trainer sent are version 0 of incarnation 0."""
+    """Parse vLLM's label `<incarnation>:<number>`. Weights that no trainer sent have another label, and version 0:0."""
     incarnation, separator, number = text.partition(":")
     return PolicyVersion(int(incarnation), int(number)) if separator else PolicyVersion(0, 0)
 
 
 @dataclass(eq=False)
 class WeightUpdateClient:
-    """Loads versions into vLLM. Calls must not overlap, except that `discard` may come while `receive` waits. All raise
-    `TransferError`.
+    """Loads versions into vLLM. Calls must not overlap, except that `discard` may be called while `receive` waits. All calls
+    raise `TransferError`.
 
     `recompute_kv`: recompute the KV cache of unfinished sequences under new weights (vLLM's `clear_cache`) instead of keeping
     the stale one. `stall_timeout_s`: time limit of one chunk, which also bounds `discard`. `bind_host`: address at which other
-    ranks reach this pod (gloo). `force_paused`: load while paused, for comparison. `staging_buffers`: number of chunks that a
-    worker holds at a time while it receives.
+    ranks reach this pod (gloo). `force_paused`: use the paused loader, for comparison. `staging_buffers`: number of chunks that
+    a worker holds at a time while it receives.
     """
 
     llm: AsyncLLM
@@ -194,7 +194,7 @@ class WeightUpdateClient:
     staging_buffers: int = 2
     swapping: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     before_swap: Callable[[], Awaitable[None]] | None = field(default=None, init=False)
-    """Callback while the engine is paused for a commit, before the swap."""
+    """Callback that runs while the engine is paused for a commit, before the swap."""
     _link: WorkerLink | None = field(default=None, init=False)
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
@@ -218,12 +218,12 @@ class WeightUpdateClient:
         return hellos[0]
 
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
-        """Leave the previous group and join this one. The rank in `group` is that of this engine's first worker."""
+        """Leave the previous group and join this one. `group.rank` is the rank of this engine's first worker."""
         assert self._link is not None, "prepare comes first"
         await self._link.ask(Join(replace(group, bind_host=self.bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
-        """Receive and stage a version. After an error, the group is left. A cancelled caller must call `discard`."""
+        """Receive and stage a version. If this fails, the workers leave the group. A cancelled caller must call `discard`."""
         assert self._link is not None, "prepare comes first"
         staged = await self._link.ask(Receive(version, deadline_s))
         checksums = {one.checksum for one in staged}
@@ -233,13 +233,13 @@ class WeightUpdateClient:
         return replace(staged[0], receive_s=receive_s, prepare_s=prepare_s)
 
     async def commit(self, version: PolicyVersion) -> float:
-        """Pause between two decode steps, swap, resume, and return the seconds from the engine's report of idleness to its
-        report of resumption. Unfinished sequences continue. A TransferError other than CommitFailed means that `version` was
-        not staged and that the old weights are still served."""
+        """Pause between two decode steps, swap, and resume. Return the seconds between the engine's report that it is paused
+        and its report that it has resumed. Unfinished sequences continue. A TransferError other than CommitFailed means that
+        `version` was not staged and that the old weights are still served."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self.swapping:
-            # `AsyncLLM.pause_generation` would add a sleep of 20 ms, for the order in which a caller sees outputs.
+            # `AsyncLLM.pause_generation` would also sleep for 20 ms, for an order of outputs that is not needed here.
             await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self.recompute_kv)
             started = time.monotonic()
             try:
@@ -258,7 +258,7 @@ class WeightUpdateClient:
             return time.monotonic() - started
 
     async def discard(self) -> None:
-        """Give up a running transfer or a staged version. Wait for the workers, for at most the stall timeout."""
+        """Give up a running transfer or a staged version. Wait until the workers have done so, at most the stall timeout."""
         if self._link is not None:
             await self._link.ask(Discard())
 

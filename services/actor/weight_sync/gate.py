@@ -1,4 +1,4 @@
-"""Lag bound of an actor: when it may take prompts, and which requests may share cached keys and values across weight swaps.
+"""Decide when an actor may take prompts, and which requests may share cached keys and values across weight swaps.
 `UpdateListener` opens and closes the gate; the generation loop waits for it."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pipelinerl.messages.sequences import PolicyVersion
 
 
 class ServingGate:
-    """Groups may be taken only while this gate is open: the served version is at most `max_lag` + 1 behind the last announced
-    one, since the trainer announces a version before actors serve it. Groups that were taken before it closes continue. Before
-    the first commit, when the actor serves weights that no trainer recorded, it is closed. If `max_lag` is None, any served
-    version opens it."""
+    """Groups may be taken only while this gate is open. It is open if the served version is at most `max_lag` + 1 behind the
+    last announced one; the 1 is added because the trainer announces a version before actors serve it. Groups that were taken
+    before the gate closes continue. The gate is closed before the first commit, because the actor then serves weights that no
+    trainer recorded. If `max_lag` is None, any served version opens the gate."""
 
     def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag
@@ -26,8 +26,8 @@ class ServingGate:
 
     @property
     def cache_salt(self) -> str:
-        """Salt of a request that begins now. Only requests of one salt share cached keys and values, so that none reads a cache
-        of weights older than its own. During a swap, a request may begin with either version, so it shares nothing."""
+        """Salt of a request that begins now. Only requests with equal salts share cached keys and values, so that none reads a
+        cache of older weights than its own. During a swap, either version may serve the request, so its salt is unique."""
         return uuid.uuid4().hex if self.swapping else f"begun at {self.served}"
 
     @property

@@ -1,9 +1,9 @@
 """Three loaders with one interface that put received tensors into a vLLM model.
 
-`ShadowLoader` prepares a second instance of the model in the background and swaps its modules' weights with the live ones.
-`InPlaceLoader` prepares the same instance and copies it into the live weights, because CUDA graphs and compiled models hold
-addresses. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow neither and for
-devices without room for a second instance. Each load is a whole model. Loaders do not receive tensors and do not know versions.
+`ShadowLoader` prepares a second instance of the model (the shadow) in the background and exchanges its modules' weights with
+the live ones. CUDA graphs and compiled models hold the addresses of weights; for them, `InPlaceLoader` copies the shadow's
+weights into the live ones. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow
+neither and for devices without room for a shadow. Each load is a whole model. Loaders do not receive tensors or know versions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Named = tuple[str, Tensor]
 
 
 class Loader(Protocol):
-    """`load` and `drop` run on a background thread, `swap` on the paused engine's. `mode` is the loader's name in reports."""
+    """`load` and `drop` run on a background thread, `swap` on the engine's thread. `mode` is the loader's name in reports."""
 
     mode: str
 
@@ -42,15 +42,15 @@ class Loader(Protocol):
         """Load a whole version. After an error, nothing is loaded."""
 
     def swap(self) -> None:
-        """Make the loaded version live. On a device, queue this on the caller's stream, and free no memory that it may read."""
+        """Make the loaded version live. On a GPU, queue work on the caller's stream, and free no memory that the work reads."""
 
     def drop(self) -> None:
         """Drop a version that is loaded but not live. Idempotent."""
 
 
 def no_room(live: nn.Module, device: torch.device, share: float) -> str:
-    """Return why a second instance of `live` does not fit on a GPU beside an engine with `share` of its memory; empty if it
-    does. Logs a warning if it leaves little room for receiving."""
+    """Return why a second instance of `live` does not fit on a GPU beside an engine that has `share` of its memory; empty if it
+    fits. Logs a warning if it leaves little room for receiving."""
     if device.type != "cuda":
         return ""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
@@ -64,7 +64,7 @@ def no_room(live: nn.Module, device: torch.device, share: float) -> str:
 
 
 def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force_paused: bool) -> tuple[Loader, str]:
-    """Return the loader for `live`, and why it is not the shadow loader, or "". Must not run during a decode step."""
+    """Return the loader for `live`, and why it is not the shadow loader ("" if it is). Must not run during a decode step."""
     from vllm.config import CompilationMode
 
     lacking = no_room(live, device, vllm_config.cache_config.gpu_memory_utilization)
@@ -122,7 +122,7 @@ def _routing_obstacle(module: nn.Module) -> str:
 
 
 def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
-    """Return the attributes that hold `_KERNEL` for the stacked experts of `module`; None for another kind of module."""
+    """Return the dictionary that holds the attributes `_KERNEL` if `module` has stacked experts; None for other modules."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method = getattr(module, "quant_method", None)
@@ -135,16 +135,16 @@ new weights already have its layout, and does not convert them."""
 
 
 class ShadowLoader:
-    """Prepares a second instance of the served model and exchanges its weights with the live ones, module by module. All state
-    that depends on the weights must be held by modules.
+    """Prepares a second instance of the served model, the shadow, and exchanges its weights with the live ones, module by
+    module. All state that depends on the weights must be held by modules.
 
-    vLLM builds, fills and finishes the instance as at start-up, so that fused, packed and tied weights are right by
-    construction. Between updates it takes no memory, since its parameters are on `meta`. Construct it outside of decode steps:
-    building a model sets torch's default dtype.
+    vLLM builds the shadow, loads its weights and post-processes them as at start-up, so that fused, packed and tied weights are
+    right by construction. Between updates the shadow takes no memory, since its parameters are on `meta`. Construct this loader
+    outside of decode steps, because building a model sets torch's default dtype.
 
     A swap exchanges parameters and everything that post-processing set on a module (on CPU: the closure `cpu_linear` over a
-    packed oneDNN weight) or on the method of a mixture's experts. KV caches, attention state and module identity stay with the
-    live modules. `pairs`: every module by name, the live one with its shadow.
+    packed oneDNN weight) or on the quantisation method of an expert layer. KV caches, attention state and module identity stay
+    with the live modules. `pairs` maps each module's name to the live module and its shadow.
     """
 
     mode = "shadow"
@@ -166,7 +166,7 @@ class ShadowLoader:
             for mine, other in (map(_kernel_of, pair) for pair in self.pairs.values())
             if mine is not None and other is not None
         ]
-        """The attributes of `_kernel_of` of each expert layer, live and shadow."""
+        """For each expert layer, the results of `_kernel_of` for the live module and its shadow."""
         # (module, attribute, parameter on `meta`): a tied parameter occurs several times as the same object.
         metas = {id(parameter): to_meta_tensor(parameter) for parameter in self._model.parameters()}
         self._blueprint: list[tuple[nn.Module, str, Tensor]] = [
@@ -178,7 +178,7 @@ class ShadowLoader:
         self.drop()
 
     def check(self, manifest: Manifest) -> None:
-        """Check names and shapes, and that every element is written, by loading `meta` tensors, which take no memory."""
+        """Load `meta` tensors, which take no memory, to check names and shapes and that every element is written."""
         from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
         heads = [spec.name for spec in manifest.parameters if spec.name.endswith("lm_head.weight")]
@@ -197,7 +197,7 @@ class ShadowLoader:
             raise ManifestMismatch(f"the served model refuses these weights: {type(error).__name__}: {error}") from error
         finally:
             self.drop()
-        if written.count < needed:  # for example, a fused qkv of which only q is sent
+        if written.count < needed:  # for example, only q of a fused qkv is sent
             raise ManifestDiffers("(manifest)", "number of elements", needed, written.count)
 
     def load(self, tensors: Iterable[Named]) -> None:
@@ -227,11 +227,11 @@ class ShadowLoader:
         for module, name, meta in self._blueprint:
             module.register_parameter(name, meta)  # type: ignore[arg-type]
         if self._swaps == 1 and self._device.type == "cuda":
-            # torch caches the memory of the engine's first weights for the stream that loaded them; updates use another.
+            # torch caches the memory of the engine's first weights for the stream that loaded them; updates use another stream.
             torch.cuda.empty_cache()
 
     def derived(self, shadow: nn.Module) -> list[str]:
-        """Attributes that post-processing added to a module since it was built."""
+        """Return the names of the attributes that post-processing added to a module after it was built."""
         return [name for name in shadow.__dict__ if name not in self._pristine[shadow]]
 
     def _materialise(self) -> None:
@@ -285,7 +285,7 @@ def _build(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    config.compilation_config.mode = CompilationMode.NONE  # it never runs
+    config.compilation_config.mode = CompilationMode.NONE  # the shadow never runs
     dtype = vllm_config.model_config.dtype
     assert isinstance(dtype, torch.dtype)  # resolved from "auto" by now
     with set_default_torch_dtype(dtype), device:
@@ -298,10 +298,10 @@ def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str])
 
 
 class InPlaceLoader(ShadowLoader):
-    """Copies the shadow's weights into the live ones, in place, during a pause for one copy within the device.
+    """Copies the shadow's weights into the live ones, in place. The pause lasts for one copy within the device.
 
     Only parameters may depend on the weights: post-processing must set nothing else on a module, and must give every parameter
-    the layout of the live one. `obstacle` checks this on the shadow."""
+    of the shadow the layout of the live one. `obstacle` checks this on the shadow."""
 
     mode = "in_place"
 
@@ -336,8 +336,8 @@ class InPlaceLoader(ShadowLoader):
                 copied.add(id(parameter))
 
     def _tied_in_live_only(self) -> str:
-        """Return the weights that are tied in the live model only. vLLM ties embedding and head at start-up if they are equal,
-        even if the model's configuration does not tie them; in later versions they may differ."""
+        """Describe the first weight that is tied only in the live model; empty if none is. At start-up, vLLM ties embedding and
+        head if their values are equal, even if the configuration does not tie them. After an update, they may differ."""
         counterparts: dict[int, int] = {}
         for name, (live, other) in self.pairs.items():
             for key, parameter in live._parameters.items():
@@ -371,8 +371,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 class PausedLoader:
     """Loads while generation is paused, with vLLM's layerwise reload, for models that cannot be swapped. The pause lasts for
-    the whole load. All received tensors are held until the pause; with `on_host` in host memory, so that the device only needs
-    room for one layer and for the chunks in transfer."""
+    the whole load. All received tensors are held until the pause. With `on_host`, they are held in host memory, so that the
+    device only needs room for one layer and for the chunks in transfer."""
 
     mode = "paused"
 
@@ -393,7 +393,7 @@ class PausedLoader:
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        if self._device.type == "cpu":  # else new experts would be served in the layout of files
+        if self._device.type == "cpu":  # otherwise vLLM would not convert new experts from the checkpoint's layout
             for kernel in filter(None, map(_kernel_of, self._live.modules())):
                 kernel.update(dict.fromkeys(_KERNEL))
         with self._device:

@@ -1,5 +1,5 @@
-"""The `vllm.general_plugins` entry point `pipelinerl`. vLLM calls `register` in each of its processes; vLLM is imported only
-then, and torch only when an engine is made."""
+"""The `vllm.general_plugins` entry point `pipelinerl`. vLLM calls `register` in each of its processes. This module imports vLLM
+only in that call, and the backend with torch is imported only when an engine is made."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def register() -> None:
 
 
 def log_as_the_actor() -> None:
-    """Write the actor's kind of log lines in a process of vLLM that it started, unless logs are already set up."""
+    """Set up logs in a vLLM process that an actor started, in the actor's format, unless logs are already set up."""
     if logging.getLogger().handlers or os.environ.get("VLLM_CONFIGURE_LOGGING") != "0":
         return
     try:
         settings = read_settings(ActorSettings)
     except UserError:
-        return  # an engine without an actor
+        return  # no actor started this engine
     context = LogContext(settings.run, "actor", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch", "transformers")

@@ -31,9 +31,9 @@ REASON_CHARACTERS = 500
 class UpdateListener:
     """Consumes the trainer's control messages in stream order and answers `joined`, `staged`, `serving` or `failed`.
 
-    A separate task receives weights, so that an abort can be handled during a transfer; generation goes on until a commit.
-    Messages of another incarnation, of an epoch without this process, or out of order are ignored. During an outage of NATS the
-    listener waits. `serving` is locked during a commit; lock it to keep one version for a while.
+    A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
+    Messages are ignored if they are out of order, or from another incarnation or an epoch without this process. During a NATS
+    outage, the listener waits. `serving` is locked during a commit; lock it elsewhere to prevent commits for a while.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class UpdateListener:
         self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
         self._instance, self._process = instance, process
         self.manifest_id = ""
-        """Id of the manifest for which the model is prepared; empty before the first."""
+        """Id of the manifest for which the model is prepared; empty before the first manifest."""
         self.loader = ""
-        """Mode of the weight loader, and why it is not a better one."""
+        """Mode of the weight loader and, after a colon, why it is not the shadow loader."""
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._expected: PolicyVersion | None = None
         self._staged: PolicyVersion | None = None
         self.epoch: EpochStart | None = None
         self._alone = False
-        """True if the epoch is a side group's."""
+        """True if the epoch belongs to a side group, which serves only this actor."""
         self.serving = asyncio.Lock()
 
     @property
@@ -65,8 +65,8 @@ class UpdateListener:
         return "receiving" if receiving is not None and not receiving.done() else "idle"
 
     async def run(self) -> None:
-        """Handle control messages until cancelled. Waits until the trainer has made the streams. Raises `UserError` if the
-        served model does not fit the trainer's, after a report to the trainer, and `CommitFailed` if a swap failed half-way."""
+        """Handle control messages until cancelled. Waits until the trainer has made the streams. If the served model does not
+        fit the trainer's, tells the trainer and raises `UserError`. Raises `CommitFailed` if a swap fails half-way."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)
@@ -80,7 +80,7 @@ class UpdateListener:
         try:
             decoded = decode_order(message)
         except MessageError as error:
-            log.error("control message %s is set aside: %s", message.kind, error, extra=AGGREGATED)
+            log.error("control message %s cannot be read and is ignored: %s", message.kind, error, extra=AGGREGATED)
             self._metrics.bad_messages.labels("control").inc()
             return
         match decoded:
@@ -124,20 +124,20 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
-        """Join an epoch that includes this process. `alone`: the order is for this actor only, as in a side group, which
-        outlives epochs without this process and ends if an epoch includes the process or the trainer leaves it."""
+        """Join an epoch that includes this process. `alone` means that the epoch is a side group for this actor only. A side
+        group outlives epochs without this process. It ends if an epoch includes this process or if the trainer ends it."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:
             beside = me is None and self._alone
-            if beside or epoch.epoch <= mine.epoch:  # NATS may have stored one twice
+            if beside or epoch.epoch <= mine.epoch:  # NATS may have stored an order twice
                 return
         await self._stop_receiving()
         self.epoch = None
         if me is None:
             return
         if self.manifest_id != epoch.manifest_id:
-            await self._fail(epoch, 0, TransferError(f"manifest {epoch.manifest_id} is not the one prepared here"))
+            await self._fail(epoch, 0, TransferError(f"this actor is not prepared for manifest {epoch.manifest_id}"))
             return
         try:
             backend: Backend = "nccl" if epoch.backend == "nccl" else "gloo"
@@ -157,7 +157,7 @@ class UpdateListener:
             return
         await self._stop_receiving()
         if self._gate.served is not None and self._gate.served > version:
-            error = TransferError(f"serves {self._gate.served} already, which is newer")
+            error = TransferError(f"this actor already serves {self._gate.served}, which is newer")
             await self._fail(announce, announce.version, error)
             return
         self._expected = version
@@ -169,7 +169,7 @@ class UpdateListener:
             about = {attributes.VERSION: announce.version, attributes.EPOCH: announce.epoch}
             with child(trace, "weight_update.receive", attributes=about) as span:
                 staged = await self._receiver.receive(version, announce.deadline_s)
-                # Preparation overlaps with receiving; its span has its total duration and ends now.
+                # Preparation overlaps with receiving. The span of the preparation has its total duration and ends now.
                 span.set_attributes({attributes.BYTES: staged.num_bytes, attributes.RECEIVE_S: staged.receive_s})
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
         except TransferError as error:
@@ -196,7 +196,7 @@ class UpdateListener:
                 span.set_attribute(attributes.STALL_S, stall_s)
                 child(trace_of(span), "weight_update.load", began_at=before_ns(stall_s)).end()
         except CommitFailed:
-            raise  # the served weights are unknown: the process ends and returns as a new member
+            raise  # the served weights are unknown; the process ends and, once restarted, joins as a new member
         except TransferError as error:
             await self._fail(commit, commit.version, error)
             return
@@ -208,7 +208,7 @@ class UpdateListener:
         await self._answer("serving", Serving, commit, headers, version=commit.version, stall_s=stall_s)
 
     async def _stop_receiving(self) -> None:
-        """End a running receive and drop a staged version. Bounded, since the receiver abandons a stuck transfer."""
+        """Cancel a running receive and drop a staged version. Bounded in time, since the receiver abandons a stuck transfer."""
         task, self._receiving, self._expected = self._receiving, None, None
         unfinished = task is not None and not task.done()
         if task is not None:
@@ -220,7 +220,7 @@ class UpdateListener:
             await self._receiver.discard()
 
     async def _end(self) -> None:
-        """Discard a transfer or staged version. A dead engine has nothing to discard, so its error is only logged."""
+        """Discard a running transfer or a staged version. If that fails, only log it, because a dead engine holds nothing."""
         try:
             await self._stop_receiving()
         except TransferError as error:

@@ -1,9 +1,9 @@
 """Receive and prepare versions in a vLLM worker process, on a thread beside its decode steps.
 
-The `_read` thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. A Discard
-also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends both threads. Tensors are loaded
-directly into the engine's layout beside the live weights (`loaders.py`), so that no further copy of all bytes is held. This
-module does not depend on vLLM, and does not decide what happens after a failed transfer.
+A reading thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. When the
+reading thread gets a Discard, it also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends
+both threads. Tensors are loaded into the engine's layout beside the live weights (`loaders.py`) as they arrive, so that no
+further copy of all bytes is held. This module does not depend on vLLM or decide what happens after a failed transfer.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class StagingMemory:
 @dataclass(eq=False)
 class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. Iterate
-    `tensors()` to the end, close it in any case, then call `staged`. The group is in use until it is closed, which takes at
-    most the stall timeout.
+    `tensors()` to the end, close the iterator in any case, then call `staged`. The group is in use until the iterator is
+    closed; closing takes at most the stall timeout.
 
-    `buffers`: chunks held at a time, including the one being loaded. With more than one, a thread receives the next chunks
-    while the caller checks and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to
-    receive into; None = new memory.
+    `buffers`: number of chunks held at a time, including the one being loaded. With more than one, a thread receives the next
+    chunks while the caller checks and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable
+    memory to receive into; None = new memory.
     """
 
     group: WeightGroup
@@ -92,7 +92,7 @@ class Receiver:
                     yield complete.pop(0)
 
     def staged(self) -> StagedWeights:
-        """Return the version's figures, after all `tensors()` were read. `prepare_s`: time not spent waiting for bytes."""
+        """Return the version's figures, once all `tensors()` were read. `prepare_s` excludes the time of waiting for bytes."""
         assert len(self._checksums) == len(self.manifest.chunks)
         return StagedWeights(
             checksum=chunks.version_checksum(self.manifest.manifest_id, self._checksums),
@@ -117,7 +117,7 @@ class Receiver:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.group.placement.device)
         if num_bytes > self._largest_chunk:
             return self._memory.large.take(num_bytes)
-        return self._memory.chunks.take(self._largest_chunk)[:num_bytes]  # all of one size, so that each can be reused
+        return self._memory.chunks.take(self._largest_chunk)[:num_bytes]  # equal sizes, so that any can be reused
 
     def _check(self, chunk: Chunk, raw: Tensor, expected: int) -> None:
         started = time.monotonic()
@@ -137,8 +137,8 @@ class Receiver:
 
 @dataclass(eq=False)
 class TransferWorker:
-    """Performs the actor's orders in one vLLM worker, as in `WeightUpdateClient`. `loading` is sent first. `device`: the
-    model's."""
+    """Performs the orders of the actor's `WeightUpdateClient` in one vLLM worker. `loading` is the first message to the actor.
+    `device` is the device of the model."""
 
     rank: int
     loading: WeightLoading
@@ -158,7 +158,7 @@ class TransferWorker:
         self._to_swap: PolicyVersion | None = None
         self._loading = threading.Lock()  # held while the loader is in use
         self._aborted = threading.Event()
-        self._discards = 0  # received and not yet performed, plus one after the end
+        self._discards = 0  # discards received and not yet performed, plus one once the connection has ended
         self._discarding = threading.Lock()
         self._orders: queue.Queue[Order | str | None] = queue.Queue(MAX_WAITING_ORDERS)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -170,7 +170,7 @@ class TransferWorker:
     # vLLM calls the next three methods on the worker's main thread.
 
     def check_staged(self, version: PolicyVersion) -> None:
-        """Note the version that `swap` serves. Raises TransferError if it is not the one staged."""
+        """Note the version that `swap` will make live. Raises TransferError if it is not staged."""
         self._to_swap = version
         self._check_staged()
 
@@ -179,7 +179,7 @@ class TransferWorker:
             raise TransferError(f"version {self._to_swap} is to be served, but {self._staged or 'nothing'} is staged")
 
     def swap(self) -> None:
-        """Serve the version that was checked. Raises TransferError if it has been discarded since."""
+        """Make the version of `check_staged` live. Raises TransferError if it has been discarded since."""
         with self._loading:
             self._placement.synchronize()  # no queued work may still read the old weights
             assert self._to_swap is not None, "check_staged comes first"
@@ -187,7 +187,7 @@ class TransferWorker:
             self.loader.swap()
             self._placement.synchronize()
             self._staged = None
-        # The pause does not have to wait until the old weights are freed.
+        # The old weights are freed on the transfer thread, so that the pause does not wait for it.
         with contextlib.suppress(queue.Full):
             self._orders.put_nowait(RELEASE)
 
@@ -283,7 +283,7 @@ class TransferWorker:
                 self._aborted.clear()
 
     def _abort(self) -> None:
-        """Abort running orders until a discard is performed; after the end none is, so that all orders fail."""
+        """Abort orders until a Discard is performed. After the connection's end, none is performed, so that all orders fail."""
         with self._discarding:
             self._discards += 1
             self._aborted.set()
@@ -296,9 +296,9 @@ class TransferWorker:
 
 def _use_one_core() -> None:
     """Prepare weights with one thread, on any free core, instead of the cores of vLLM's decoding threads. A second team of
-    OpenMP threads would make both wait for each other at every barrier: 7.5 s instead of 1.6 to 3.7 s for 135M parameters on
-    two busy cores. vLLM replaces `torch.set_num_threads` on CPU, hence the private call; OpenMP's number of threads is per
-    calling thread."""
+    OpenMP threads would make both teams wait for each other at every barrier: 135M parameters took 7.5 s instead of 1.6 to 3.7
+    s on two busy cores. The call is private because vLLM replaces `torch.set_num_threads` on a CPU. OpenMP keeps the number of
+    threads per calling thread, so that the decoding threads keep theirs."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch._C.set_num_threads(1)

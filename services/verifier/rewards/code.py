@@ -9,8 +9,8 @@ A problem's tests have one of the forms of common data sets:
     ["assert add(2, 3) == 5", ...], or one text                   statements that must not raise (MBPP)
     "def check(candidate): ..."  with  entry_point: "add"         a function that checks the program (HumanEval)
 
-A program that ends before its tests fails them. Neither expected results nor statements are in the program's process: its
-results are compared in this process, and statements run in another sandbox (`harness`).
+A program that ends before its tests fails them. The program's process holds neither expected results nor statements: results
+are compared in this process, and statements run in another sandbox (`harness`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MALFORMED = (
     *(zlib.error, pickle.PickleError),
 )
 _BUDGET = 0.8
-"""Share of `reward.timeout_s` that programs may take, so that the verifier's deadline, which fails the item, is not reached."""
+"""Share of `reward.timeout_s` that programs may take. A worker that takes the whole time is killed, and its item fails."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Test:
     call: str = ""
     returned: Any = None
     in_list: bool = False
-    """True if the result may also equal the only member of `returned`, as in APPS."""
+    """True if the result may also equal the only element of the list `returned`, as in APPS."""
     statements: str = ""
 
 
@@ -106,8 +106,8 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the last fenced block marked as Python, even if it is cut, or else without a mark, or else all; and a text about
-    its place."""
+    """Return the program in an answer, and a text that says where it was: the last fenced block marked as Python, even if the
+    block is cut; else the last block without a mark; else the whole answer."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -138,7 +138,7 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
-    """Return the tests in a reference. Raises `BadReference` if it has none, or one in an unknown form."""
+    """Return the tests in a reference. Raises `BadReference` if it has no tests, or a test in an unknown form."""
     row = reference.get("row") or (reference.get("entry") or {}).get("metadata") or reference
     given: Any = None if (found := value_in(row, field)) is ABSENT else found
     try:
@@ -199,7 +199,7 @@ def _tests(given: Any, row: Mapping[str, Any]) -> Iterator[Test]:
         if kind in ("functional", "function_call"):
             name = about.get("fn_name") or about.get("func_name")
             if not name:
-                raise ValueError("a functional test without func_name, in the metadata, or fn_name")
+                raise ValueError("a functional test needs fn_name, or func_name in the metadata")
             yield _call(name, each["input"], each["output"], kind == "function_call" and isinstance(each["output"], list))
         elif kind in ("stdin", "stdin_stdout"):
             yield Test(_text(each["input"]), _text(each["output"]))
@@ -218,14 +218,14 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
     if not isinstance(put, list):
-        raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one in a line")
+        raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one per line")
     call = ["__call__", [["yours", str(name)], *(harness.encode(each, list) for each in put)], {}]
     return Test(call=json.dumps(call), returned=got, in_list=in_list)
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield tests of statements. Only the tests are read to find which names they take from the program. Raises `ValueError` if
-    the tests are not Python, or use no name of the program."""
+    """Yield tests of statements. The names that they take from the program are found without reading the program. Raises
+    `ValueError` if the tests are not Python, or use no name of the program."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)

@@ -2,7 +2,7 @@
 
 reward = correct * score + format_weight * [the format matches] + overlong penalty
 
-With `truncated: zero`, a completion that was cut only gets the penalty, and has a term `truncated`.
+With `truncated: zero`, a completion that was cut at its length limit only gets the penalty, and has a term `truncated`.
 
 A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or a mapping of
 named numbers that are added up. It is trusted code that handles untrusted completions, so it runs in a worker process, with a
@@ -34,13 +34,13 @@ from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
 MOST_TERMS, TERM_CHARACTERS = 128, 100
-"""Limits of the terms of a user's function and of their names, since all are stored with each sequence."""
+"""Maximum number of terms of a user's function, and length of their names. Both are stored with each sequence."""
 _ALMOST = 1e-9
 """Tolerance below 1 within which a score counts as right, for rounding errors."""
 
 
 class ComposedReward:
-    """A recipe's reward. If `graded`, the scorer's number counts as it is, even with `binary` (a user's function, a judge)."""
+    """A recipe's reward. With `graded`, for a user's function or a judge, the scorer's number counts even with `binary`."""
 
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer
@@ -51,9 +51,9 @@ class ComposedReward:
 
     def find_answer(self, completion: str) -> str | None:
         """Return group 1 of the last match of `answer_pattern`, stripped; without a pattern, the whole completion; None if
-        nothing matches, or if the group is not part of the last match. First, `.` stays within a line, so that `Answer: (.*)`
-        takes only its line. After the last such match, the search goes on with a `.` that crosses lines, so that
-        `<answer>(.*)</answer>` finds an answer of several lines."""
+        nothing matches, or if the group is not part of the last match. In a first search, `.` does not match line ends, so that
+        `Answer: (.*)` takes only its line. After its last match, a second search in which `.` matches line ends follows, so
+        that `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
         answer, end = None, 0
@@ -102,7 +102,7 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
     """Return the soft overlong penalty, `penalty` times equation 13 of DAPO (arXiv 2503.14476): 0 up to `max_tokens -
-    buffer_tokens`, -1 from `max_tokens` on, linear between. L_max is `max_tokens`, at which completions are cut; L_cache is
+    buffer_tokens`, -1 from `max_tokens` on, linear in between. L_max is `max_tokens`, at which completions are cut; L_cache is
     `buffer_tokens` (at least 1), at most L_max."""
     zone = min(buffer_tokens, max_tokens)
     over = completion_tokens - (max_tokens - zone)
@@ -157,8 +157,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function, maybe async, in our form, verl's or TRL's; its parameters' names tell which. Raises `FieldError` if it
-    is missing or has another form. verl's and TRL's get the whole completion, so `answer_pattern` must be empty."""
+    """Import a function, possibly async, of our form, verl's or TRL's. Its parameters' names tell the form. Raises `FieldError`
+    if it is missing or has another form. verl's and TRL's forms get the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
@@ -168,7 +168,7 @@ def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str =
         name: one for name, one in signature.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     }
     is_verl, is_trl = "solution_str" in named, "completions" in named
-    for body in (function, getattr(function, "__call__", None)):  # noqa: B004 - of an object, its method
+    for body in (function, getattr(function, "__call__", None)):  # noqa: B004 - the method of a callable object
         if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
             raise FieldError("reward.scorer", path, "a generator function (it yields); return the reward instead")
     if not (is_verl or is_trl):
@@ -216,7 +216,7 @@ def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 
 def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
-    """Return lists with one item. Prompt and completion are messages if the task is a chat, else texts."""
+    """Return lists of one element. Prompt and completion are messages if the task is a chat, and texts otherwise."""
     row, prompt, completion = _row(item, task), item.prompt, item.completion
     columns = {str(name): [value] for name, value in row.items() if name not in ("prompt", "completion")}
     if task.prompt_style != "chat" and not task.is_episodic:
@@ -298,8 +298,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
-    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if that is empty, the reference's schema.
-    Raises `FieldError` if `schema` is not a JSON Schema."""
+    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if `schema` is empty, the reference answer as a
+    schema. Raises `FieldError` if `schema` is not a JSON Schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
@@ -343,8 +343,8 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
 
 
 def judge_scorer(config: JudgeConfig) -> Scorer:
-    """Return a scorer that gives the judge's number over the full marks. An item without a valid number fails, since that is
-    not the policy's fault."""
+    """Return a scorer that divides the judge's number by the full marks. If the judge gave no valid number, the item fails,
+    since that is not the policy's fault."""
     pattern = re.compile(config.pattern)
 
     def score(item: RewardInput) -> Score:

@@ -1,8 +1,8 @@
 r"""Parse mathematics, in LaTeX or plain text, into a tree, and evaluate it.
 
-`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value, an exact fraction
-or else a number with 300 digits. Since the text may be hostile, reading computes nothing, and values that are too large are
-refused. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
+`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value, which is an exact
+fraction if possible, and otherwise a number with 300 digits. Since the text may be hostile, reading computes nothing, and
+values that are too large are refused. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_CHARACTERS = 2000
 _EXACT_BITS = 65_536
 """Maximum size of exact numbers; 2004! has 19,000 bits."""
 _PRECISION_BITS, _RANGE_BITS, _EQUAL_BITS = 1000, 450, 930
-"""Precision of other numbers, the range of their exponents, and the number of bits that must agree."""
+"""Precision of inexact numbers, the bound of their binary exponents, and the number of bits that must agree."""
 
 Number = Any
 """A `Fraction`, or an `mpf` or `mpc` of `mpmath`."""
@@ -56,7 +56,7 @@ _CHARACTERS = str.maketrans({
     "€": r"\euro ", "’": "'", "\u200b": "", **{chr(0xFEE0 + code): chr(code) for code in range(33, 127)},
 })  # fmt: skip
 _MARK = "\x02"
-"""Prefix of each letter inside `\\text`, which belongs to a word, and of each word among the tokens."""
+"""Prefix of each letter inside `\\text`, where letters form words, and of each token that is a word."""
 _TEXT = re.compile(r"\\(text(?:bf|it|rm|tt|sf)?|[mh]box|math(?:rm|bf|it|sf)|operatorname\*?)\s*\{([^{}]*)\}")
 
 _EVERYWHERE = re.compile(
@@ -117,7 +117,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
 
 @lru_cache(maxsize=2048)
 def tidy(text: str) -> str:
-    """Normalise the spelling: no spacing commands, no dollar signs around mathematics, no thousands separators."""
+    """Normalise the spelling. Remove spacing commands, dollar signs around mathematics, and thousands separators."""
     text = re.sub(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
     text = _EVERYWHERE.sub("", text.translate(_CHARACTERS))
     for _ in range(3):
@@ -160,7 +160,7 @@ _NO_UNITS = set(re.findall(
     " factorial choose recurring repeating root radical gross double triple inverse sixths seventh sevenths ninth ninths"
     " modulo mod base approximately either k bn dozens tens thousands millions"
 ))  # fmt: skip
-"""Words that change the meaning of the number before them, so that they are not its unit."""
+"""Words that are not units, but change the meaning of the number before them."""
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _RELATIONS = {
     "==": "=", r"\lt": "<", r"\gt": ">", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=",
@@ -213,7 +213,7 @@ _MEANINGS = {
 
 
 class _Reader:
-    """Recursive descent: a list of relations of unions of sums of products of powers."""
+    """Recursive-descent parser. Its input is a list of relations; their sides are unions of sums of products of powers."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._at, self._in_bars = tokens, 0, False
@@ -454,7 +454,7 @@ class _Reader:
             name, power = f"arc{name}", None
         is_enclosed = self._peek() in ("(", "[", "{", "|")
         argument = self._primary() if is_enclosed else self._suffixed(self._primary())
-        ending = {"\\" + other for other in _FUNCTIONS - {"sqrt"}} | _ENCLOSED  # \sin 2x \cos x is a product of two
+        ending = {"\\" + other for other in _FUNCTIONS - {"sqrt"}} | _ENCLOSED  # \sin 2x \cos x is a product of two calls
         while not is_enclosed and self._begins_factor(self._peek()) and self._peek() not in ending:
             argument = Node("*", "", (argument, self._suffixed(self._primary())))
         node = Node("call", name, (argument,) if base is None else (argument, base))
@@ -487,7 +487,7 @@ def symbols(node: Node) -> frozenset[str]:
 
 
 def _bounded(value: Number, *, is_sum: bool = False) -> Number:
-    """Return `value` if its size is within bounds; the value of a sum may be tiny, since its terms may cancel."""
+    """Return `value` if its size is within bounds. Only a sum may have a tiny value, since its terms may cancel."""
     if isinstance(value, Fraction):
         if value.numerator.bit_length() + value.denominator.bit_length() > _EXACT_BITS:
             raise Unreadable("too large a number")

@@ -1,4 +1,4 @@
-"""The main program of two sandboxed processes: one runs a program and answers calls, the other runs its tests.
+"""The main program of two sandboxed processes: one runs a model's program and answers calls, the other runs its tests.
 
 In the process of the tests, each name of the program is a `Remote`, which stands for an object in the other process. Plain data
 is sent as JSON with its types; all other objects stay in their process and are called remotely. This file only imports the
@@ -30,7 +30,7 @@ _LARGE = 1 << 63
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     """Return JSON for plain data; for any other object, call `refer`, which may raise."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _LARGE:
-        return ["int", hex(value)]  # as decimal text its length is limited
+        return ["int", hex(value)]  # Python limits the length of decimal text
     if value is None or isinstance(value, bool | int | float | str):
         return value
     for kind in _KINDS:
@@ -54,7 +54,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
 
 
 def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """Invert `encode`; `resolve` finds the object of a reference. Raises for any other message."""
+    """Return the value that `encode` wrote. `resolve` finds the object of a reference. Raises for any other message."""
     if not isinstance(message, list):
         return message
     match message:
@@ -163,7 +163,7 @@ class Peer:
 
 
 class Remote:
-    """An object in the other process. It never equals plain data, even if it claims to."""
+    """Stands for an object in the other process. It never equals plain data, even if the object says that it does."""
 
     __slots__ = ("_line",)
     _line: tuple[Peer, Any]
@@ -204,7 +204,7 @@ def _renew(given: Any, after: Any) -> None:
 
 
 def _raised(names: list[str], text: str, operation: str) -> BaseException:
-    """Return the built-in exception nearest to the program's. A StopIteration is only kept for a call of `__next__`."""
+    """Return the program's exception as the nearest built-in one. StopIteration is only kept for a call of `__next__`."""
     for name in names:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException):
@@ -280,14 +280,14 @@ def _check() -> None:
         verdict["refused"] = "" if order["runs"] else _collected(tests)
         verdict["passed"] = not (peer.is_gone or verdict["refused"])
     except BaseException as error:  # noqa: BLE001 - the process boundary
-        if isinstance(error, ImportError | NameError) and error.name:  # errors of the program have no name
+        if isinstance(error, ImportError | NameError) and error.name:  # errors from the program have no `name`
             verdict["refused"] = f"the tests raise {type(error).__name__}: {error}"
         verdict["problem"] = f"{type(error).__name__}: {error}".removesuffix(": ")
     os.write(writing, json.dumps({**verdict, "gone": peer.is_gone}).encode())
 
 
 def _collected(tests: dict[str, Any]) -> str:
-    """Run functions, methods and test cases as pytest would. Return why that is impossible, or "". Raises their errors."""
+    """Run test functions, methods and test cases as pytest would. Return why that is impossible, or "". Raises their errors."""
     runs = list[Callable[[], Any]]()
     for name, value in list(tests.items()):
         own = getattr(value, "__module__", None) == "tests" and not isinstance(value, Remote)
@@ -300,7 +300,7 @@ def _collected(tests: dict[str, Any]) -> str:
     for run in runs:
         code = getattr(run, "__code__", None) or getattr(getattr(run, "__func__", None), "__code__", None)
         if code and code.co_argcount > isinstance(run, types.MethodType) + len(run.__defaults__ or ()):
-            return f"{code.co_name} takes arguments, as pytest's fixtures and parameters would give it; call it in the tests"
+            return f"{code.co_name} takes arguments, which pytest's fixtures or parameters would give; call it in the tests"
         run()
     return "" if runs else "the tests run nothing; call them, or name the argument of check(candidate) in entry_point"
 

@@ -35,7 +35,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A score; `value` 1 is fully right. `parts` add up to it, `metrics` do not count. `reason` is for people."""
+    """A score; its `value` is 1 if fully right. `parts` add up to it, `metrics` are only reported, `reason` is for people."""
 
     value: float
     reason: str = ""

@@ -41,7 +41,7 @@ _GIVEN = re.compile(
     r"\W*(?:out of|of|among|given|if|suppose|assume|when|whenever|while|step|case|part|problem|question|exercise)\b[^,]*$",
     re.IGNORECASE,
 )
-"""Beginning of a sentence that gives a number instead of answering with one."""
+"""Beginning of a sentence whose number was given in the problem and is not the answer."""
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
@@ -128,7 +128,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last mathematics in the last sentence that has any, with its unit."""
+    """Return the last expression, with its unit, of the last sentence that has one; empty if it is no answer."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -163,7 +163,7 @@ def _key(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Return lower-case words without articles; those of a date are sorted."""
+    """Return lower-case words without articles and a few verbs. The words of a date are sorted."""
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=\d)\s*(?:st|nd|rd|th)\b", "", text.replace("\x02", "").lower()))
     words = [word.removesuffix("s") for word in words if word not in ("the", "a", "an", "there", "is", "are")]
     has_month = any(map(_MONTH.fullmatch, words))
@@ -198,7 +198,7 @@ def same(reference: str, answer: str) -> bool:
 
 
 def _total(answer: Node, wanted: Node) -> Node:
-    """Return the right side of an answer such as `m + n = 7` if a number is wanted, else the answer."""
+    """Return the right side of an answer such as `m + n = 7` if a number is wanted, and otherwise the whole answer."""
     is_equation = answer.kind == "relation" and answer.name == "=" and _is_sum(answer.parts[0])
     return answer.parts[1] if is_equation and not symbols(wanted) | symbols(answer.parts[1]) else answer
 
@@ -268,7 +268,7 @@ def _as_interval(node: Node) -> Node:
 
 
 def _ascending(relation: Node) -> tuple[list[str], list[Node]]:
-    """Return a relation's signs and sides, smaller sides first."""
+    """Return a relation's signs and sides, with the smaller sides first."""
     names, parts = relation.name.split(), list(relation.parts)
     return ([name.replace(">", "<") for name in names[::-1]], parts[::-1]) if names[0][0] == ">" else (names, parts)
 
@@ -343,7 +343,7 @@ def _unit(name: str) -> str:
 
 
 def _same_quantity(a: Node, b: Node) -> bool:
-    """Compare quantities. Two units must agree, but one side may lack its unit. Percent signs and degrees also have a value."""
+    """Compare quantities. Two units must agree, but one side may lack its unit. 50% also equals 0.5, and 180° equals pi."""
     names = [node.name if node.kind == "unit" else "" for node in (a, b)]
     if all(names):
         first, second = sorted((f"{_unit(name)} " for name in names), key=len)
@@ -360,7 +360,7 @@ def _same_quantity(a: Node, b: Node) -> bool:
 
 
 def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
-    """Yield the values of all nodes at several points. Points with negative coordinates only count if all values are real."""
+    """Yield the values of all nodes at several points. Points with negative coordinates are left out if a value is complex."""
     names = frozenset[str]().union(*map(symbols, nodes))
     if not names:
         yield [evaluate(node, {}) for node in nodes]
@@ -408,13 +408,13 @@ def _same_relation(a: Node, b: Node) -> bool:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` inside after `seconds` of CPU time."""
+    """Raise `TimeoutError` in the block after `seconds` of CPU time."""
 
     def ring(*_: Any) -> None:
         raise TimeoutError
 
     before = signal.signal(signal.SIGVTALRM, ring)
-    # It rings again a second later, since Python ignores an exception that is raised in a callback of its garbage collector.
+    # The timer repeats every second, since Python ignores an exception that is raised in a callback of its garbage collector.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
     try:
         yield
@@ -425,7 +425,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def reference_text(text: str) -> str:
-    """Return the answer in a reference. Raises `BadReference` if no answer could be compared with it."""
+    """Return the answer in a reference. Raises `BadReference` if an answer could never be compared with it."""
     answer = final_answer(thoughtless(text))
     plain, quoted = expressions.tidy(answer), f"{text[:80]!r}"
     if not re.search(r"\w|\\[a-zA-Z{]", plain):
