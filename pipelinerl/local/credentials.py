@@ -1,6 +1,6 @@
 """Credentials that keep other users of the machine out of a local run: NATS logins, a certificate, a key for the live page.
 
-They are made at each start, in a folder that only its owner can read, and never stand in arguments, environments or messages.
+They are made at each start, in a folder that only its owner can read, and never appear in arguments, environments or messages.
 Processes of the same user are not kept out.
 """
 

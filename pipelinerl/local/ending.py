@@ -135,7 +135,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         lines.append(f"  report             {run_dir.report}")
     if run_dir.checkpoint.is_dir():
         lines.append(f"  checkpoint         {run_dir.checkpoint}")
-    # after a user's mistake the run cannot continue before it is corrected
+    # After a user's mistake, the run cannot continue until the mistake is corrected.
     if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED) and run_dir.identity.is_file():
         lines.append(f"  continue with      pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
         version, steps = newest_checkpoint(run_dir.path), summary.get("steps") or 0

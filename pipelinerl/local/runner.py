@@ -90,7 +90,7 @@ _HUNG_AFTER = 10
 _SCALED_GRACE_S = 15.0
 """Grace period of an actor that is scaled away, in which it hands over finished sequences."""
 _ENDED_GRACE_S = 1.0
-"""Grace period for children of a process that ended by itself. It does not start the clock of an orderly stop."""
+"""Grace period for children of a process that ended by itself. It does not begin the time limit of an orderly stop."""
 _LONGEST_FOLDER = 70
 """Longest path of the folder for temporary files. vLLM's sockets are in it, and a socket's path has at most 107 characters."""
 TRAINER = "trainer"
@@ -387,7 +387,7 @@ class LocalRun:
                 self._launches.model_dir = await make
 
     async def _keep(self, service: Service) -> None:
-        """Restart the process when it ends, until the run is finished. Raises `ServiceError` without a further restart."""
+        """Restart the process when it ends, until the run is finished. Raises `ServiceError` if no restart is left."""
         served = False
         while True:
             assert service.process is not None, "it has been started"
@@ -516,7 +516,7 @@ class LocalRun:
             self._show()
             self._tell_once()
             for name in list(self._processes):  # it changes while this waits
-                with contextlib.suppress(OSError):  # it has written none, or the disk is full
+                with contextlib.suppress(OSError):  # the process has written no log, or the disk is full
                     await asyncio.to_thread(bound_log, self.run_dir.log(name))
             await asyncio.sleep(self.refresh_s)
 
@@ -588,7 +588,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first of our own errors, or an error for a full disk, in `raised`. Raises any other, which is a bug."""
+        """Return our own first error in `raised`, or one for a full disk. Raises `raised` if it has any other error: a bug."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
         full = (errno.ENOSPC, errno.EDQUOT)
         ours, others = group.split(

@@ -71,7 +71,7 @@ def available_cores() -> int:
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS, unless it is set, if the container's CPU quota is below its visible cores, which torch counts."""
+    """Set OMP_NUM_THREADS if it is unset and the container's CPU quota is below its visible cores, which torch would use."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipelinerl.rl.memory import GIB
 
 PROBE = (sys.executable, "-m", "services.trainer.devices")
-"""Command that asks torch and NVML. It has a process of its own, since both take seconds and memory."""
+"""Command that asks torch and NVML for GPUs. It is a separate process, since both take seconds and memory to load."""
 _PROBE_S = 180.0
 _DEVICES = Path("/dev")
 

@@ -141,8 +141,8 @@ def understood(overrides: Sequence[str]) -> list[str]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Return the file of `recipes/arithmetic.yaml`, or of the bare name `arithmetic`, which is looked up in the current folder,
-    in the source tree and in an installation. Raises `FieldError` with the existing recipes."""
+    """Return the file of a path, such as `recipes/arithmetic.yaml`, or of a bare name, such as `arithmetic`, in the current
+    folder, the source tree or an installation. If there is none, raise `FieldError`, which lists the existing recipes."""
     path = Path(name)
     if path.is_file():
         return path
