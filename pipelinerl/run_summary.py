@@ -87,7 +87,7 @@ class RunTotals:
         self.stall_s.extend(stalls_s)
 
     def summary(self, recipe: Recipe, sequences: Mapping[str, int]) -> dict[str, Any]:
-        """Return every key of summary.json that the trainer writes; figures that the steps do not tell are None."""
+        """Return every key of summary.json that the trainer writes; figures that the steps lack are None."""
         reduced = run_figures(self.reduced)
         if recipe.algorithm.advantage == "value":
             reduced["steps_equal_rewards"] = None

@@ -1,7 +1,7 @@
-"""A whole audit: first files, then streams, then a second look if a live run may have moved sequences; and the audit's report.
+"""Audit a run's files, then its streams, and both again if a live run may have moved sequences meanwhile; and report the audit.
 
-The run may be live, so the journal is judged up to its length at the beginning. Of checkpoints, run.json and the ids in
-sequences.pb are read, but no tensors. Nothing is written, acknowledged or purged.
+The run may be live, so the journal is read up to the length that it has at the beginning. From checkpoints, run.json and the
+ids in sequences.pb are read, but no tensors. Nothing is written, acknowledged or purged.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _some(ids: set[str] | frozenset[str]) -> str:
 
 @dataclass
 class StreamLook:
-    """Contents of SEQUENCES at the moment of `info`. Messages up to `durable`, the newest checkpoint's, may be purged."""
+    """Contents of SEQUENCES when `info` was read. Messages up to `durable`, the newest checkpoint's position, may be purged."""
 
     info: StreamInfo
     durable: int
@@ -134,7 +134,7 @@ class Audit:
     checkpoint: Checkpoint | None = None
     """The newest checkpoint, from which a restart would continue."""
     stepped: bool = False
-    """True if the latest trainer has taken a step or ended. Before that it may not have taken over everything that was left."""
+    """True if the latest trainer has taken a step or ended. Before that, it may not have taken over all sequences in flight."""
     run: str = ""
     at_work: bool = False
     """True if a live trainer may be moving sequences at this moment."""

@@ -223,8 +223,8 @@ _OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
 
 @dataclass
 class Start:
-    """A trainer's start: the version it began at, the bytes of the journal that counted for it (`keep`), and the number of
-    ledger events that it undid between these and `offset`: steps, groups issued, ended sequences."""
+    """A trainer's start: the version it began at, the bytes of the journal that counted for it (`keep`), and the numbers
+    of ledger events that it undid, from `keep` to `offset`: steps, groups issued, ended sequences."""
 
     offset: int
     keep: int
@@ -261,7 +261,7 @@ class History:
 def read_history(path: Path, findings: Findings) -> History:
     """Read the starts from the whole lines that the file has now. A missing file is an empty history."""
     history = History()
-    floor, positions = 0, dict[int, int]()  # in SEQUENCES: of the last durable checkpoint, and by version
+    floor, positions = 0, dict[int, int]()  # in SEQUENCES, of the last durable checkpoint, and of each version's
     for offset, line in read_lines(path):
         match = _KIND.match(line)
         event = parse_event(line) if match is not None and match[1] in _OF_INTEREST else None

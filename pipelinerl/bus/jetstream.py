@@ -211,7 +211,7 @@ class Bus:
         if below_position <= 1:
             return  # nothing is below; nats-py would take 0 for "everything"
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
-            # Beyond the end, the server would go on counting from there.
+            # If the given position were beyond the end, the server would count on from it.
             end = (await self.sequences_info()).last_position
             await self.connection.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
 
@@ -228,7 +228,8 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Publish a control message, which replaces the last one of this kind (and actor); slow watchers may miss that one."""
+        """Publish a control message, which replaces the last one of this kind (and actor), even if a watcher has not read
+        it."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
@@ -285,10 +286,10 @@ class Bus:
 
 
 def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
-    for what, field in (("servers that keep it", "num_replicas"), ("largest number of bytes", "max_bytes")):
+    for what, field in (("number of replicas", "num_replicas"), ("limit in bytes", "max_bytes")):
         is_so, asked_for = getattr(there, field), getattr(wanted, field)
         if (asked_for or -1) != (is_so or -1):
-            text = "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it"
+            text = "%s exists and is not changed: its %s is %s, not %s; `nats stream edit %s` changes it"
             _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
 
 
@@ -300,7 +301,7 @@ defaults are 512 waiting pulls and, from 2.15 on, 1,000 consumers of a stream.""
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
-    """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD, which count when a run's streams are first made.
+    """Return the configurations with which a run's streams PROMPTS, SEQUENCES, CONTROL and DEAD are created.
 
     PROMPTS is a work queue: an acknowledged message is removed. The others are logs: SEQUENCES keeps messages until they are
     purged, CONTROL keeps the last one of each subject, DEAD the newest ones, for people. A full stream refuses the next

@@ -437,7 +437,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
             field = "completion_token_ids" if len(branch.prompt_token_ids) else "prompt_token_ids"
             raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, and the sequence names no failure")
         if any(turn.finish_reason is None for turn in branch.turns):
-            raise MessageError(_SEQUENCE, f"{prefix}turns", "one is unfinished, as only in a sequence handed back")
+            raise MessageError(_SEQUENCE, f"{prefix}turns", "a turn is unfinished, as only in a sequence handed back")
     terms = {f"reward_components[{name}]": value for name, value in sequence.reward_components.items()}
     for name, value in {"reward": sequence.reward, **terms}.items():
         check_finite(value, _SEQUENCE, name)

@@ -161,9 +161,9 @@ class VerifierClient:
 
     @contextmanager
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
-        """Report a failed call, and open another channel if the certificates were renewed. A channel keeps its first ones, and
-        once they have expired, new connections are refused. Calls in progress end on the old channel, which is freed with the
-        last of them: closing it would cancel these calls and the tasks that wait for them."""
+        """Report a failed call, and open another channel if the certificates were renewed. A channel keeps the certificates
+        that it was opened with, and once they have expired, new connections are refused. Calls in progress end on the old
+        channel, which is freed with the last of them: closing it would cancel these calls and the tasks that wait for them."""
         channel = self._channel
         try:
             yield verifier_pb2_grpc.VerifierServiceStub(channel)

@@ -1,5 +1,5 @@
-"""A folder with a certificate, its key and its CA, as cert-manager writes it: read, checked before use, and read again when
-renewed. A gRPC server shows the certificate, and accepts callers with any certificate of the same CA."""
+"""Read a folder with a certificate, its key and its CA, as cert-manager writes it, check it, and read it again when renewed. A
+gRPC server presents the certificate, and accepts callers with any certificate of the same CA."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_pair(folder: Path, field: str) -> None:
     """Raise `FieldError` unless tls.key is the key of tls.crt."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
-    except (OSError, ValueError) as error:  # TLS errors are OSErrors; so is a file that went while it was looked at
+    except (OSError, ValueError) as error:  # TLS errors are OSErrors, and so is a file that disappears meanwhile
         reason = getattr(error, "reason", None) or error
         raise FieldError(field, str(folder / CERTIFICATE), f"and {KEY} do not belong together: {reason}") from error
 
