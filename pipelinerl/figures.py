@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pipelinerl.rl.groups import LAG_BUCKETS
 
 Reduction = Literal["sum", "ones", "last", "smallest", "largest", "mean", "rate"]
-"""Rule that gives the run's figure from the steps': `ones` counts the steps in which the value is 1 or true, `mean` is
-weighted by `Figure.weight`, and `rate` is the sum of the values over that of the weights."""
+"""Rule by which the values of all steps give the run's figure: `ones` counts the steps in which the value is 1 or true, `mean`
+is weighted by `Figure.weight`, and `rate` is the sum of the values divided by the sum of the weights."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Figure:
     """True if the metric keeps its value at a step without the figure. If False, it has no series after such a step."""
     on_page: bool = False
     event: type | None = None
-    """Type of the empty value if the figure tells of events since the previous step; None if it is the step's own."""
+    """Type of the value without events, if the figure is about events since the previous step; None for the step's own."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json; `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""

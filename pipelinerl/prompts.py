@@ -55,7 +55,7 @@ def written(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None,
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("tool_use" if tools and "tool_use" in template else "default")
-    # Passed explicitly: an engine's tokenizer renders with copies of itself, which have the model's own template.
+    # The argument is needed: an engine's tokenizer renders with copies of itself, which have the model's own template.
     arguments = {"chat_template": template, "tokenize": False, "add_generation_prompt": begins_turn}
     return str(tokenizer.apply_chat_template(messages, tools=tools or None, **arguments))
 

@@ -56,7 +56,7 @@ class RunDir:
         self.scale = self.path / "scale.json"
         """`{"actors": N}`: the wanted number, once `pipelinerl scale` has been used."""
         self.placement = self.path / "placement.json"
-        """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` divides anew."""
+        """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` sets again."""
         self.checkpoint = self.path / "checkpoint"
         """Hugging Face safetensors and tokenizer of the last checkpoint."""
         self.checkpoints = self.path / CHECKPOINTS
@@ -216,7 +216,7 @@ def _make_empty(run: RunDir, option: str) -> None:
         held = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error
-    if set(held) <= _UNSTARTED and read_json(run.identity).keys() >= {"run", "recipe", "started"}:  # else no run made it
+    if set(held) <= _UNSTARTED and read_json(run.identity).keys() >= {"run", "recipe", "started"}:  # made by a run
         with run.locked(option):
             for entry in path.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

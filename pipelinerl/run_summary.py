@@ -71,7 +71,7 @@ class RunTotals:
         reduce_step(self.reduced, record, events=False)
 
     def add_events(self, record: Record) -> None:
-        """Add figures of events: the trainer adds those of each event, the runner all of a step's record."""
+        """Add figures of events. The trainer calls this for each event, the runner for each step's record."""
         reduce_step(self.reduced, record, events=True)
         if evaluation := evaluation_of(record):
             self.heldout.append(evaluation)

@@ -1,4 +1,4 @@
-"""Replay a run's journal: which events still count, what they add up to, and every contradiction.
+"""Replay a run's journal, to find the events that still count, their totals and every contradiction.
 
 Every restart undid the events after the checkpoint that it continued from. One pass over the file finds the starts; a second
 one yields each event with the start that undid it, and `Replay` applies the events that count. Memory: a few numbers per group.
@@ -125,7 +125,7 @@ class Replay:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Record a reservation. Those of undone incarnations count, too: their groups may still be on the streams."""
+        """Record a reservation. Reservations of undone incarnations count, too: their groups may still be on the streams."""
         groups = event.get("groups")
         if isinstance(groups, int):
             self.reserved = max(self.reserved, groups)

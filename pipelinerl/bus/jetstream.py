@@ -113,7 +113,7 @@ class Bus:
 
     Every call is bounded in time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user may not
     make it. A published `msg_id` that is repeated within the window is stored once. Iterators are used in `async with` blocks,
-    and wait without a limit, also across reconnections. Cancelling a wait (that of `anext` included) never loses a message.
+    and wait without a limit, also across reconnections. Cancelling a wait, even inside `anext`, never loses a message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -133,7 +133,7 @@ class Bus:
     async def create_streams(self, *, fresh: bool = False) -> None:
         """Create the streams and the membership bucket. Those that exist keep their contents and limits.
 
-        Raises `FieldError` with `fresh`, and creates nothing, if anything was ever published to PROMPTS, SEQUENCES or CONTROL:
+        With `fresh`, raises `FieldError` and creates nothing if anything was ever published to PROMPTS, SEQUENCES or CONTROL:
         each run counts its ids from the start, so messages of an earlier run would be taken for this one's. Waits up to
         `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
         """
@@ -305,8 +305,8 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
 
     PROMPTS is a work queue: an acknowledged message is removed. The others are logs: SEQUENCES keeps messages until they are
     purged, CONTROL keeps the last one of each subject, DEAD the newest ones, for people. A full stream refuses the next
-    message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is no longer than the one it
-    replaces.
+    message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is not larger than the one
+    that it replaces.
     """
     small = limits.max_bytes(1 / 16)
 

@@ -1,4 +1,4 @@
-"""One connection to NATS, which opens, reconnects, and raises failures as `BusError`; and requests for a consumer's messages.
+"""One connection to NATS that reconnects and raises failures as `BusError`, and a base class that requests stream messages.
 
 It adds three things to nats-py's client: a refusal reaches the waiting task, a lost connection ends open requests, and logins
 and certificates are read again for each connection. An unreadable file is an error at the start; later it is a warning, and the
@@ -270,7 +270,7 @@ class Connection(Client):
         self._answers = self.new_inbox() + "."
         with bus_errors(f"subscribing at {self.url}"):
             await self.subscribe(f"{self._answers}*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
-            # nats-py's first ping may overtake the subscription; a refusal comes before the second's answer.
+            # nats-py's first ping may overtake the subscription. A refusal arrives before the answer to the second ping.
             for _ in range(2):
                 await self.flush()
         if self._unanswered:
@@ -426,7 +426,7 @@ def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:
 
 @contextlib.contextmanager
 def _no_notice_of_tls_ends() -> Iterator[None]:
-    """Hide asyncio's warning at the end of every TLS connection of nats-py, which has no effect."""
+    """Hide the harmless warning that asyncio logs at the end of every TLS connection of nats-py."""
 
     def is_worth_telling(record: logging.LogRecord) -> bool:
         return "eof_received() has no effect" not in record.getMessage()

@@ -106,8 +106,8 @@ _PULL_ENDED = ("408", "409")
 
 class OrderedReader(Puller, Generic[_Item]):
     """Async iterator over the converted messages of one stream, without a gap, for an `async with` block. Cancelling `anext`
-    loses nothing. It waits for publishers. Raises `BusError` if the stream does not exist or was deleted, and `NotPermitted` if
-    this user may not read it."""
+    loses nothing. At the end of the stream, it waits for new messages. Raises `BusError` if the stream does not exist or was
+    deleted, and `NotPermitted` if this user may not read it."""
 
     def __init__(
         self,

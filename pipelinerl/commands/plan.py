@@ -83,8 +83,9 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
-    """Return the lengths of a run's completions in the second half of its steps, stale ones included, and their number.
-    metrics.jsonl counts them by power-of-two bucket, in which they are distributed as in samples.jsonl. Raises `FieldError`."""
+    """Return the lengths of a run's completions in the second half of its steps, stale ones included, and a text with their
+    number. metrics.jsonl counts them by power-of-two bucket, in which they are distributed as in samples.jsonl. Raises
+    `FieldError`."""
     if not run_dir.is_dir():
         fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)

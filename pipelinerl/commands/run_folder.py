@@ -2,7 +2,7 @@
 
 None of these commands changes a run. A command names the folder of a local run, or a NATS server and a run's name. In a pod
 of a run neither is needed, since the service's environment names the NATS server. A running local run has its own nats-server.
-The streams of one that has ended are copied and served by a temporary nats-server.
+After the end of the run, a temporary nats-server serves a copy of its streams.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _holds_streams(run_dir: Path) -> bool:
 
 @asynccontextmanager
 async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
-    """Yield a connected bus. Raises `FieldError` if the folder does not tell where the streams are."""
+    """Yield a bus with the streams of the folder's run. Raises `FieldError` if the address of its NATS cannot be read."""
     run, run_dir = run_name(folder), RunDir(folder, "")
     credentials = run_dir.credentials
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Serve a release's page at one address: the trainer's while it runs, then the report that it left.
+"""Serve a release's page at one address: the trainer's page while it runs, and then its report.
 
     python -m pipelinerl.kube.page --trainer HOST:PORT --report FILE --names runs.example.com
 

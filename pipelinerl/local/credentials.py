@@ -28,7 +28,7 @@ class Credentials:
 
     def __init__(self, folder: Path) -> None:
         self.tls_dir = folder / "tls"
-        """Folder in the layout of `pipelinerl.service.tls`: one certificate for NATS and all services, which is its own CA."""
+        """Folder in the layout of `pipelinerl.service.tls`: one self-signed certificate for NATS and all services."""
         self.page_key = folder / "page-key"
         """File with the key that begins the live page's path."""
         self._folder = folder

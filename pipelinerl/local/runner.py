@@ -311,7 +311,7 @@ class LocalRun:
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
         within_s, beside = _ENDED_GRACE_S, AsyncExitStack()
         if any(process.returncode is None for process in running):
-            stop_by_s = self._begin_to_stop()  # unless Ctrl-C began it
+            stop_by_s = self._begin_to_stop()  # Ctrl-C may have begun it already
             if kind == NATS:  # the trainer's checkpoint may have taken its time
                 stop_by_s = max(stop_by_s, time.monotonic() + self.stop_within_s / 4)
             within_s = grace_s(kind, stop_by_s - time.monotonic(), self.stop_within_s)
@@ -324,7 +324,7 @@ class LocalRun:
             self.run_dir.address(NATS).unlink(missing_ok=True)
 
     async def _kill_hung(self, trainer: ServiceProcess) -> None:
-        """Kill a trainer that neither answers nor writes its checkpoint, and would delay the stop for an hour."""
+        """Kill a trainer that neither answers nor writes its checkpoint, since it would delay the stop by an hour."""
         address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
         while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
             now = self.run_dir.checkpoint_under_way()

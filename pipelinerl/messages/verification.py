@@ -1,6 +1,6 @@
-"""The verifier's client: items in, results out, over gRPC, as the protobuf classes of `verifier.proto`.
+"""The verifier's client: it sends items and returns results, over gRPC, as the protobuf classes of `verifier.proto`.
 
-`verify` waits for a verifier that is unreachable, restarting or full. The caller keeps its sequences until then, so that none
+`verify` waits for a verifier that is unreachable, restarting or full. The caller keeps its sequences meanwhile, so that none
 is lost, and decides what to do with a result that is not OK.
 """
 

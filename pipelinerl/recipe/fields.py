@@ -39,7 +39,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
-"""A field that may change on resume: how long, or on which resources, a run trains. All others define what is trained."""
+"""A field that may change on resume, since it sets only how long or where a run trains. All others define what is trained."""
 
 
 class _OrAuto:
@@ -295,7 +295,7 @@ _OF_COMPLETIONS = (
 """Fields of the recipe's `reward` that tasks do not inherit if their environment gives the reward."""
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources of episodes: samples in which the policy's turns determine what the policy is asked next."""
+"""Sources of episodes: samples in which the policy's turns determine what it reads next."""
 
 
 class TaskConfig(Section):

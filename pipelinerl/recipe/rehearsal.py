@@ -92,7 +92,7 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
             calls.append(dataclasses.replace(calling, **line))
     if done.returncode < 0:
         how = signal.Signals(-done.returncode).name
-        fix = f"kills its parent process ({how}) with {calling}, which is the verifier in a run; remove the cause"
+        fix = f"kills its parent process ({how}), in a run the verifier, when it scores {calling}; remove the cause"
         return calls, [FieldError(f"{calling.place}reward.scorer", shares[calling.place].reward.scorer, fix)]
     if done.returncode > 0:
         raise ServiceError(f"rewards cannot be tried (--reward-rows 0 leaves that out):\n{done.stderr}")

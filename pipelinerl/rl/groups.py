@@ -256,7 +256,7 @@ def length_bucket(num_tokens: int) -> int:
 Baseline = Literal["group_mean", "leave_one_out", "value"]
 
 STD_FLOOR = 1e-6
-"""Added to the standard deviation, in units of reward, so that a nearly constant group does not explode."""
+"""Added to the standard deviation, in units of reward, so that advantages in a nearly constant group do not explode."""
 
 
 def smallest_group(baseline: Baseline) -> int:

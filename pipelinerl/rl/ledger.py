@@ -243,7 +243,7 @@ class SequenceTracker:
         self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
-        """Close sequences. `more`: further fields of the event, such as `version`, made from them. Raises `LedgerViolation`."""
+        """Close sequences. `more`: further fields of the event, such as the new `version`. Raises `LedgerViolation`."""
         ended = tuple(sequences)
         lengths = [sequence.num_episode_tokens for sequence in ended]
         if outcome is Outcome.TRAINED:

@@ -212,8 +212,8 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, parameter
 
 
 def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, parameters: int) -> tuple[int, int]:
-    """Return the fastest split by the data sheet, for completions of all lengths up to the limit; about half for each side if
-    the sheet or the model's size is not known. Either number is 0 if the GPUs do not suffice."""
+    """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
+    the sheet or the model's size is unknown, each side gets about half. Either number is 0 if the GPUs do not suffice."""
     size, fewest, half = recipe.actor.engine.tensor_parallel_size, multiple, len(free) // 2
     memory_gib = min(device.total_bytes for device in free) / GIB
     actors = max(1, half // size)

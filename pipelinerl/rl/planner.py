@@ -260,7 +260,7 @@ def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
 
 
 def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, update_s: float) -> Iterator[str]:
-    """Yield what keeps the plan from using all accelerators, and what makes its figures doubtful."""
+    """Yield the reasons why the plan leaves accelerators unused, and why its figures may be wrong."""
     batch_size, max_lag = recipe.trainer.batch_size, recipe.algorithm.max_lag
     if AS_FAST * chosen.updates < min(chosen.generation, chosen.training):
         yield (

@@ -1,4 +1,4 @@
-"""Settings of a run's processes: addresses, ports and folders. Only this module reads the environment.
+"""Settings of a run's processes: addresses, ports and folders. Only this module reads them from the environment.
 
 Every field is an environment variable `PIPELINERL_<FIELD>`, in a container and in a local run. This module also reads and
 writes `host:port` texts, and the address file, in which a process reports the ports that it got.

@@ -138,8 +138,8 @@ def _shake_hands(folder: Path, role: Role) -> None:
 def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:
     """Return a gRPC server's credentials, which also ask callers for a certificate; None for plain text.
 
-    New connections use renewed files. If these cannot be used, it warns and keeps the last ones. Raises `FieldError` as
-    `read_certificates` does.
+    New connections use renewed files. If these cannot be used, a warning is logged and the last ones are kept. Raises
+    `FieldError` as `read_certificates` does.
     """
     if tls_dir is None:
         return None

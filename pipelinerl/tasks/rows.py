@@ -262,9 +262,9 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the hub, or a local folder in its form, with the library `datasets`, which takes the token from the
-    environment and refuses a set that wants to run code. If the hub cannot be reached, only the library's cache is used. With
-    `task.max_rows`, rows are streamed, so that a large set is not fetched whole."""
+    """Read a data set of the hub, or a local folder in the hub's form, with the library `datasets`, which takes the token from
+    the environment and refuses a set that wants to run code. If the hub cannot be reached, only the library's cache is used.
+    With `task.max_rows`, rows are streamed, so that a large set is not fetched whole."""
     try:
         import datasets
     except ImportError as error:

@@ -75,8 +75,8 @@ class Source(Protocol):
 
 class Interleaving:
     """Assign a run's problems to several tasks by their weights, as a pure function of the problem's number: in order, each
-    task takes its evenly spaced share of the problems that earlier tasks have left. Among the first n problems, each task has
-    its share, off by at most half the number of tasks."""
+    task takes its evenly spaced share of the problems that earlier tasks have left. Among the first n problems, each task's
+    number differs from its exact share by at most half the number of tasks."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
@@ -121,7 +121,8 @@ class SeededSource:
 
 
 class Division:
-    """A seeded division of problems into held-out and training ones. Training repeats them. Raises `FieldError` if too few."""
+    """A seeded division of problems into held-out and training ones. Training repeats its own. Raises `FieldError` for too
+    few."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)

@@ -1,9 +1,10 @@
 """A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive. This module does not decide
 on membership, and sends any tensors.
 
-A group is built from a key-value store that the trainer hosts, without torch's global process group, so that several groups (of
-successive epochs, or side groups of joiners) can coexist in one process. Every wait has a deadline. A group that failed is
-unusable: close it, agree on a new epoch and build another. Neither the store nor Gloo authenticates peers (docs/security.md).
+Ranks build a group through a key-value store that the trainer hosts, without torch's global process group, so that several
+groups (of successive epochs, or side groups of joiners) can coexist in one process. Every wait has a deadline. A group that
+failed is unusable: close it, agree on a new epoch and build another. Neither the store nor Gloo authenticates peers
+(docs/security.md).
 
 Ranks meet in two stages. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
 other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives up the meeting, all
