@@ -190,7 +190,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
         return Model.of(recipe, held)
     named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
     if not named:
-        fix = f"the name of the model, {name}, does not tell its size; give it, with all experts of a mixture, such as 7.6B"
+        fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
         raise FieldError("--parameters", None, fix)
     return Model.of(recipe, _ROUNDED * max(named))
 

@@ -182,7 +182,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"  cut short          {percent(truncated)} of the sequences, at sampling.max_tokens or model.max_context"
     if 2 * (summary.get("steps_clipped") or 0) > (summary.get("steps") or 0):
         share = f"{summary['steps_clipped']} of {counted(summary['steps'], 'step')}"
-        yield f"  GRADIENT           clipped in {share}, which makes all equally long: raise trainer.max_grad_norm"
+        yield f"  GRADIENT           clipped in {share}, so all have the same norm: raise trainer.max_grad_norm"
     if 0 < (summary.get("steps") or 0) == summary.get("steps_equal_rewards"):
         check = "check the rewards and reasons in samples.jsonl, the reward and its pattern, sampling.max_tokens, the problems"
         yield f"  REWARD             all completions of each prompt earned the same, so nothing could be learned: {check}"

@@ -438,7 +438,7 @@ class LocalRun:
         most = len(self.placement.groups) if self.placement else MOST_ACTORS
         if wanted > most and f"{wanted} actors" not in self._told:
             self._told.add(f"{wanted} actors")
-            self._note(f"warning: {wanted} actors are wanted, and the GPUs here suffice for {counted(most, 'actor')}")
+            self._note(f"warning: {wanted} actors are wanted, but the GPUs here suffice for {counted(most, 'actor')}")
         return min(wanted, most)
 
     async def _keep_actors(self) -> None:

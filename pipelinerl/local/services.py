@@ -151,7 +151,7 @@ class ServiceLaunches:
         launch = self._launch("verifier", settings, _thread_env(1))
         if not (code := self.recipe.user_code):
             return launch
-        suspect = f"its processes run {', '.join(code)}, which may have sent that; reward.sandbox: true prevents it"
+        suspect = f"its processes run {', '.join(code)}, which may have sent that signal; reward.sandbox: true prevents this"
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:

@@ -690,10 +690,7 @@ class TrainerConfig(Section):
         1, ge=1, le=1024, description="Ranks that share the tokens of a row, for sequences that do not fit on one GPU."
     )
     shard_ranks: Changeable[int] = Field(
-        0,
-        ge=0,
-        le=65_536,
-        description="Ranks that share one copy of weights and optimizer; 0 = all. A node's number of ranks: hybrid sharding.",
+        0, ge=0, le=65_536, description="Ranks that share a copy of weights and optimizer; 0 = all; a node's: hybrid sharding."
     )
     reshard_after_forward: Changeable[bool] = Field(
         True, description="Gather sharded weights again for the backward pass: less memory, more traffic."

@@ -88,7 +88,7 @@ def _weights_problems(folder: Path) -> Iterator[str]:
         except OSError as error:
             broken.append(f"{path.name} cannot be read: {error.strerror}")
     if broken:
-        yield f"{_some(broken)}; copy what is broken again"
+        yield f"{_some(broken)}; copy the broken files again"
 
 
 def _some(names: list[str]) -> str:

@@ -301,5 +301,5 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
         problems = source.problems if isinstance(source, FileSource) and _has_prompt(share) else []
         if spelled := [one for one in problems if any(map(spellings.first, one.texts))]:
             token = spellings.first("\n".join(spelled[0].texts))
-            fix = f"prompts that spell a control token: {len(spelled)}, the first in {spelled[0].place} ({token}), as text"
+            fix = f"prompts with a control token as text: {len(spelled)}, the first in {spelled[0].place} ({token})"
             yield FieldError(f"{place}task.path", share.task.path, f"{fix}; write a conversation as a list of messages")

@@ -144,13 +144,13 @@ def misfits(
     found = [too_large] if too_large else []
     if not too_large and not most:
         held = tokens_held(lengths, longest_prompt(recipe))
-        fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give more"
+        fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give it more"
         found.append(FieldError("kv_gib", machine.kv_gib, fix))
     elif not too_large and h and h > most:
-        fix = f"the KV cache of an actor holds {most} of them; use at most that"
+        fix = f"the KV cache of an actor holds {most} sequences; use at most that many"
         found.append(FieldError("--sequences-in-progress", h, fix))
     if num_accelerators < machine.per_actor + fewest:
-        fix = f"an actor needs {machine.per_actor} and the trainer {fewest} of this kind; give more"
+        fix = f"an actor needs {machine.per_actor} of them and the trainer {fewest}; give more"
         found.append(FieldError("--accelerators", num_accelerators, fix))
     return found
 

@@ -72,7 +72,7 @@ def check_pair(folder: Path, field: str) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
     except (OSError, ValueError) as error:  # TLS errors are OSErrors, and so is a file that disappears meanwhile
         reason = getattr(error, "reason", None) or error
-        raise FieldError(field, str(folder / CERTIFICATE), f"and {KEY} do not belong together: {reason}") from error
+        raise FieldError(field, str(folder / CERTIFICATE), f"does not match {KEY}: {reason}") from error
 
 
 class RenewedCertificates:
