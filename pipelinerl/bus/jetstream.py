@@ -335,8 +335,8 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
 
 
 def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
-    """Return the consumer that all actors share. It has no limit of deliveries, because the server would keep a group beyond
-    the limit forever, and report it to nobody."""
+    """Return the consumer that all actors share. It has no limit on deliveries, because the server would keep a group beyond
+    the limit forever and report it to nobody."""
     return ConsumerConfig(
         durable_name=ACTORS,
         ack_policy=AckPolicy.EXPLICIT,

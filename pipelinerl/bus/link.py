@@ -228,7 +228,7 @@ class Connection(Client):
         return message
 
     async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Return JetStream's answer. Raises nats-py's errors, as `request` does, also for an answer that is an error."""
+        """Return JetStream's answer. Raises nats-py's errors, as `request` does, and if the answer is an error."""
         answer: dict[str, Any] = json.loads((await self.request(subject, payload, headers=headers)).data)
         if "error" in answer:
             raise nats.js.errors.APIError.from_error(answer["error"])
@@ -286,7 +286,7 @@ class Connection(Client):
 
     async def _on_error(self, error: Exception) -> None:
         previous, self._last_error = self._last_error, self._named(error)
-        if self._last_error != previous:  # not once per attempt to connect
+        if self._last_error != previous:  # it is not logged again for each attempt to connect
             _log.warning("NATS at %s: %s", self.url, self._last_error)
         if refusal := _REFUSAL.search(str(error)):
             lowered = refusal[2].lower()

@@ -19,8 +19,8 @@ _LEAST_BOUND_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Limits of a run's streams, fixed at their creation. A full stream raises `BusError` with the limit; only dead letters,
-    which only people read, are dropped."""
+    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError` with the limit; only
+    dead letters, which only people read, are dropped."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3

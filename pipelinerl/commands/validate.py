@@ -46,7 +46,7 @@ _SHORT.maxstring = 120
 
 
 def validate(args: argparse.Namespace) -> int:
-    """Return exit code 0. Otherwise raises `UserError` with everything that is wrong."""
+    """Print a summary and return exit code 0. Raises `UserError` with everything that is wrong."""
     recipe = load_recipe(args.recipe, args.overrides)
     examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True)
     memory = list[tuple[str, str]]()

@@ -357,7 +357,7 @@ def lives(pid: int, folder: Path) -> bool:
         return False
     within = f"{folder.resolve()}{os.sep}".encode()
     for name in ("cmdline", "environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             if within in (_PROC / str(pid) / name).read_bytes():
                 return True
     return False

@@ -515,7 +515,7 @@ class LocalRun:
                 self._show_stopping()
             self._show()
             self._tell_once()
-            for name in list(self._processes):  # it changes while this waits
+            for name in list(self._processes):  # the dict changes while this loop waits
                 with contextlib.suppress(OSError):  # the process has written no log, or the disk is full
                     await asyncio.to_thread(bound_log, self.run_dir.log(name))
             await asyncio.sleep(self.refresh_s)

@@ -214,7 +214,7 @@ async def initial_model(
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())
-    copied = recipe.model.source == "checkpoint"  # for this run alone
+    copied = recipe.model.source == "checkpoint"  # the copy is for this run alone
     cache = (launches.run_dir.path if copied else cache_folder(launches.environment)) / "models"
     folder = built_folder(recipe, launches.run_dir.name, cache)
     if is_complete(folder):
