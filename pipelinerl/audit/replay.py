@@ -131,7 +131,7 @@ class Replay:
             self.reserved = max(self.reserved, groups)
 
     def start(self, version: int, incarnation: int) -> None:
-        """Check that a starting trainer continues from the version reached here."""
+        """Check that a starting trainer continues from the version that the replay has reached."""
         if version != self.version:
             problem = f"incarnation {incarnation} claims to continue from version {version}, the journal is at {self.version}"
             self._findings.add(Check.RESTARTS, problem)

@@ -75,7 +75,7 @@ from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
 STOP_WITHIN_S = 12.0
-"""Time limit after Ctrl-C for every process with nothing to save, and for the trainer apart from its checkpoint."""
+"""Time limit after Ctrl-C for every process with nothing to save, and for the trainer without its checkpoint."""
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
 """Part of `STOP_WITHIN_S` that must be left for the services that stop later."""

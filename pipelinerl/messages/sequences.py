@@ -116,8 +116,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that an actor had generated when it left. A finished sample lacks only reward and publication. An
-    episode has only `branches`: their turns are served again if its environment repeats its requests."""
+    """Tokens of one sample that an actor had generated when it left. If it is finished, only its reward and publication are
+    missing. An episode has only `branches`: their turns are served again if its environment repeats its requests."""
 
     sample_index: int
     generation_s: float = 0.0
