@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # `>&-` closed it before the start
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python prints a second error at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python prints a second error at exit
         return code
     except KeyboardInterrupt:
         return INTERRUPTED

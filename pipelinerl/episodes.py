@@ -1,4 +1,5 @@
-"""Environments and tools, as users write them (docs/episodes.md). Needs neither torch nor vLLM, and runs nothing.
+"""Environments and tools, as users write them (docs/episodes.md). This module only describes them, and needs neither torch nor
+vLLM.
 
 An environment starts an episode, answers each turn of the policy, and says what the episode was worth. Each episode has its own
 object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode may run again from its

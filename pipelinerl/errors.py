@@ -62,7 +62,7 @@ class PayloadTooLarge(BusError):
 
 class NotPermitted(UserError):
     """NATS does not let this user publish or subscribe to a subject. It is not a `BusError`, because waiting does not help:
-    services end."""
+    a service ends with this error."""
 
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action

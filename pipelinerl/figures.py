@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pipelinerl.rl.groups import LAG_BUCKETS
 
 Reduction = Literal["sum", "ones", "last", "smallest", "largest", "mean", "rate"]
-"""Rule that gives the run's figure from the steps': `ones` counts the steps in which the value is 1 or true, `mean` is
-weighted by `Figure.weight`, and `rate` is the sum of the values over that of the weights."""
+"""Rule by which the values of all steps give the run's figure: `ones` counts the steps in which the value is 1 or true, `mean`
+is weighted by `Figure.weight`, and `rate` is the sum of the values divided by the sum of the weights."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Figure:
     help: str = ""
     """Text of the metric; empty = `text`."""
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Label of the metric if the value is a mapping, and the keys of that."""
+    """If the value is a mapping: the metric's label, and the keys of the mapping."""
     stays: bool = False
     """True if the metric keeps its value at a step without the figure. If False, it has no series after such a step."""
     on_page: bool = False
     event: type | None = None
-    """Type of the empty value if the figure tells of events since the previous step; None if it is the step's own."""
+    """Type of the value without events, if the figure is about events since the previous step; None for the step's own."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json; `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
@@ -101,8 +101,8 @@ FIGURES = (
            "`completion_tokens_mean`, `truncated_fraction`; only with several `tasks` in the recipe.", on_page=True),
     Figure("reported", "Means for each task with sequences in the step: of each number that its rewards and environments "
            "report (terms of the reward, `metrics` of an [environment](episodes.md#an-environment)), over the sequences that "
-           "have it, and of an episode's `turns`; the 24 most frequent names. Under one name, a term precedes a metric, and a "
-           "metric `turns`.", on_page=True),
+           "have it, and of an episode's `turns`; the 24 most frequent names. If names collide, a term replaces a metric, "
+           "and a metric replaces `turns`.", on_page=True),
     Figure("group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", "group_reward_std", "reward"),
     Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal, so that they have no signal.",
            "equal_reward_groups_ratio", summary={"steps_equal_rewards": "ones"}),
@@ -149,9 +149,9 @@ FIGURES = (
            "`in_flight`."),
     Figure("step_s", "Seconds by phase: `wait` (for a batch), `compute`, `snapshot`, `send` (waiting for the previous version "
            "to be served, until sending began), `checkpoint`, and `total`.", on_page=True),
-    Figure("compute_s", "Seconds by phase: `plan` and `build` (packing the micro-batches, during the previous step), then of "
-           "`compute`: `to_device`, `forward_backward`, `totals` (of the loss, over micro-batches and ranks), `optimizer`; see "
-           "below."),
+    Figure("compute_s", "Seconds by phase: `plan` and `build` (packing the micro-batches, during the previous step), then the "
+           "parts of `compute`: `to_device`, `forward_backward`, `totals` (of the loss, over micro-batches and ranks), "
+           "`optimizer`; see below."),
     Figure("idle_s", "Seconds in which the trainer computed nothing because of the weight update: `snapshot` and `send`.",
            summary={"idle_s_mean": "mean"}),
     Figure("tokens_per_s", "`trained` (sampled tokens) and `computed` (as `tokens_computed`), over the seconds of the step's "

@@ -25,7 +25,7 @@ from pipelinerl.service.settings import PolicySettings
 COMPLETE = "config.json"
 CHUNK_BYTES = 1024**2
 _FORMAT = 2
-"""Part of the key. It is raised when the same source would give other weights."""
+"""Part of a cache folder's name. Increase it when the same source gives other weights."""
 _ABANDONED_S = 24 * 3600
 """A partial folder that was not modified for so long was left by a killed process."""
 
@@ -36,7 +36,7 @@ def is_built(model: ModelConfig) -> bool:
 
 
 def built_name(recipe: Recipe, run: str) -> str:
-    """Return the model's folder in a cache. A checkpoint has one for each run, since its name may stand for another later."""
+    """Return the model's folder in a cache. A checkpoint has one for each run, since its name may later mean another one."""
     if recipe.model.source == "smollm2":
         return f"smollm2-{_FORMAT}"
     text = json.dumps({"format": _FORMAT, "model": recipe.model.name, "run": run}, sort_keys=True)

@@ -55,7 +55,7 @@ def written(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None,
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("tool_use" if tools and "tool_use" in template else "default")
-    # Passed explicitly: an engine's tokenizer renders with copies of itself, which have the model's own template.
+    # The argument is needed: an engine's tokenizer renders with copies of itself, which have the model's own template.
     arguments = {"chat_template": template, "tokenize": False, "add_generation_prompt": begins_turn}
     return str(tokenizer.apply_chat_template(messages, tools=tools or None, **arguments))
 
@@ -105,7 +105,7 @@ class ControlTokens:
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
         if not others:
             return token_ids
-        # Encoded after a line end, which is removed again, since some tokenizers put a space before a text's first word.
+        # Each part is encoded after a line end, whose tokens are then removed: some tokenizers add a space to a first word.
         line_end, *behind = self._tokenizer(["\n", *(f"\n{part}" for part in others)], add_special_tokens=False)["input_ids"]
         following = list[int]()
         for part, ids in zip(others, behind, strict=True):
@@ -125,9 +125,9 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 @lru_cache(maxsize=8)
 def answer_end(tokenizer: Any) -> int | None:
-    """Return the token with which the chat template ends an answer, even if it also begins the next role's message; a base
-    model's generation config names another one. None if it is the tokenizer's own end token, which engines know, or if the
-    template ends answers with plain text. Raises `FieldError` without a template."""
+    """Return the token with which the chat template ends an answer, even if it also begins the next role's message. The
+    generation config does not suffice: a base model's names another token. Return None if the token is the tokenizer's own end
+    token, which engines know, or if the template ends answers with plain text. Raises `FieldError` without a template."""
     if not tokenizer.chat_template:
         fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
         raise FieldError("task.prompt_style", "chat", fix)

@@ -56,7 +56,7 @@ class RunDir:
         self.scale = self.path / "scale.json"
         """`{"actors": N}`: the wanted number, once `pipelinerl scale` has been used."""
         self.placement = self.path / "placement.json"
-        """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` divides anew."""
+        """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` sets again."""
         self.checkpoint = self.path / "checkpoint"
         """Hugging Face safetensors and tokenizer of the last checkpoint."""
         self.checkpoints = self.path / CHECKPOINTS
@@ -86,8 +86,8 @@ class RunDir:
         return None
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
-        """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`. 0
-        while one is being written or an old one removed, since that frees the same space."""
+        """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`.
+        Return 0 while one is being written or an old one removed, since a removal frees the same space."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 
@@ -112,7 +112,7 @@ class RunDir:
             yield
 
     def open_to_others(self) -> FieldError | None:
-        """Return a warning if other users can read the folder, which existed before the run, and so the run's texts."""
+        """Return a warning if other users can read the run's texts, because its folder existed with a wider mode."""
         state, value = self.path.stat(), str(self.path)
         if state.st_uid != os.geteuid():
             return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
@@ -216,7 +216,7 @@ def _make_empty(run: RunDir, option: str) -> None:
         held = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise FieldError(option, value, f"cannot be made: {error.strerror}; give another folder") from error
-    if set(held) <= _UNSTARTED and read_json(run.identity).keys() >= {"run", "recipe", "started"}:  # else no run made it
+    if set(held) <= _UNSTARTED and read_json(run.identity).keys() >= {"run", "recipe", "started"}:  # made by a run
         with run.locked(option):
             for entry in path.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -297,8 +297,8 @@ def trainer_starts(run_dir: Path) -> list[int]:
 
 
 def missing_from(run_dir: Path) -> str:
-    """Return what is missing or of another version, and how to fix it; empty for a complete or a new folder. A folder with
-    missing files must not look like that of a new run. Raises `ValueError`."""
+    """Return what is missing or has another version, and how to fix it; empty for a complete or a new folder. A folder with
+    missing files must not be taken for a new run's. Raises `ValueError` for a file with invalid content."""
     state, journal = newest_state(run_dir), run_dir / JOURNAL
     size = journal.stat().st_size if journal.is_file() else 0
     if not (run_dir / LINEAGE).is_file():

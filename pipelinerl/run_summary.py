@@ -71,7 +71,7 @@ class RunTotals:
         reduce_step(self.reduced, record, events=False)
 
     def add_events(self, record: Record) -> None:
-        """Add figures of events: the trainer adds those of each event, the runner all of a step's record."""
+        """Add figures of events. The trainer calls this for each event, the runner for each step's record."""
         reduce_step(self.reduced, record, events=True)
         if evaluation := evaluation_of(record):
             self.heldout.append(evaluation)
@@ -87,7 +87,7 @@ class RunTotals:
         self.stall_s.extend(stalls_s)
 
     def summary(self, recipe: Recipe, sequences: Mapping[str, int]) -> dict[str, Any]:
-        """Return every key of summary.json that the trainer writes; figures that the steps do not tell are None."""
+        """Return every key of summary.json that the trainer writes; figures that the steps lack are None."""
         reduced = run_figures(self.reduced)
         if recipe.algorithm.advantage == "value":
             reduced["steps_equal_rewards"] = None

@@ -1,7 +1,7 @@
-"""A whole audit: first files, then streams, then a second look if a live run may have moved sequences; and the audit's report.
+"""Audit a run's files, then its streams, and both again if a live run may have moved sequences meanwhile; and report the audit.
 
-The run may be live, so the journal is judged up to its length at the beginning. Of checkpoints, run.json and the ids in
-sequences.pb are read, but no tensors. Nothing is written, acknowledged or purged.
+The run may be live, so the journal is read up to the length that it has at the beginning. From checkpoints, run.json and the
+ids in sequences.pb are read, but no tensors. Nothing is written, acknowledged or purged.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Checkpoint:
 
 
 def _read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
-    """Return the run's checkpoints, ordered by their journal length. An unreadable one becomes a finding. One that vanishes
-    while it is read (a newer one replaced it) or holds weights only is left out."""
+    """Return the run's checkpoints, ordered by their journal length. An unreadable one becomes a finding. A
+    checkpoint that vanishes while it is read, because a newer one replaced it, or that holds only weights, is left out."""
     found = []
     for resume in sorted(folder.glob("step-*/resume")):
         try:
@@ -102,7 +102,7 @@ def _some(ids: set[str] | frozenset[str]) -> str:
 
 @dataclass
 class StreamLook:
-    """Contents of SEQUENCES at the moment of `info`. Messages up to `durable`, the newest checkpoint's, may be purged."""
+    """Contents of SEQUENCES when `info` was read. Messages up to `durable`, the newest checkpoint's position, may be purged."""
 
     info: StreamInfo
     durable: int
@@ -134,7 +134,7 @@ class Audit:
     checkpoint: Checkpoint | None = None
     """The newest checkpoint, from which a restart would continue."""
     stepped: bool = False
-    """True if the latest trainer has taken a step or ended. Before that it may not have taken over everything that was left."""
+    """True if the latest trainer has taken a step or ended. Before that, it may not have taken over all sequences in flight."""
     run: str = ""
     at_work: bool = False
     """True if a live trainer may be moving sequences at this moment."""
@@ -259,8 +259,9 @@ def _check_summary(path: Path, audit: Audit) -> None:
 
 
 async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
-    """Audit a run. `at_work()`: whether a trainer of the run is alive. Without `open_streams` only the files are audited. In a
-    live run, a sequence is reported as lost only if a second look neither finds it nor sees that it has ended."""
+    """Audit a run. `at_work()` returns whether a trainer of the run is alive. Without `open_streams` only the files are
+    audited. In a live run, a sequence is reported as lost only if a second audit also finds it neither in the streams nor among
+    the ended ones."""
     audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
     if lost and audit.at_work:
         await asyncio.sleep(LOOK_AGAIN_S)
@@ -340,8 +341,8 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
-    """Return sequences in the log that were never issued and could not have been: reserved groups may have been published,
-    unless the run came to its end."""
+    """Return the sequences in the log that were never issued. Unless the run came to its end, sequences of reserved groups are
+    left out, because such a group may have been published already."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:
@@ -356,8 +357,8 @@ def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str
     """Return (lost, yet to be published): sequences in flight that are neither in the log, nor held by the newest checkpoint,
     nor on PROMPTS.
 
-    The newest group may be on its way to PROMPTS. A starting trainer publishes again each group that the streams do not show,
-    so those groups only wait for it.
+    The newest group may be on its way to PROMPTS. A starting trainer republishes each group that is missing from the streams,
+    so these groups are not lost.
     """
     lost: list[str] = []
     waiting: list[str] = []

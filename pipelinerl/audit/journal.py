@@ -2,8 +2,8 @@
 
 The trainer's ledger is state; the journal is its history. The field `event` names the kind of event:
 
-    start       incarnation, version, keep    a trainer started from `version`; `keep`: bytes of this file that still count,
-                                              the part between them and this line was undone
+    start       incarnation, version, keep    a trainer started from `version`; `keep`: bytes of this file that still count;
+                                              the bytes from there to this line are undone
     reserve     groups                        groups numbered below this may have been published; written to disk first
     issue       group, samples, version
     close       outcome, reason, ids          for trained ones also the `version` that the step made, their `branches`,

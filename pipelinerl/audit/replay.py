@@ -1,4 +1,4 @@
-"""Replay a run's journal: which events still count, what they add up to, and every contradiction.
+"""Replay a run's journal, to find the events that still count, their totals and every contradiction.
 
 Every restart undid the events after the checkpoint that it continued from. One pass over the file finds the starts; a second
 one yields each event with the start that undid it, and `Replay` applies the events that count. Memory: a few numbers per group.
@@ -125,13 +125,13 @@ class Replay:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Record a reservation. Those of undone incarnations count, too: their groups may still be on the streams."""
+        """Record a reservation. Reservations of undone incarnations count, too: their groups may still be on the streams."""
         groups = event.get("groups")
         if isinstance(groups, int):
             self.reserved = max(self.reserved, groups)
 
     def start(self, version: int, incarnation: int) -> None:
-        """Check that a starting trainer continues from the version reached here."""
+        """Check that a starting trainer continues from the version that the replay has reached."""
         if version != self.version:
             problem = f"incarnation {incarnation} claims to continue from version {version}, the journal is at {self.version}"
             self._findings.add(Check.RESTARTS, problem)
@@ -223,8 +223,8 @@ _OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
 
 @dataclass
 class Start:
-    """A trainer's start: the version it began at, the bytes of the journal that counted for it (`keep`), and the number of
-    ledger events that it undid between these and `offset`: steps, groups issued, ended sequences."""
+    """A trainer's start: the version it began at, the bytes of the journal that counted for it (`keep`), and the numbers
+    of ledger events that it undid, from `keep` to `offset`: steps, groups issued, ended sequences."""
 
     offset: int
     keep: int
@@ -261,7 +261,7 @@ class History:
 def read_history(path: Path, findings: Findings) -> History:
     """Read the starts from the whole lines that the file has now. A missing file is an empty history."""
     history = History()
-    floor, positions = 0, dict[int, int]()  # in SEQUENCES: of the last durable checkpoint, and by version
+    floor, positions = 0, dict[int, int]()  # in SEQUENCES, of the last durable checkpoint, and of each version's
     for offset, line in read_lines(path):
         match = _KIND.match(line)
         event = parse_event(line) if match is not None and match[1] in _OF_INTEREST else None

@@ -113,7 +113,7 @@ class Bus:
 
     Every call is bounded in time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user may not
     make it. A published `msg_id` that is repeated within the window is stored once. Iterators are used in `async with` blocks,
-    and wait without a limit, also across reconnections. Cancelling a wait (that of `anext` included) never loses a message.
+    and wait without a limit, also across reconnections. Cancelling a wait, even inside `anext`, never loses a message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -133,7 +133,7 @@ class Bus:
     async def create_streams(self, *, fresh: bool = False) -> None:
         """Create the streams and the membership bucket. Those that exist keep their contents and limits.
 
-        Raises `FieldError` with `fresh`, and creates nothing, if anything was ever published to PROMPTS, SEQUENCES or CONTROL:
+        With `fresh`, raises `FieldError` and creates nothing if anything was ever published to PROMPTS, SEQUENCES or CONTROL:
         each run counts its ids from the start, so messages of an earlier run would be taken for this one's. Waits up to
         `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
         """
@@ -211,7 +211,7 @@ class Bus:
         if below_position <= 1:
             return  # nothing is below; nats-py would take 0 for "everything"
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
-            # Beyond the end, the server would go on counting from there.
+            # If the given position were beyond the end, the server would count on from it.
             end = (await self.sequences_info()).last_position
             await self.connection.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
 
@@ -228,7 +228,8 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Publish a control message, which replaces the last one of this kind (and actor); slow watchers may miss that one."""
+        """Publish a control message, which replaces the last one of this kind (and actor), even if a watcher has not read
+        it."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
@@ -285,10 +286,10 @@ class Bus:
 
 
 def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
-    for what, field in (("servers that keep it", "num_replicas"), ("largest number of bytes", "max_bytes")):
+    for what, field in (("number of replicas", "num_replicas"), ("limit in bytes", "max_bytes")):
         is_so, asked_for = getattr(there, field), getattr(wanted, field)
         if (asked_for or -1) != (is_so or -1):
-            text = "%s exists, and stays as it is: %s: %s, not %s; `nats stream edit %s` changes it"
+            text = "%s exists and is not changed: its %s is %s, not %s; `nats stream edit %s` changes it"
             _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
 
 
@@ -300,12 +301,12 @@ defaults are 512 waiting pulls and, from 2.15 on, 1,000 consumers of a stream.""
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
-    """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD, which count when a run's streams are first made.
+    """Return the configurations with which a run's streams PROMPTS, SEQUENCES, CONTROL and DEAD are created.
 
     PROMPTS is a work queue: an acknowledged message is removed. The others are logs: SEQUENCES keeps messages until they are
     purged, CONTROL keeps the last one of each subject, DEAD the newest ones, for people. A full stream refuses the next
-    message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is no longer than the one it
-    replaces.
+    message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is not larger than the one
+    that it replaces.
     """
     small = limits.max_bytes(1 / 16)
 
@@ -334,8 +335,8 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
 
 
 def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
-    """Return the consumer that all actors share. It has no limit of deliveries, because the server would keep a group beyond
-    the limit forever, and report it to nobody."""
+    """Return the consumer that all actors share. It has no limit on deliveries, because the server would keep a group beyond
+    the limit forever and report it to nobody."""
     return ConsumerConfig(
         durable_name=ACTORS,
         ack_policy=AckPolicy.EXPLICIT,

@@ -1,7 +1,7 @@
-"""One connection to NATS, which opens, reconnects, and raises failures as `BusError`; and requests for a consumer's messages.
+"""One connection to NATS that reconnects and raises failures as `BusError`, and a base class that requests stream messages.
 
-It adds to nats-py's client: a refusal reaches the waiting task, a lost connection ends open requests, and logins and
-certificates are read again for each connection. An unreadable file is an error at the start; later it is a warning, and the
+It adds three things to nats-py's client: a refusal reaches the waiting task, a lost connection ends open requests, and logins
+and certificates are read again for each connection. An unreadable file is an error at the start; later it is a warning, and the
 previous content is used, so that a half-renewed file does no harm. A password is never shown, and never sent to a server
 without TLS if TLS was asked for. This module knows nothing about runs or sequences.
 """
@@ -53,8 +53,8 @@ def read_login(credentials: Path | None) -> dict[str, str]:
 
 
 def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
-    """Make a context that trusts ca.crt of the folder and shows tls.crt if there is one; without a folder, the machine's CAs.
-    Raises `FieldError` on `nats_tls_dir` naming the file."""
+    """Make a context that trusts the folder's ca.crt and presents tls.crt if it exists. Without a folder, it trusts the
+    machine's CAs. Raises `FieldError` on `nats_tls_dir` naming the file."""
     if tls_dir is None:
         return ssl.create_default_context()
     read_file(tls_dir / CA, _TLS_DIR)
@@ -67,7 +67,7 @@ def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
 
 
 def _user_in(url: str) -> str:
-    with contextlib.suppress(ValueError):  # a malformed one is told of when it is connected to
+    with contextlib.suppress(ValueError):  # a malformed URL is reported when it is used
         return urlsplit(url.split(",")[0]).username or ""
     return ""
 
@@ -94,7 +94,7 @@ def redacted(urls: str) -> str:
 def bus_errors(action: str) -> Iterator[None]:
     """Turn nats-py's errors into a `BusError` that starts with `action`.
 
-    It also raises a cancellation again that nats-py swallowed while it flushed a large message.
+    It also re-raises a cancellation that nats-py swallowed while it flushed a large message.
     """
     task, error = asyncio.current_task(), None
     cancellations = task.cancelling() if task else 0
@@ -146,7 +146,7 @@ _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"
 
 class Connection(Client):
     """nats-py's client, connected within `opened`. It calls `pullers` after reconnections and refusals. It also reconnects when
-    the server ends a connection for a reason, such as changed users, which would close nats-py's client for good."""
+    the server ends a connection with an error, such as changed users; nats-py would close its client for good."""
 
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0
@@ -165,7 +165,7 @@ class Connection(Client):
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # requests by token: subject, answer
         self._tokens = map(str, itertools.count())
         self._answers = ""  # subjects of answers begin with it
-        self._unanswered = False  # this user may not have answers (any more)
+        self._unanswered = False  # this user may not (or no longer) subscribe to answers
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
@@ -177,7 +177,7 @@ class Connection(Client):
                 await self._subscribe_answers()
                 yield
             finally:
-                if self.options:  # else it has refused the url itself, and there is nothing to close
+                if self.options:  # otherwise it refused the URL, and nothing is open
                     with contextlib.suppress(OSError):  # the server is gone already
                         await self.close()
 
@@ -228,7 +228,7 @@ class Connection(Client):
         return message
 
     async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Return JetStream's answer. Raises nats-py's errors, as `request` does, also for an answer that is an error."""
+        """Return JetStream's answer. Raises nats-py's errors, as `request` does, and if the answer is an error."""
         answer: dict[str, Any] = json.loads((await self.request(subject, payload, headers=headers)).data)
         if "error" in answer:
             raise nats.js.errors.APIError.from_error(answer["error"])
@@ -270,7 +270,7 @@ class Connection(Client):
         self._answers = self.new_inbox() + "."
         with bus_errors(f"subscribing at {self.url}"):
             await self.subscribe(f"{self._answers}*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
-            # nats-py's first ping may overtake the subscription; a refusal comes before the second's answer.
+            # nats-py's first ping may overtake the subscription. A refusal arrives before the answer to the second ping.
             for _ in range(2):
                 await self.flush()
         if self._unanswered:
@@ -286,7 +286,7 @@ class Connection(Client):
 
     async def _on_error(self, error: Exception) -> None:
         previous, self._last_error = self._last_error, self._named(error)
-        if self._last_error != previous:  # not once per attempt to connect
+        if self._last_error != previous:  # it is not logged again for each attempt to connect
             _log.warning("NATS at %s: %s", self.url, self._last_error)
         if refusal := _REFUSAL.search(str(error)):
             lowered = refusal[2].lower()
@@ -300,7 +300,7 @@ class Connection(Client):
                 puller.on_refusal(lowered)
         if self._was_connected:
             return
-        # Raised into nats-py's connect loop, which would try what is refused again until the time is over.
+        # These errors end nats-py's connect loop, which would otherwise repeat a refused attempt until the timeout.
         if "authorization" in self._last_error.lower():
             login = f"the login of user {self.user!r}" if self.user else "the login"
             raise BusError(f"NATS at {self.url} refuses {login}: {self._last_error}; check nats_credentials")
@@ -341,12 +341,12 @@ class Connection(Client):
         try:
             await super()._process_connect_init()
         except (OSError, ValueError, TypeError, AttributeError, nats.errors.Error) as error:
-            # Anybody may listen there: without a login, further servers and limits that it names do not count.
+            # Any program may listen there: before a login has succeeded, further servers and limits that it names do not count.
             del self._server_pool[known:]
             self._max_payload = longest
             if isinstance(error, nats.errors.Error):
                 raise
-            # asyncio never tells the end of a connection whose TLS handshake failed, and nats-py would wait for it for ever.
+            # asyncio never reports the end of a connection whose TLS handshake failed, and nats-py would wait for it for ever.
             if self._transport is not None:
                 self._transport.close()
                 self._transport = None
@@ -426,7 +426,7 @@ def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:
 
 @contextlib.contextmanager
 def _no_notice_of_tls_ends() -> Iterator[None]:
-    """Hide asyncio's warning at the end of every TLS connection of nats-py, which has no effect."""
+    """Hide the harmless warning that asyncio logs at the end of every TLS connection of nats-py."""
 
     def is_worth_telling(record: logging.LogRecord) -> bool:
         return "eof_received() has no effect" not in record.getMessage()

@@ -88,7 +88,7 @@ def _actor(subjects: Subjects) -> list[str]:
         f"$KV.{subjects.members_bucket}.*",
         f"{_API}.CONSUMER.MSG.NEXT.{queue}",
         f"$JS.ACK.{queue}.>",
-        f"$JS.ACK.*.*.{queue}.>",  # as servers with a domain and an account in their acknowledgements name it
+        f"$JS.ACK.*.*.{queue}.>",  # for servers whose acknowledgements name a domain and an account
         *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # for the text of the error when one is full
         *_reading(subjects.control_stream),
     ]

@@ -19,8 +19,8 @@ _LEAST_BOUND_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Limits of a run's streams, fixed at their creation. A full stream raises `BusError` with the limit; only dead letters,
-    which only people read, are dropped."""
+    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError` with the limit; only
+    dead letters, which only people read, are dropped."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
@@ -35,8 +35,8 @@ class StreamLimits:
     replicas: int = 1
 
     def max_bytes(self, share: float) -> int:
-        """Return the bound of a stream other than SEQUENCES, as a share of that one's. All shares together are below a third,
-        so a volume of 4/3 of SEQUENCES' bound holds all streams even when they are full."""
+        """Return the size limit of a stream other than SEQUENCES, as a `share` of SEQUENCES' limit. All shares add up to less
+        than a third, so a volume of 4/3 of SEQUENCES' limit holds all streams even when they are full."""
         return max(_LEAST_BOUND_BYTES, int(share * self.sequences_max_bytes))
 
 
@@ -125,8 +125,8 @@ class Subjects:
         self.every_stream = (*data, self.members_stream)
 
     def control(self, kind: str, actor: str = "") -> str:
-        """Return the subject of one kind of control message. That of an answer, or of an order to one actor, ends with the
-        actor's name."""
+        """Return the subject of one kind of control message. The subject of an answer, or of an order to one actor, ends with
+        the actor's name."""
         return f"{self.run}.control.{kind}.{actor}" if actor else f"{self.run}.control.{kind}"
 
     def member(self, actor: str) -> str:

@@ -1,4 +1,4 @@
-"""Read streams: the messages of one in order, all stored messages, the members of a run, and the work queue.
+"""Read streams: one stream's messages in order, all messages that it holds, a run's members, and the work queue.
 
 An ephemeral pull consumer without acknowledgements delivers the messages of an `OrderedReader`. If it is lost (reconnection,
 restart of the server, silence, a gap), another one continues after the last message received. Reading ahead is bounded.
@@ -106,8 +106,8 @@ _PULL_ENDED = ("408", "409")
 
 class OrderedReader(Puller, Generic[_Item]):
     """Async iterator over the converted messages of one stream, without a gap, for an `async with` block. Cancelling `anext`
-    loses nothing. It waits for publishers. Raises `BusError` if the stream does not exist or was deleted, and `NotPermitted` if
-    this user may not read it."""
+    loses nothing. At the end of the stream, it waits for new messages. Raises `BusError` if the stream does not exist or was
+    deleted, and `NotPermitted` if this user may not read it."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class OrderedReader(Puller, Generic[_Item]):
         """With `from_position` 0, read the last message of each subject, then every new one."""
         super().__init__(connection, stream)
         self._convert, self._subjects, self._next_position = convert, subjects, from_position
-        self._buffer: deque[tuple[_Item, int]] = deque()  # with its bytes
+        self._buffer: deque[tuple[_Item, int]] = deque()  # and its bytes
         self._buffered_bytes = 0
         self._outstanding = 0  # messages asked for and not yet delivered
         self._consumer_position = 0
@@ -216,7 +216,7 @@ class OrderedReader(Puller, Generic[_Item]):
                 if consumer and self._connection.is_connected:
                     async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                         await self._connection.js.delete_consumer(self._stream, consumer)
-        except (BusError, NotPermitted) as error:  # it is gone already, or goes by itself when idle
+        except (BusError, NotPermitted) as error:  # the consumer is gone, or the server removes it when idle
             _log.debug("consumer of %s not deleted: %s", self._stream, error)
 
     async def _on_message(self, message: Msg) -> None:
@@ -356,7 +356,7 @@ class PromptQueue(Puller):
     def __init__(self, connection: Connection, stream: str) -> None:
         super().__init__(connection, stream, ACTORS)
         self._ready: deque[Msg] = deque()
-        self._question = 0  # number of the last one; part of its inbox, so that late answers are told apart
+        self._question = 0  # number of the newest request; its inbox contains it, to recognise late answers
         self._question_ends = 0.0  # loop time
         self._one_at_a_time = asyncio.Lock()
 

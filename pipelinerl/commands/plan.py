@@ -83,8 +83,9 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
-    """Return the lengths of a run's completions in the second half of its steps, stale ones included, and their number.
-    metrics.jsonl counts them by power-of-two bucket, in which they are spread as in samples.jsonl. Raises `FieldError`."""
+    """Return the lengths of a run's completions in the second half of its steps, stale ones included, and a text with their
+    number. metrics.jsonl counts them by power-of-two bucket, in which they are distributed as in samples.jsonl. Raises
+    `FieldError`."""
     if not run_dir.is_dir():
         fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
@@ -121,9 +122,9 @@ class MeasuredSpeeds(BaseModel, allow_inf_nan=False):
     """A file of measured speeds."""
 
     decode: tuple[tuple[float, float], ...] = Field(description="points [sequences in progress, tokens/s] of one actor")
-    trained_tokens_per_s: float = Field(gt=0, description="completion tokens of one trainer rank")
-    kv_gib: float = Field(gt=0, description="for the KV cache of one actor")
-    memory_gib: float = Field(gt=0, description="of one trainer rank")
+    trained_tokens_per_s: float = Field(gt=0, description="completion tokens per second of one trainer rank")
+    kv_gib: float = Field(gt=0, description="GiB for the KV cache of one actor")
+    memory_gib: float = Field(gt=0, description="GiB of memory of one trainer rank")
 
 
 def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
@@ -165,7 +166,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
 
 
 def settings(split: Split) -> str:
-    """Return the `pipelinerl run` options for it. On a cluster, the chart's replicas and GPUs decide."""
+    """Return the `pipelinerl run` options for this split. On a cluster, the chart's replicas and GPUs decide."""
     changes = {
         "actor.count": split.num_generators,
         "actor.sequences_in_progress": split.sequences_in_progress,

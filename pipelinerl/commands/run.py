@@ -134,7 +134,7 @@ def resume(
     for field in read_json(run_dir.placement).get("automatic") or []:
         set_value(old, field.split("."), "auto")  # as it was before a placement replaced it by a number
     if not recipe:
-        recipe_of_run(run_dir.recipe)  # whose problems come before those of the overrides
+        recipe_of_run(run_dir.recipe)  # its problems are reported before those of the overrides
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
     changes = check_resumable(old, new)
     if pids := living(run_dir, RESUME):
@@ -167,7 +167,7 @@ def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | N
 
 
 def find_run(folder: Path) -> RunDir:
-    """Raise `FieldError` if there is no run in `folder` that can continue."""
+    """Return the run in `folder`. Raises `FieldError` if no run there can continue."""
     run_dir, shown = RunDir(folder, ""), str(folder)
     check_folder(folder, RESUME)
     missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
@@ -197,7 +197,7 @@ def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
 
 
 def scale(args: argparse.Namespace) -> int:
-    """Wait until N actors serve. Raises `FieldError` for a wrong count or folder, `ServiceError` after the timeout."""
+    """Request N actors and wait until they serve. Raises `FieldError` for wrong arguments, `ServiceError` after the timeout."""
     run_dir = RunDir(args.run_dir, args.run_dir.name)
     if not 0 <= args.count <= MOST_ACTORS:
         raise FieldError("N", args.count, f"a run on one machine has 0 to {MOST_ACTORS} actors")
@@ -239,7 +239,7 @@ def kept_folders() -> dict[str, Path]:
 
 
 def cache(args: argparse.Namespace) -> int:
-    """Raise `FieldError` for a missing entry before anything is removed, or for one that cannot be removed."""
+    """List or remove kept folders. Raises `FieldError` for an unknown name, before any removal, and if a removal fails."""
     folder, kept = cache_folder(os.environ), kept_folders()
     chosen = args.clear or list(kept)
     for name in chosen:

@@ -1,8 +1,8 @@
 """Read a run, finished or not: `pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`.
 
-None of them changes anything in a run. A command names the folder of a local run, or a NATS server and a run's name. In a pod
+None of these commands changes a run. A command names the folder of a local run, or a NATS server and a run's name. In a pod
 of a run neither is needed, since the service's environment names the NATS server. A running local run has its own nats-server.
-The streams of one that has ended are copied and served by a temporary nats-server.
+After the end of the run, a temporary nats-server serves a copy of its streams.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ _STOP_WITHIN_S = 5.0
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
-    """Return how to open the streams of `run`, on the server of the arguments, the folder or the environment; else None. Raises
-    `FieldError` for an invalid run name."""
+    """Return a function that opens the streams of `run` on the server that the arguments, the folder or the environment name,
+    or None if none of them does. Raises `FieldError` for an invalid run name."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and _holds_streams(args.run_dir):
@@ -154,13 +154,13 @@ def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
 
 
 def _holds_streams(run_dir: Path) -> bool:
-    """Return whether it is the folder of a run on this machine, which keeps its streams there."""
+    """Return whether the folder belongs to a local run, which keeps its streams there."""
     return (run_dir / "nats" / _STORE).is_dir()
 
 
 @asynccontextmanager
 async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
-    """Yield a connected bus. Raises `FieldError` if the folder does not tell where the streams are."""
+    """Yield a bus with the streams of the folder's run. Raises `FieldError` if the address of its NATS cannot be read."""
     run, run_dir = run_name(folder), RunDir(folder, "")
     credentials = run_dir.credentials
     async with AsyncExitStack() as stack:

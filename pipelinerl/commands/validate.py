@@ -1,7 +1,7 @@
 """`pipelinerl validate RECIPE`: check a recipe, and list everything that is wrong with it.
 
-If this machine lacks something to run it, such as a GPU, a note says so and the verdict stays, so that a recipe for a cluster
-validates on a laptop. Given the memory of the GPUs that it is meant for, the command adds up the memory needed there.
+If this machine lacks something to run it, such as a GPU, a note says so and the recipe still counts as valid, so that a recipe
+for a cluster can be checked on a laptop. With `--gpu-memory`, the command also adds up the memory that GPUs of that size need.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pipelinerl.tasks.source import Source
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
-"""A name such as 17B-16E gives the size that one token visits, not that of all experts."""
+"""In a name such as 17B-16E, 17B counts the parameters that one token uses, not those of all experts."""
 _ROUNDED = 1.1
 """Names round down: a "7B" has 7.6 billion parameters."""
 _SHORT = reprlib.Repr()
@@ -46,7 +46,7 @@ _SHORT.maxstring = 120
 
 
 def validate(args: argparse.Namespace) -> int:
-    """Return exit code 0. Otherwise raises `UserError` with everything that is wrong."""
+    """Print a summary and return exit code 0. Raises `UserError` with everything that is wrong."""
     recipe = load_recipe(args.recipe, args.overrides)
     examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True)
     memory = list[tuple[str, str]]()
@@ -190,7 +190,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
         return Model.of(recipe, held)
     named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
     if not named:
-        fix = f"the name of the model, {name}, does not tell its size; give it, with all experts of a mixture, such as 7.6B"
+        fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
         raise FieldError("--parameters", None, fix)
     return Model.of(recipe, _ROUNDED * max(named))
 

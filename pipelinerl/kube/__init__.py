@@ -1,1 +1,1 @@
-"""The trainer's use of the Kubernetes API, without a decision on what a pod's end means for a run."""
+"""Calls of the trainer to the Kubernetes API. Other modules decide what a pod's end means for a run."""

@@ -326,7 +326,7 @@ class PodEnd:
 
 
 class PodWatch:
-    """List pods, follow every change from there, and report each `PodEnd` once: a pod is told to end, and it has ended.
+    """List pods, follow every change from there, and report two `PodEnd`s of a pod: it was told to end, and it has ended.
 
     It waits out an outage, lists again when a watch has expired, and rarely repeats a call that was refused. `selector`: as
     `kubectl get pods -l` takes it. `without`: consequence of not watching, for the log.

@@ -2,9 +2,9 @@
 
 Nothing here decides that a run is finished. The state is a ConfigMap of the release, whose `data.phase` is `Running`,
 `Finished` or `Failed`. A finished run is scaled to zero: first its actors, whose number is stored in that ConfigMap until the
-run continues, then the trainer. Replicas that are scaled through the subresource have no field manager, so that the manifest of
-an upgrade sets them again without a conflict. A process that is stopped meanwhile begins again: each action may run twice. All
-calls wait for the API.
+run continues, then the trainer. Scaling through the subresource leaves no field manager, so an upgrade can set the replicas
+again without a conflict. A process that is stopped meanwhile begins again, so each action may run twice. All calls wait until
+the API answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def run_goes_on(settings: TrainerSettings, version: int) -> None:
         state = await _tell_phase(client, settings, RUNNING, version)
         if actors := int(state.get(_ACTORS) or 0):
             name = f"{settings.release}-actor"
-            if await _insist(lambda: client.count_actors(name)) == 0:  # otherwise Helm has already set the number of the values
+            if await _insist(lambda: client.count_actors(name)) == 0:  # otherwise Helm has already set the number
                 await _insist(lambda: client.scale(SCALE_ACTORS, name, actors))
             await _insist(lambda: client.patch_config(f"{settings.release}-run", {_ACTORS: None}))
 

@@ -1,9 +1,9 @@
-"""Serve a release's page at one address: the trainer's while it runs, then the report that it left.
+"""Serve a release's page at one address: the trainer's page while it runs, and then its report.
 
     python -m pipelinerl.kube.page --trainer HOST:PORT --report FILE --names runs.example.com
 
-It has no token, login or volume of the run: a visitor of this server reaches nothing of the trainer but its page. It asks for
-no login, since the page asks for none: an Ingress has to.
+The server has no token, login or volume of the run, so its visitors reach nothing of the trainer but its page. It asks for no
+login, and neither does the trainer's page: the Ingress must do so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Credentials that keep other users of the machine out of a local run: NATS logins, a certificate, a key for the live page.
 
-They are made at each start, in a folder that only its owner can read, and never stand in arguments, environments or messages.
+They are made at each start, in a folder that only its owner can read, and never appear in arguments, environments or messages.
 Processes of the same user are not kept out.
 """
 
@@ -28,7 +28,7 @@ class Credentials:
 
     def __init__(self, folder: Path) -> None:
         self.tls_dir = folder / "tls"
-        """Folder in the layout of `pipelinerl.service.tls`: one certificate for NATS and all services, which is its own CA."""
+        """Folder in the layout of `pipelinerl.service.tls`: one self-signed certificate for NATS and all services."""
         self.page_key = folder / "page-key"
         """File with the key that begins the live page's path."""
         self._folder = folder

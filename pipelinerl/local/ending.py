@@ -135,7 +135,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         lines.append(f"  report             {run_dir.report}")
     if run_dir.checkpoint.is_dir():
         lines.append(f"  checkpoint         {run_dir.checkpoint}")
-    # after a user's mistake the run cannot continue before it is corrected
+    # After a user's mistake, the run cannot continue until the mistake is corrected.
     if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED) and run_dir.identity.is_file():
         lines.append(f"  continue with      pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
         version, steps = newest_checkpoint(run_dir.path), summary.get("steps") or 0
@@ -182,7 +182,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"  cut short          {percent(truncated)} of the sequences, at sampling.max_tokens or model.max_context"
     if 2 * (summary.get("steps_clipped") or 0) > (summary.get("steps") or 0):
         share = f"{summary['steps_clipped']} of {counted(summary['steps'], 'step')}"
-        yield f"  GRADIENT           clipped in {share}, which makes all equally long: raise trainer.max_grad_norm"
+        yield f"  GRADIENT           clipped in {share}, so all have the same norm: raise trainer.max_grad_norm"
     if 0 < (summary.get("steps") or 0) == summary.get("steps_equal_rewards"):
         check = "check the rewards and reasons in samples.jsonl, the reward and its pattern, sampling.max_tokens, the problems"
         yield f"  REWARD             all completions of each prompt earned the same, so nothing could be learned: {check}"

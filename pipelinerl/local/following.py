@@ -39,8 +39,8 @@ async def follow_trainer(
     elapsed_s: Callable[[], float],
     on_up: Callable[[ServiceAddress], None],
 ) -> None:
-    """Consume the step stream and the status of each trainer, one after the other. Waits for its address file and calls `on_up`
-    with the content. The runner reports a trainer that died."""
+    """Consume the step stream and the status of the trainer's process, then of each process that replaces it. Wait for the
+    process's address file and call `on_up` with the content. The runner, not this loop, reports a trainer that died."""
     followed: ServiceProcess | None = None
     while True:
         process = service.process
@@ -80,7 +80,7 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Record every optimizer step once, in order. Those before the trainer's first answer do not count for the pace."""
+    """Record every optimizer step once, in order. Steps before the trainer's first answer do not count for the pace."""
     while True:
         if (status := await _status(trainer)) is not None:
             break

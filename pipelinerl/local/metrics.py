@@ -44,8 +44,8 @@ class RunnerMetrics:
 
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
-    """Serve /metrics, /targets and the health paths on loopback, at `port` or, if it is 0, at any. The run directory holds the
-    address meanwhile. Raises `ServiceError` if it cannot listen there."""
+    """Serve /metrics, /targets and the health paths on loopback, at `port`, or at any free port if it is 0. Meanwhile the run
+    directory has an address file. Raises `ServiceError` if the port cannot be used."""
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)
@@ -61,7 +61,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
-    """Return the target of each of the processes `names` with an address file. NATS has none, others once they have started."""
+    """Return a target for each process of `names` that serves metrics: all except NATS, once they have started."""
     found: list[dict[str, object]] = []
     for name in sorted(names):
         try:

@@ -1,7 +1,7 @@
 """The configuration of a nats-server on this machine, which is the message bus of a local run.
 
-It listens on loopback and keeps its streams in a given folder that only its owner can read. Users and TLS come in `extra`. A
-local run has no NATS cluster; on Kubernetes the chart brings NATS.
+The server listens on loopback and keeps its streams in a given folder that only its owner can read. Users and TLS are in
+`extra`. A local run has no NATS cluster; on Kubernetes the chart brings NATS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def find_nats_server() -> str:
 
 @dataclass
 class NatsServer:
-    """A server that is started with the command of `prepare`, and reached at `url_of` that process."""
+    """A server: `prepare` returns the command that starts it, and `url_of` the URL of the started process."""
 
     folder: Path
     """Configuration, log and streams; kept when the server stops."""
@@ -69,7 +69,7 @@ class NatsServer:
             },
             **self.extra,
         }
-        file = self.folder / "nats.conf"  # holds passwords. JSON is valid here, but for the escape \u00e9
+        file = self.folder / "nats.conf"  # It holds passwords. NATS reads JSON, except escapes such as \u00e9.
         write_private(file, json.dumps(config, indent=2, ensure_ascii=False).encode())
         return (find_nats_server(), "-c", str(file))
 

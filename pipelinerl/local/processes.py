@@ -1,8 +1,8 @@
 """Processes of a local run: start a service, wait until it serves, stop it with everything it started, decide on restarts.
 
-A service has its own session, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order; it
-gets SIGTERM when the runner dies. Its workers stay in the session, even those in their own process group and those that outlive
-a killed parent. Sessions are read from /proc on Linux; elsewhere only the process group is used. `runner` makes the restarts.
+A service has its own session, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order. A
+service gets SIGTERM when the runner dies. Its workers stay in its session, even those in their own process group and those that
+outlive a killed parent. Sessions are read from /proc on Linux; elsewhere only the process group is. `runner` restarts services.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class ServiceProcess:
 
 @dataclass
 class Restarts:
-    """Decide when to start a service again, by its deaths in a row since the run last got further: a service that always dies
-    at the same point is given up, but one that is killed now and then is not."""
+    """Decide when to start a service again, by its number of deaths since the run last made progress. A service that always
+    dies at the same point is given up; one that is killed now and then is not."""
 
     limit: int = 5
     """Maximum restarts in a row."""
@@ -243,8 +243,8 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """Keep the last `most_bytes` of a larger log as `<name>.log.1`, and empty it. The process keeps the log open, so that lines
-    written meanwhile are lost."""
+    """Keep the last `most_bytes` of a larger log as `<name>.log.1`, and empty the log. The process keeps the log open, so that
+    lines written meanwhile are lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)
@@ -277,7 +277,7 @@ def raise_open_files() -> None:
     """Raise the limit of open files to the maximum, since any user of the machine can connect to a service's port, and each
     connection uses one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a limit above what the system allows by now
+    with contextlib.suppress(ValueError, OSError):  # the system now allows less than this limit
         if 0 <= soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -357,7 +357,7 @@ def lives(pid: int, folder: Path) -> bool:
         return False
     within = f"{folder.resolve()}{os.sep}".encode()
     for name in ("cmdline", "environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             if within in (_PROC / str(pid) / name).read_bytes():
                 return True
     return False

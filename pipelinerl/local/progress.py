@@ -113,8 +113,8 @@ class RunState:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """Record an optimizer step that was reported `elapsed_s` after the start; None: it was taken earlier and does not count
-        for the pace. If it is not after the newest known step, a restart undid all steps from it on; it replaces them."""
+        """Record an optimizer step that was reported `elapsed_s` after the start, or None if it was taken before and does not
+        count for the pace. If this step is already known, a restart undid it and all later steps, which are then removed."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
@@ -148,7 +148,7 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the time to the run's final step at the pace of the newest steps; None if unknown, or the newest was long ago."""
+    """Return the time to the run's final step at the pace of the newest steps; None if unknown, or if the last step is old."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -164,7 +164,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Return how long ago the newest step was, with the services' states; empty below a minute or three steps' time."""
+    """Return how long ago the newest step was, and the services' states; "" if under a minute or three steps' time."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -179,7 +179,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
 
 
 def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> str:
-    """Describe the progress of a checkpoint, which has been written for `passed_s`, in bytes. `total`: 0 = unknown."""
+    """Describe the progress of a checkpoint after `passed_s` seconds. `written` and `total` are bytes; `total` 0 = unknown."""
     unit, name = (1e9, "GB") if max(written, total) >= 1e9 else (1e6, "MB")
     text = f"writing the checkpoint of version {version}: {written / unit:,.0f}"
     if total <= written:

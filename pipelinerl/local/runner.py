@@ -75,7 +75,7 @@ from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
 STOP_WITHIN_S = 12.0
-"""Time limit after Ctrl-C for every process with nothing to save, and for the trainer apart from its checkpoint."""
+"""Time limit after Ctrl-C for every process with nothing to save, and for the trainer without its checkpoint."""
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
 """Part of `STOP_WITHIN_S` that must be left for the services that stop later."""
@@ -90,7 +90,7 @@ _HUNG_AFTER = 10
 _SCALED_GRACE_S = 15.0
 """Grace period of an actor that is scaled away, in which it hands over finished sequences."""
 _ENDED_GRACE_S = 1.0
-"""Grace period for children of a process that ended by itself. It does not start the clock of an orderly stop."""
+"""Grace period for children of a process that ended by itself. It does not begin the time limit of an orderly stop."""
 _LONGEST_FOLDER = 70
 """Longest path of the folder for temporary files. vLLM's sockets are in it, and a socket's path has at most 107 characters."""
 TRAINER = "trainer"
@@ -311,7 +311,7 @@ class LocalRun:
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
         within_s, beside = _ENDED_GRACE_S, AsyncExitStack()
         if any(process.returncode is None for process in running):
-            stop_by_s = self._begin_to_stop()  # unless Ctrl-C began it
+            stop_by_s = self._begin_to_stop()  # Ctrl-C may have begun it already
             if kind == NATS:  # the trainer's checkpoint may have taken its time
                 stop_by_s = max(stop_by_s, time.monotonic() + self.stop_within_s / 4)
             within_s = grace_s(kind, stop_by_s - time.monotonic(), self.stop_within_s)
@@ -324,7 +324,7 @@ class LocalRun:
             self.run_dir.address(NATS).unlink(missing_ok=True)
 
     async def _kill_hung(self, trainer: ServiceProcess) -> None:
-        """Kill a trainer that neither answers nor writes its checkpoint, and would delay the stop for an hour."""
+        """Kill a trainer that neither answers nor writes its checkpoint, since it would delay the stop by an hour."""
         address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
         while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
             now = self.run_dir.checkpoint_under_way()
@@ -387,7 +387,7 @@ class LocalRun:
                 self._launches.model_dir = await make
 
     async def _keep(self, service: Service) -> None:
-        """Restart the process when it ends, until the run is finished. Raises `ServiceError` without a further restart."""
+        """Restart the process when it ends, until the run is finished. Raises `ServiceError` if no restart is left."""
         served = False
         while True:
             assert service.process is not None, "it has been started"
@@ -438,7 +438,7 @@ class LocalRun:
         most = len(self.placement.groups) if self.placement else MOST_ACTORS
         if wanted > most and f"{wanted} actors" not in self._told:
             self._told.add(f"{wanted} actors")
-            self._note(f"warning: {wanted} actors are wanted, and the GPUs here suffice for {counted(most, 'actor')}")
+            self._note(f"warning: {wanted} actors are wanted, but the GPUs here suffice for {counted(most, 'actor')}")
         return min(wanted, most)
 
     async def _keep_actors(self) -> None:
@@ -515,8 +515,8 @@ class LocalRun:
                 self._show_stopping()
             self._show()
             self._tell_once()
-            for name in list(self._processes):  # it changes while this waits
-                with contextlib.suppress(OSError):  # it has written none, or the disk is full
+            for name in list(self._processes):  # the dict changes while this loop waits
+                with contextlib.suppress(OSError):  # the process has written no log, or the disk is full
                     await asyncio.to_thread(bound_log, self.run_dir.log(name))
             await asyncio.sleep(self.refresh_s)
 
@@ -588,7 +588,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first of our own errors, or an error for a full disk, in `raised`. Raises any other, which is a bug."""
+        """Return our own first error in `raised`, or one for a full disk. Raises `raised` if it has any other error: a bug."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
         full = (errno.ENOSPC, errno.EDQUOT)
         ours, others = group.split(

@@ -71,7 +71,7 @@ def available_cores() -> int:
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS, unless it is set, if the container's CPU quota is below its visible cores, which torch counts."""
+    """Set OMP_NUM_THREADS if it is unset and the container's CPU quota is below its visible cores, which torch would use."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 
@@ -89,8 +89,8 @@ def _quota_cores() -> int:
 
 
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return `environment` with temporary files in `folder`, because other users could read some in /tmp, with torch's compiled
-    code in the user's cache, which nobody else can replace, and with Gloo's ports on loopback."""
+    """Return `environment` with three changes: temporary files are in `folder`, because other users could read some in /tmp;
+    torch's compiled code is in the user's cache, which nobody else can write to; Gloo listens on loopback."""
     # Without a cache that this user owns and can write to, or without the user's name or home, torch compiles each time.
     with contextlib.suppress(OSError, KeyError, RuntimeError):
         compiled = cache_folder(environment).absolute() / COMPILED
@@ -132,7 +132,7 @@ class ServiceLaunches:
     placement: Placement | None = None
     """GPUs of trainer and actors; None = no GPU is used."""
     nats_url: str = ""
-    """Like the next two, set as soon as it is known, before actors and trainer are started."""
+    """This URL and the next two texts are set as soon as they are known, before actors and trainer are started."""
     verifier_address: str = ""
     model_dir: str = ""
     """Folder of the initial policy; empty = a hub model, which the services fetch."""
@@ -142,7 +142,7 @@ class ServiceLaunches:
         return Launch(NATS, command, self.environment, log, address_file)
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
-        """`again`: the verifier's address before a restart, which it keeps because actors use it."""
+        """Return the verifier's launch. `again`: its address before a restart, which it keeps because actors use it."""
         own = self.run_dir.path.resolve()
         private = own.parent if own.parent.name == "runs" else own  # by default, runs/ holds other runs with their secrets
         settings = {"workers": "2", "private_dir": str(private)}
@@ -151,11 +151,11 @@ class ServiceLaunches:
         launch = self._launch("verifier", settings, _thread_env(1))
         if not (code := self.recipe.user_code):
             return launch
-        suspect = f"its processes run {', '.join(code)}, which may have sent that; reward.sandbox: true prevents it"
+        suspect = f"its processes run {', '.join(code)}, which may have sent that signal; reward.sandbox: true prevents this"
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """`again`: the trainer's address before a restart, which it keeps for open pages unless the port was taken."""
+        """Return the trainer's launch. `again`: its address before a restart, kept for open pages unless the port is taken."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)
@@ -214,7 +214,7 @@ async def initial_model(
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())
-    copied = recipe.model.source == "checkpoint"  # for this run alone
+    copied = recipe.model.source == "checkpoint"  # the copy is for this run alone
     cache = (launches.run_dir.path if copied else cache_folder(launches.environment)) / "models"
     folder = built_folder(recipe, launches.run_dir.name, cache)
     if is_complete(folder):

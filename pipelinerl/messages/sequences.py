@@ -116,8 +116,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that an actor had generated when it left. A finished sample lacks only reward and publication. An
-    episode has only `branches`: their turns are served again if its environment repeats its requests."""
+    """Tokens of one sample that an actor had generated when it left. If it is finished, only its reward and publication are
+    missing. An episode has only `branches`: their turns are served again if its environment repeats its requests."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -437,7 +437,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
             field = "completion_token_ids" if len(branch.prompt_token_ids) else "prompt_token_ids"
             raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, and the sequence names no failure")
         if any(turn.finish_reason is None for turn in branch.turns):
-            raise MessageError(_SEQUENCE, f"{prefix}turns", "one is unfinished, as only in a sequence handed back")
+            raise MessageError(_SEQUENCE, f"{prefix}turns", "a turn is unfinished, as only in a sequence handed back")
     terms = {f"reward_components[{name}]": value for name, value in sequence.reward_components.items()}
     for name, value in {"reward": sequence.reward, **terms}.items():
         check_finite(value, _SEQUENCE, name)
@@ -508,11 +508,11 @@ def _check_tokens(tokens: Completion, kind: str, prefix: str, turns: tuple[Turn,
     end = 0
     for turn in turns:
         if not (end <= turn.start < turn.end and (num_sampled or turn.start == 0)):
-            problem = f"[{turn.start}, {turn.end}) is empty or does not follow [0, {end}); the first begins at 0"
+            problem = f"[{turn.start}, {turn.end}) is empty, or does not follow [0, {end}), or does not begin at 0"
             raise MessageError(kind, f"{prefix}turns", problem)
         num_sampled, end = num_sampled + turn.end - turn.start, turn.end
     if turns and end != len(completion):
-        problem = f"end at {end} of {len(completion)} completion tokens: the last token is sampled"
+        problem = f"end at {end} of {len(completion)} completion tokens, but a turn must end the completion"
         raise MessageError(kind, f"{prefix}turns", problem)
     if len(logprobs) != (num_sampled if turns else len(completion)):
         sampled = f"{num_sampled} sampled" if turns else f"{len(completion)} completion"
@@ -527,14 +527,14 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
             number += 1
             covered = turns[number].start
         if span.start != covered or not span.start < span.end <= turns[number].end:
-            problem = f"[{span.start}, {span.end}) does not continue a cover of [0, {covered})"
+            problem = f"[{span.start}, {span.end}) does not follow the spans of [0, {covered})"
             raise MessageError(kind, field, problem)
         if not (0 <= span.version < 1 << 64 and 1 <= span.incarnation < 1 << 32):  # in line: this runs for every span
             check_uint(span.version, kind, f"{field}.version", bits=64)
             check_uint(span.incarnation, kind, f"{field}.incarnation", at_least=1)
         covered = span.end
     if covered != turns[-1].end:
-        raise MessageError(kind, field, f"cover [0, {covered}) of {turns[-1].end} completion tokens")
+        raise MessageError(kind, field, f"cover only [0, {covered}) of {turns[-1].end} completion tokens")
 
 
 # --- parts of all decoders
@@ -601,7 +601,7 @@ def check_token_ids(token_ids: TokenIds, kind: str, field: str) -> None:
     if len(token_ids):
         lowest = token_ids.argmin()  # a quarter of the cost of `min`, which matters for short sequences
         if token_ids[lowest] < 0:
-            raise MessageError(kind, field, f"token {lowest} is {token_ids[lowest]}: ids are not negative")
+            raise MessageError(kind, field, f"token {lowest} is {token_ids[lowest]}: ids must not be negative")
 
 
 def check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
@@ -613,7 +613,7 @@ def check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
     if logprobs[highest] <= LOGPROB_ROUNDING and logprobs[lowest] > -np.inf:
         return
     bad = lowest if logprobs[highest] <= LOGPROB_ROUNDING else highest
-    raise MessageError(kind, field, f"token {bad} has {logprobs[bad]}: a log-probability is finite and <= 0")
+    raise MessageError(kind, field, f"token {bad} has {logprobs[bad]}: a log-probability must be finite and <= 0")
 
 
 def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:

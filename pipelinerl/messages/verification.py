@@ -1,6 +1,6 @@
-"""The verifier's client: items in, results out, over gRPC, as the protobuf classes of `verifier.proto`.
+"""The verifier's client: it sends items and returns results, over gRPC, as the protobuf classes of `verifier.proto`.
 
-`verify` waits for a verifier that is unreachable, restarting or full. The caller keeps its sequences until then, so that none
+`verify` waits for a verifier that is unreachable, restarting or full. The caller keeps its sequences meanwhile, so that none
 is lost, and decides what to do with a result that is not OK.
 """
 
@@ -161,9 +161,9 @@ class VerifierClient:
 
     @contextmanager
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
-        """Report a failed call, and open another channel if the certificates were renewed. A channel keeps its first ones, and
-        once they have expired, new connections are refused. Calls in progress end on the old channel, which is freed with the
-        last of them: closing it would cancel these calls and the tasks that wait for them."""
+        """Report a failed call, and open another channel if the certificates were renewed. A channel keeps the certificates
+        that it was opened with, and once they have expired, new connections are refused. Calls in progress end on the old
+        channel, which is freed with the last of them: closing it would cancel these calls and the tasks that wait for them."""
         channel = self._channel
         try:
             yield verifier_pb2_grpc.VerifierServiceStub(channel)

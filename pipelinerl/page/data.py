@@ -69,7 +69,7 @@ class RunHistory:
         self._lengths: dict[str, list[int]] = {}
         self._mismatch: float | None = None
         self._parity_failures = 0
-        """`_mismatch` is that of the last comparable probe, in nats; failures are counted over all probes."""
+        """`_mismatch` is the difference at the last comparable probe, in nats. Failures are counted over all probes."""
         self._ess: defaultdict[str, float] = defaultdict(float)
         self._ess_steps: Counter[str] = Counter()
         """Sum of the ESS, and number of steps, by lag bucket."""
@@ -164,7 +164,7 @@ def _short(value: Any) -> Any:
 
 
 def shown_sample(sample: Record) -> dict[str, Any]:
-    """Return a line of samples.jsonl, of which old ones lack some keys, with clipped texts. `num_tokens` is not clipped."""
+    """Return a line of samples.jsonl with clipped texts. Old lines lack some keys. `num_tokens` is the whole number."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)

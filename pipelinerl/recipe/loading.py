@@ -104,7 +104,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """Return the field's path and the value of `a.b=value`, typed as in YAML. In fields for text or lists of text, a value
-    stays text if it is empty, is no YAML or would be a comment in YAML, such as `#(\\d+)$`. Raises `FieldError` without a `=`,
+    stays text if it is empty, is not YAML or would be a comment in YAML, such as `#(\\d+)$`. Raises `FieldError` without a `=`,
     for an empty name and for a value that is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
@@ -127,7 +127,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text`, or a list with `text` (empty if `text` is), whichever a field of this type allows; None if neither."""
+    """Return `text` if a field of this type allows it, else a list with `text` (empty for ""); None if neither is allowed."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -141,8 +141,8 @@ def understood(overrides: Sequence[str]) -> list[str]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Return the file of `recipes/arithmetic.yaml`, or of the bare name `arithmetic`, which is looked up in the current folder,
-    in the source tree and in an installation. Raises `FieldError` with the existing recipes."""
+    """Return the file of a path, such as `recipes/arithmetic.yaml`, or of a bare name, such as `arithmetic`, in the current
+    folder, the source tree or an installation. If there is none, raise `FieldError`, which lists the existing recipes."""
     path = Path(name)
     if path.is_file():
         return path

@@ -1,6 +1,6 @@
 """Check a folder with a Hugging Face model, count the parameters of a recipe's model, and count tokens with its tokenizer.
 
-Only headers of weight files are read, so that weights that do not fit the architecture are only noticed when they are loaded.
+Only headers of weight files are read. Weights that do not fit the architecture are noticed only when they are loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
 )
-"""Files of which a tokenizer's folder has at least one, unless tokenizer_config.json names the tokenizer's own code."""
+"""A tokenizer's folder has at least one of these files, unless tokenizer_config.json names the tokenizer's own code."""
 SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
 """Folder of the small models of this package, which `benchmarks.small_models` has made."""
 _SMOLLM2_PARAMETERS = 134_515_008
@@ -88,7 +88,7 @@ def _weights_problems(folder: Path) -> Iterator[str]:
         except OSError as error:
             broken.append(f"{path.name} cannot be read: {error.strerror}")
     if broken:
-        yield f"{_some(broken)}; copy what is broken again"
+        yield f"{_some(broken)}; copy the broken files again"
 
 
 def _some(names: list[str]) -> str:
@@ -130,7 +130,7 @@ def parameters_in(folder: Path) -> int:
 
 
 def hub_parameters(model: ModelConfig) -> int:
-    """Return the parameters of a hub model, from the cache or from the hub; 0 if neither says them."""
+    """Return the parameters of a hub model, from the cache or from the hub; 0 if neither knows them."""
     found = cached(model, "model.safetensors") or cached(model, "model.safetensors.index.json")
     if found is not None and not [*_weights_problems(found.parent)]:
         return parameters_in(found.parent)

@@ -1,4 +1,4 @@
-"""Find mistakes in a well-formed recipe, and what this machine lacks to run it.
+"""Find mistakes in a well-formed recipe, and list the things that this machine lacks to run it.
 
 A **mistake** is in the input: an impossible task, a bad line in a file of problems, a missing reward function. Something is
 **lacking** if another machine may have it: a GPU, a package. The checks start no service, load no model and use no network, so
@@ -202,7 +202,7 @@ def _cache(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _machine(recipe: Recipe) -> Iterator[FieldError]:
-    """Check that a recipe for GPUs has one and, without a GPU, that a local run has what it needs on a CPU.
+    """If this machine has no GPU, check that the recipe needs none and that a local run can use the CPU.
     `pipelinerl.rl.placement` checks whether ranks and actors fit the GPUs."""
     trainer, found, compiler = recipe.trainer, find_devices(), os.environ.get("CXX", "g++")
     if found.devices:

@@ -1,10 +1,10 @@
-"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems. Also show its
-prompts as the policy will see them, and what is wrong with its chat template.
+"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems. Also render
+its prompts as the policy will see them, and check its chat template.
 
-No model is loaded. Completions are the reference answer of each problem (mathematics in a box, with near misses), and an empty
-text. A process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Three kinds of
-rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers know their problems.
-Another process renders prompts (`services.actor.preview`) if the tokenizer is on this machine.
+No model is loaded. The completions are each problem's reference answer and an empty text; mathematics is in a box, and has near
+misses, too. A process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Three
+kinds of rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers are known
+to work. Another process renders prompts (`services.actor.preview`) if the tokenizer is on this machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BARE = ("task", "exact", "code", *_MATHEMATICS)
 @dataclass(frozen=True)
 class Call:
     """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong answer that looks like it.
-    The first of the `forms` (completion, wanted answer) in which the reward finds the wanted answer replaces it."""
+    `forms` are pairs (completion, wanted answer). The first one whose answer the reward finds gives the completion."""
 
     place: str
     problem: Problem
@@ -65,7 +65,7 @@ class Call:
 
 
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set with a source; return the calls and the problems. Only on Linux."""
+    """Call the rewards on `num_rows` problems of each set with a source; return calls and problems (none except on Linux)."""
     sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}
@@ -92,7 +92,7 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
             calls.append(dataclasses.replace(calling, **line))
     if done.returncode < 0:
         how = signal.Signals(-done.returncode).name
-        fix = f"kills its parent process ({how}) with {calling}, which is the verifier in a run; remove the cause"
+        fix = f"kills its parent process ({how}), in a run the verifier, when it scores {calling}; remove the cause"
         return calls, [FieldError(f"{calling.place}reward.scorer", shares[calling.place].reward.scorer, fix)]
     if done.returncode > 0:
         raise ServiceError(f"rewards cannot be tried (--reward-rows 0 leaves that out):\n{done.stderr}")
@@ -119,7 +119,7 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return completions that give `answer` as `answer_pattern` and a box need it, each with the answer that must be found."""
+    """Return completions with `answer` in the forms that `answer_pattern` and a box need, each with the answer to be found."""
     pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
     pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first alternative
     before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
@@ -154,8 +154,8 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """Yield an error for a set whose reward fails. Unusable references are mistakes of their rows, and count only if all are
-    unusable, even without empty completions, for which a scorer may not look at the reference."""
+    """Yield an error for a set whose reward fails. An unusable reference is a mistake of its row, so it counts only if the
+    references of all rows are unusable. Empty completions do not count here: a scorer may not look at the reference then."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -228,8 +228,8 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """`rows`: (name, value) for people. `mistakes`: field, value and fix of each. `control`: control tokens, which row texts
-    never become. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
+    """`rows`: (name, value) for people. `mistakes`: field, value and fix of each. `control`: control tokens, as which
+    texts of rows are never encoded. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
 
     rows: Sequence[tuple[str, str]] = ()
     mistakes: Sequence[tuple[str, Any, str]] = ()
@@ -246,8 +246,8 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
-    """Render the first problem of each set whose prompts are known before the run, which takes seconds: if `all_prompts`, or if
-    a set uses a chat template or the recipe changes it."""
+    """Render the first problem of each set whose prompts are known before the run. This takes seconds, so it is done only if
+    `all_prompts` is true, a set uses a chat template or the recipe changes the template."""
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
     if not (all_prompts or set_by_user or any(map(_uses_template, shares.values()))):
         return Preview()
@@ -301,5 +301,5 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
         problems = source.problems if isinstance(source, FileSource) and _has_prompt(share) else []
         if spelled := [one for one in problems if any(map(spellings.first, one.texts))]:
             token = spellings.first("\n".join(spelled[0].texts))
-            fix = f"prompts that spell a control token: {len(spelled)}, the first in {spelled[0].place} ({token}), as text"
+            fix = f"prompts with a control token as text: {len(spelled)}, the first in {spelled[0].place} ({token})"
             yield FieldError(f"{place}task.path", share.task.path, f"{fix}; write a conversation as a list of messages")

@@ -93,7 +93,7 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield problems by fields of `TaskConfig`, first whether a small model of this package can read the task."""
+    """Yield problems by field of `TaskConfig`. A task that the recipe's small model cannot read is the first."""
     if recipe.model.source == "package" and recipe.model.name in PACKAGED:
         source, name = PACKAGED[recipe.model.name]
         other = "set model.source to another one: hub, path, checkpoint or smollm2"

@@ -84,8 +84,8 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy, or None without any verdict. `verdicts` holds equally many for each problem: True if the answer is
-    right, None if it has no verdict."""
+    """Return the accuracy, or None without any verdict. `verdicts` has the same number for each problem: True if the answer
+    is right, None if it has no verdict."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)
     known = [[one for one in answers if one is not None] for answers in problems]

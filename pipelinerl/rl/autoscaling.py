@@ -4,7 +4,7 @@
 sequences excluded. Without waiting the trainer would consume `C = n / s` a second. C is the median over the last steps.
 
 **Production.** A busy actor finishes `p` sequences per second with at most H in progress. Its rate with all H is measured when
-its slots are nearly full, and kept until they are full again, since actors finish fewer if the bound gives them less work. With
+its slots are nearly full, and kept until they are full again, since it finishes fewer if the lag bound gives it less work. With
 a share `o` of the slots in use, p is too low by a factor between 1 (already saturated) and 1 / o (batching costs nothing).
 Until the actors have once been full, the estimate is the middle, `p / sqrt(o)`: fewer actors are then wanted, their slots fill
 up, and the next measurement is better.
@@ -42,8 +42,8 @@ Production = NDArray[np.float64]
 
 
 def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:
-    """Return the sequences per second of a busy actor, and its mean sequences in progress, over the newest production, just
-    long enough for `fewest` sequences and a busy minute. Older production is removed. None without enough production."""
+    """Return the sequences per second of a busy actor, and its mean sequences in progress, over just enough of the newest
+    production for `fewest` sequences and a busy minute. Older production is removed. Return None if there is too little."""
     total = np.zeros(3)
     for number, one in enumerate(reversed(produced), start=1):
         total += one
@@ -100,7 +100,7 @@ class ReplicasWanted:
             last = before.get(name, now)
             finished, busy_s = now.sequences_finished - last.sequences_finished, now.busy_s - last.busy_s
             in_progress = (last.sequences_in_progress + now.sequences_in_progress) / 2
-            if finished >= 0 and busy_s > 0:  # else it has restarted or was idle
+            if finished >= 0 and busy_s > 0:  # otherwise the actor has restarted or was idle
                 produced: Production = np.array((finished, busy_s, busy_s * in_progress))
                 self._lately.append(produced)
                 if in_progress >= FULL * self._slots:

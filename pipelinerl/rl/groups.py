@@ -3,7 +3,7 @@ module does not choose problems, and does not record outcomes (`ledger.py`).
 
 **The feeder's bound.** Every step consumes exactly K = B / n groups, even if some of their samples failed. The bound counts
 groups because a count of sequences would loosen with every failed sample. Let N(v) be the groups issued and not *lost*; a group
-is lost if nothing of it is trained (stale, filtered, all samples failed), and another one is issued instead.
+is lost if none of its samples is trained on (stale, filtered or failed), and another one is issued instead.
 
 With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
 number `(v + 1 + max_lag) * K` in order of issue, so a trainer that consumes in that order uses it in step `v + max_lag` or
@@ -15,8 +15,8 @@ In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactl
 
 **Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, and every sequence would wait
 there until it is as old as the bound allows. In pipeline mode a limit therefore keeps no more samples in flight than both sides
-need: issued and not lost, and their step has not begun. Samples that have arrived and wait for others of their group do not
-count, since they occupy no slot of an actor and no step can use them.
+need. A sample is in flight if its group was issued and not lost, and the step that uses it has not begun. A sample that has
+arrived and waits for others of its group does not count, since it occupies no slot of an actor and no step can use it.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: a batch waits, all slots are busy, and each actor finds a
 next group. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait. A change has taken effect
@@ -48,13 +48,13 @@ from pipelinerl.recipe.fields import AlgorithmConfig, Recipe
 
 
 def groups_per_step(recipe: Recipe) -> int:
-    """K = B / n."""
+    """Return K = B / n, the number of prompt groups that one optimizer step consumes."""
     return recipe.trainer.batch_size // recipe.sampling.group_size
 
 
 def issue_limit(recipe: Recipe, version: int) -> int:
-    """Return how many groups may be issued and not lost by `version`, counted from the start of the run; at most what its steps
-    consume."""
+    """Return how many groups may have been issued and not lost when `version` is served, counted from the start of the run. The
+    result never exceeds the number that all steps of the run consume."""
     max_lag, phase_steps = recipe.algorithm.max_lag, recipe.algorithm.conventional_g
     if recipe.mode == "conventional":
         steps = (version // phase_steps + 1) * phase_steps
@@ -66,7 +66,7 @@ def issue_limit(recipe: Recipe, version: int) -> int:
 EVALUATION_SLOTS = 64
 """Number of held-out sequences and probes that an actor's scheduler admits in addition to H training sequences."""
 WAIT_SHARE = 0.02
-"""Shortest wait for sequences that changes the limit, as a share of a step's time."""
+"""Share of a step's time up to which a wait for sequences does not change the freshness limit."""
 
 
 class IssueBounds:
@@ -179,7 +179,7 @@ def groups_before_step(recipe: Recipe, version: int) -> int:
 
 
 def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) -> str:
-    """Return why `sequence` failed, or "" if it is good. Reasons come from a fixed set, except for the actor's own.
+    """Return why `sequence` cannot be trained on, or "". Reasons are from a fixed set, except for a failure named by the actor.
 
     `max_context`: limit of a branch's prompt and completion tokens. `vocab_size`: token ids must be below it.
     """
@@ -220,7 +220,7 @@ class Lineage:
         return Lineage((*self.starts, from_version))
 
     def reason_against(self, version: PolicyVersion, newest: int) -> StaleReason | None:
-        """Return why `version` is no policy of this run: it is beyond `newest`, or a restart undid it. None if it is one."""
+        """Return why `version` does not exist: it is above `newest`, or a restart undid it. Return None if it exists."""
         if not 1 <= version.incarnation <= self.incarnation or version.number < self.starts[version.incarnation - 1]:
             return StaleReason.UNKNOWN
         if version.incarnation == self.incarnation:
@@ -256,7 +256,7 @@ def length_bucket(num_tokens: int) -> int:
 Baseline = Literal["group_mean", "leave_one_out", "value"]
 
 STD_FLOOR = 1e-6
-"""Added to the standard deviation, in units of reward, so that a nearly constant group does not explode."""
+"""Added to the standard deviation, in units of reward, so that advantages in a nearly constant group do not explode."""
 
 
 def smallest_group(baseline: Baseline) -> int:
@@ -306,8 +306,8 @@ def answer_reward(components: Mapping[str, float]) -> float | None:
 
 
 def equally_right(samples: Iterable[Sequence]) -> bool:
-    """Return whether `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops a group because its answers earned the same. Only
-    answer terms are compared, if there are any, because an overlong penalty differs even if all answers are right."""
+    """Return whether `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops a group because all its answers earned the same.
+    Only answer terms are compared, if there are any, because an overlong penalty differs even if all answers are right."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
     return all_equal([reward if answer is None else answer for answer, reward in earned])
 
@@ -322,8 +322,8 @@ def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
     """Return the warning about a clip range that cuts `share` of the tokens."""
     fix = (
         f"with clip_high = {algorithm.clip_high:g}, algorithm.loss = {algorithm.loss!r} cuts {share:.0%} of the tokens, which "
-        "then teach nothing. The ratio is to the policy that sampled them, up to max_lag steps ago; widen algorithm.clip_low "
-        "and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
+        "then have no gradient. Their ratio is relative to the policy that sampled them, up to max_lag steps ago; widen "
+        "algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
     )
     return FieldError("algorithm.clip_low", algorithm.clip_low, fix)
 

@@ -62,7 +62,7 @@ class Ledger:
         self._reasons = {outcome: Counter[str]() for outcome in Outcome}
 
     def issue(self, sequence_ids: Iterable[str]) -> None:
-        """Count sequences as issued and in flight. Raises `LedgerViolation` for one that is in flight already."""
+        """Count sequences as issued and in flight. Raises `LedgerViolation` if one is already in flight."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             if sequence_id in self._in_flight:
@@ -136,7 +136,7 @@ class OpenGroup:
 
     num_samples: int
     queue_position: int | None = None
-    """Position of its newest message on PROMPTS, which may have been consumed; None before it is published."""
+    """Stream position of the group's newest message on PROMPTS, consumed or not; None before the group is published."""
     members: dict[int, Sequence] = field(default_factory=dict)
 
 
@@ -144,8 +144,8 @@ class SequenceTracker:
     """The ledger, the open groups and figures about ended sequences. `record` is called with each event for the journal.
 
     Sequences have passed `decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open
-    are ignored, which bounds memory by the open groups. `issued_groups` includes replacements of lost groups, of which nothing
-    is trained. `tokens`: sampled tokens by outcome, since this process began.
+    are ignored, which bounds memory by the open groups. `issued_groups` also counts the groups that replace lost ones; a group
+    is lost if none of its samples is trained on. `tokens`: sampled tokens by outcome, since this process began.
     """
 
     def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
@@ -155,7 +155,7 @@ class SequenceTracker:
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
         """Number of sequences by `length_bucket`, since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
-        """Longest length and number of the sequences trained or dropped as stale, since this process began."""
+        """Tokens of the longest sequence trained or dropped as stale, and number of these, since this process began."""
         self.open_groups: dict[str, OpenGroup] = {}  # by id, in order of issue
         self.issued_groups = 0
         self.lost_groups = 0
@@ -176,7 +176,7 @@ class SequenceTracker:
             self.open_groups[group_id].queue_position = position
 
     def refuse(self, group: PromptGroup, reason: str) -> None:
-        """Close an issued group that cannot be published, as lost."""
+        """Close an issued group that cannot be published, and count it as lost."""
         self._close([group.sequence_id(index) for index in range(group.num_samples)], Outcome.FAILED, reason)
         self.num_waiting -= len(self.open_groups.pop(group.group_id).members)
         self.lost_groups += 1
@@ -205,7 +205,7 @@ class SequenceTracker:
         return samples
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
-        """Close the rest of a group of which nothing is trained, and count the group as lost."""
+        """Close the remaining sequences of a group that is not trained on, and count the group as lost."""
         self.close(sequences, outcome, reason)
         self.lost_groups += 1
 
@@ -220,8 +220,8 @@ class SequenceTracker:
         return tuple(sequence for group in self.open_groups.values() for sequence in group.members.values())
 
     def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
-        """Return the open groups that were published and are not within these positions of PROMPTS. A group beyond the last
-        position was on a queue that is lost."""
+        """Return the published open groups whose position on PROMPTS is outside `first_position` to `last_position`. A position
+        above the last one belongs to an earlier queue that was lost."""
         published = {name: group.queue_position for name, group in self.open_groups.items() if group.queue_position is not None}
         return [name for name, position in published.items() if not first_position <= position <= last_position]
 
@@ -243,7 +243,7 @@ class SequenceTracker:
         self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
-        """Close sequences. `more` goes into the event, such as the `version` trained from them. Raises `LedgerViolation`."""
+        """Close sequences. `more`: further fields of the event, such as the new `version`. Raises `LedgerViolation`."""
         ended = tuple(sequences)
         lengths = [sequence.num_episode_tokens for sequence in ended]
         if outcome is Outcome.TRAINED:
@@ -323,19 +323,19 @@ MEANINGS = {
     "too_large": "the sequence is larger than NATS's max_payload",
     "redelivered_too_often": "the group was delivered more than five times, and is kept as a dead letter",
     "unreadable_group": "the prompt group is inconsistent, but names its samples",
-    "forged": "a message without its group's token used the id of this sequence",
+    "forged": "a message with this sequence's id did not have its group's token",
     "actor_quarantined": "its actor's log-probabilities are not those of the policy that it names (weights.verify_logprobs)",
     "prompt too long": "the prompt leaves no room in the context; it was never sent out",
     "prompt group too large": "the prompt group is larger than NATS's max_payload; it was never sent out",
     "prompt group invalid": "the prompt group is not a valid message, such as one with an empty prompt; it was never sent out",
-    "prompt group lost": "the group left the queue, and this sample of it never came",
+    "prompt group lost": "the group left the queue, but this sample never arrived",
     "unreadable": "the message does not parse or contradicts itself, but its id is known",
     "contradicts its group": "the sequence has another group size than was issued",
     "longer than the context": "prompt and completion exceed model.max_context",
     "token outside the vocabulary": "the completion has a token that the model does not have",
     "step skipped": "the loss or gradient of its batch was not finite; the step changed no weight",
     "group incomplete": "this sample is good, but its group has too few good samples for the baseline",
-    StaleReason.LAG.value: "its oldest token, or its mean, had more lag than algorithm.max_lag allows",
+    StaleReason.LAG.value: "the lag of its oldest token, or its mean lag, was above algorithm.max_lag",
     StaleReason.UNDONE.value: "some of its tokens are of a version that a restart of the trainer undid",
     StaleReason.UNKNOWN.value: "some of its tokens are of a version that this run has not made yet",
     "equal rewards": "all answers of the group were equally right, so that there is nothing to learn from them",

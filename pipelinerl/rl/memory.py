@@ -65,7 +65,8 @@ def sends_adapters(recipe: Recipe) -> bool:
 
 
 def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
-    """Return vLLM's share of an accelerator of its own: the recipe's or, for `auto`, 0.9 or what a weight update leaves."""
+    """Return vLLM's share of an accelerator that no trainer rank uses: the recipe's value or, for `auto`, the smaller of 0.9
+    and the share that a weight update leaves."""
     left = math.floor(100 * (1 - update_gib(recipe, model) / memory_gib)) / 100
     return recipe.actor.engine.gpu_memory_utilization or max(0.01, min(VLLM_SHARE, left))
 

@@ -67,7 +67,7 @@ Counts = Sequence[int] | NDArray[np.integer]
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of one forward pass. A pair is a query and a key that the query attends to, its own included."""
+    """FLOPs of one forward pass. A pair is a query and a key that it attends to, including its own key."""
 
     per_token: float
     """All matrix products of the layers, without attention scores."""
@@ -140,11 +140,11 @@ class StepPlan:
 Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Divisors of the budget, which bound the size of a piece; 0 = each sequence by itself. Several ranks try all of them.
+"""Divisors: a piece has at most budget / divisor tokens; 0 = each sequence alone. With several ranks, all are tried.
 
 Small pieces can be spread evenly; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
-"""Copies of a shared token that take the memory of one more token, since they exist only inside attention."""
+"""Number of copies of a shared token that together take the memory of one token, because they exist only in attention."""
 
 
 def plan_step(
@@ -158,9 +158,9 @@ def plan_step(
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens, of which `outputs` are predicted.
 
     The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots with one micro-batch for each of `num_ranks`; for one rank it is
-    that of `plan_microbatches`. No slot is empty on all ranks. With `prompts`, one for each sequence and contained in its
-    length, a micro-batch computes a prompt once for all sequences that have it, except in attention; several ranks get the
-    cheapest plan over `PIECES`. Raises `FieldError` if one sequence alone exceeds the budget.
+    that of `plan_microbatches`. No slot is empty on all ranks. If `prompts` gives each sequence's prompt, which is part of its
+    length, a micro-batch computes a prompt once for all its sequences that begin with it, except in attention. With several
+    ranks, the cheapest plan over `PIECES` is returned. Raises `FieldError` if one sequence alone exceeds the budget.
     """
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
@@ -224,7 +224,7 @@ def _planned(lengths: list[int], cost: list[float], budget: int, num_ranks: int)
 
 
 def _plan(slots: Slots, cost: list[float]) -> StepPlan:
-    """Assign each slot's bins to ranks by cost, in falling and rising order in turn, which also evens the ranks' sums."""
+    """Assign each slot's bins to ranks by cost, alternately in falling and rising order, which also evens the ranks' sums."""
     seated: Slots = []
     for number, bins in enumerate(slots):
         falling = sorted(bins, key=lambda members: -_total(members, cost))
@@ -258,9 +258,10 @@ class _Planner:
         return bins if left or costliest[1] >= costliest[0] else spread
 
     def levelled(self, num_slots: int) -> Slots | None:
-        """Fill slot by slot with the costliest sequence left and as many others as fit below its cost, the slot's level.
+        """Fill one slot after the other with the remaining sequences, costliest first. No bin costs more than the slot's level.
 
-        The level is at least the mean cost of the rest. Return None if the last slot cannot take the rest.
+        The level is the cost of the costliest remaining sequence, or the mean cost of the remaining bins if that is larger.
+        Return None if the last slot cannot take the rest.
         """
         left = _falling(self.cost, range(len(self.lengths)))
         slots: Slots = []

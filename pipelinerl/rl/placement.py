@@ -61,7 +61,7 @@ class Placement(BaseModel):
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The GPUs of all actors that there may be."""
+        """The GPUs of all actors, including those that may be added."""
         return self.actors + self.spare
 
     @property
@@ -95,7 +95,7 @@ class Placed(NamedTuple):
 
 
 def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None) -> Recipe:
-    """Return the recipe with numbers instead of `auto`: these of actors and ranks; None: its own, or those for a CPU."""
+    """Return the recipe with `count` actors and `ranks` trainer ranks; None keeps the recipe's number, and `auto` becomes 1."""
     engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": recipe.actor.engine.memory_share})
     actor = recipe.actor.model_copy(update={"count": recipe.actor.number if count is None else count, "engine": engine})
     trainer = recipe.trainer.model_copy(update={"nproc": ranks or recipe.trainer.ranks})
@@ -103,9 +103,9 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
 
 
 def place(recipe: Recipe, devices: Sequence[Device], parameters: int) -> Placed:
-    """Divide the GPUs. `parameters`: those of the model; 0 = unknown, in which case no memory is calculated.
+    """Divide the GPUs. `parameters`: number of the model's parameters; 0 = unknown, and then no memory is calculated.
 
-    Raises `FieldError` for numbers that do not fit, with numbers that do.
+    Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit.
     """
     free = [device for device in devices if device.free_bytes >= FREE_SHARE * device.total_bytes]
     if not free:
@@ -212,8 +212,8 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, parameter
 
 
 def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, parameters: int) -> tuple[int, int]:
-    """Return the fastest split by the data sheet, for completions of all lengths up to the limit; about half for each side if
-    the sheet or the model's size is not known. Either number is 0 if the GPUs do not suffice."""
+    """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
+    the sheet or the model's size is unknown, each side gets about half. Either number is 0 if the GPUs do not suffice."""
     size, fewest, half = recipe.actor.engine.tensor_parallel_size, multiple, len(free) // 2
     memory_gib = min(device.total_bytes for device in free) / GIB
     actors = max(1, half // size)
@@ -230,8 +230,8 @@ def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, parameters: 
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
-    """Remove that many GPUs from `left` and return their names: from the smallest set of linked GPUs that has enough, else the
-    first ones, with linked ones together."""
+    """Remove `number` GPUs from `left` and return their names. They are from the smallest set of linked GPUs that has enough,
+    or, if none has, from several sets, the largest first."""
     islands = _islands(left)
     fitting = [island for island in islands if len(island) >= number]
     chosen = (min(fitting, key=len) if fitting else [device for island in islands for device in island])[:number]
@@ -254,7 +254,7 @@ def _islands(devices: Sequence[Device]) -> list[list[Device]]:
 
 
 def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device], parameters: int) -> Placed:
-    """Replace `auto` by numbers. Raises `FieldError` if a GPU has too little free memory, or the ranks do not divide."""
+    """Replace `auto` by numbers. Raises `FieldError` if a GPU lacks memory, or a field does not divide the ranks."""
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
     trainer, engine = changed.trainer, changed.actor.engine
@@ -290,7 +290,7 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
 
 @dataclass(frozen=True)
 class _Room:
-    """The shares of a GPU's memory that vLLM needs and may take, and what else is on the GPU, in GiB."""
+    """Shares of a GPU's memory that vLLM needs (`least`) and may take (`most`), and the GiB that each user of the GPU needs."""
 
     device: Device
     least: float

@@ -1,9 +1,9 @@
 """Plan how to split accelerators between actors and trainer and how many sequences to keep in progress, and predict the rates.
 
-The closed form proposes the fastest split whose largest lag the recipe allows. The simulator then runs it; a split that drops
-too many sequences as stale is replaced by one with a smaller largest lag or fewer actors. The times of a decode step and of a
-trained token come from measured points or from the accelerator's data sheet (`estimated`). docs/planning.md lists what is
-not modelled.
+The closed form of `throughput` proposes the fastest split whose largest lag the recipe allows. The simulator then runs it; a
+split that drops too many sequences as stale is replaced by one with a smaller largest lag or fewer actors. The times of a
+decode step and of a trained token come from measured points or from the accelerator's data sheet (`estimated`).
+docs/planning.md lists what is not modelled.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ NETWORK = 12.5e9
 CONTROL_S = 0.25e-3
 """Seconds per actor for an update's messages (benchmarks/README.md, control_channel, 1,000 members)."""
 AS_FAST = 0.99
-"""Share of the highest rate from which splits count as equally fast, within the error of the model."""
+"""Splits with at least this share of the highest rate count as equally fast, since the model is not more exact."""
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well; engines need milliseconds around each step."""
 _MOST_SPLITS = 4096
 """Maximum number of different numbers of actors that are tried."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
-"""Maximum size of a simulation; of a larger system, a part is simulated."""
+"""Maximum size of a simulation; for a larger system, only a part is simulated."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Speed (tokens per second) and KV cache of an actor, which is `per_actor` accelerators; and of a trainer rank the memory,
-    and the seconds of `training` on one completion token."""
+    """Speeds and memory. An actor has `per_actor` accelerators and a KV cache of `kv_gib`, and decodes at the rates of `decode`
+    (tokens per second). A trainer rank has `memory_gib`, and trains on one completion token in `training` seconds."""
 
     name: str
     per_actor: int
@@ -64,7 +64,7 @@ class Machine:
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
-    """Return the mean KV cache tokens of a sequence in progress, which is half done on average; long ones stay longer."""
+    """Return the mean KV cache tokens of a sequence in progress: it is half done on average, and long ones stay longer."""
     return prompt_tokens + float(lengths.tokens**2 @ lengths.shares) / (2 * lengths.mean)
 
 
@@ -112,7 +112,7 @@ def weight_update_s(model: Model, num_actors: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A split with its simulation, of the share `share` of it, and its reasons. Times are in seconds, rates per second."""
+    """A split, its simulation with the simulated `share` of the system, and its reasons. Units are seconds and tokens/s."""
 
     machine: Machine
     lengths: Lengths
@@ -144,13 +144,13 @@ def misfits(
     found = [too_large] if too_large else []
     if not too_large and not most:
         held = tokens_held(lengths, longest_prompt(recipe))
-        fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give more"
+        fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give it more"
         found.append(FieldError("kv_gib", machine.kv_gib, fix))
     elif not too_large and h and h > most:
-        fix = f"the KV cache of an actor holds {most} of them; use at most that"
+        fix = f"the KV cache of an actor holds {most} sequences; use at most that many"
         found.append(FieldError("--sequences-in-progress", h, fix))
     if num_accelerators < machine.per_actor + fewest:
-        fix = f"an actor needs {machine.per_actor} and the trainer {fewest} of this kind; give more"
+        fix = f"an actor needs {machine.per_actor} of them and the trainer {fewest}; give more"
         found.append(FieldError("--accelerators", num_accelerators, fix))
     return found
 
@@ -260,7 +260,7 @@ def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
 
 
 def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, update_s: float) -> Iterator[str]:
-    """Yield what keeps the plan from using all accelerators, and what makes its figures doubtful."""
+    """Yield the reasons why the plan leaves accelerators unused, and why its figures may be wrong."""
     batch_size, max_lag = recipe.trainer.batch_size, recipe.algorithm.max_lag
     if AS_FAST * chosen.updates < min(chosen.generation, chosen.training):
         yield (
@@ -286,9 +286,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
-    """Simulate the split. Return the simulation and the simulated share of the system: a large one is
-    simulated as a part in the same proportions. The part has the same work per actor, step time and so lag as the whole; only
-    random variation is larger."""
+    """Simulate the split. Return the simulation and the simulated share of the system. Of a large system, only a part with the
+    same proportions is simulated. It has the same work per actor, step time and lag; only its random variation is larger."""
     warmup_steps = 2 * chosen.largest_lag + 5
     steps = max(20, chosen.largest_lag)
     per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size

@@ -1,4 +1,4 @@
-"""Simulate a run: how groups, queues, waiting, weight updates and chance change the rates of the closed form.
+"""Simulate a run, to find how groups, queues, waiting, weight updates and chance change the rates of `throughput.py`.
 
 Actors, feeder, intake and trainer behave as the services do, and ask `groups.py` how much may be issued, which sequences are
 stale and when a phase begins.
@@ -34,7 +34,7 @@ class Timing:
     """Durations, all in one unit of time: seconds, or the paper's flashes."""
 
     decode: DecodeCurve
-    """Decode speed of one actor, which may be several accelerators."""
+    """Decode speed of one actor, which may use several accelerators."""
     training: float
     """τ: time to train on one completion token, on one rank of the trainer."""
     step: float = 0.0
@@ -222,7 +222,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the end of a sequence, or of the current step if something changes with the next."""
+        """Schedule the actor's next event: the end of its step if the next changes something, else the end of a sequence."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)

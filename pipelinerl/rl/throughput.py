@@ -29,8 +29,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DecodeCurve:
-    """U(h) from measured `points` (h, tokens per unit of time), positive and h ascending, else `FieldError` is raised. Between
-    two points, the time of a decode step is linear. Below the first point it is constant; above the last point the rate is."""
+    """U(h) from measured `points` (h, tokens per unit of time). Raises `FieldError` unless all are positive and h ascends. The
+    time of a decode step is linear between two points and constant below the first; above the last, the rate is constant."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -140,7 +140,7 @@ def conventional_rate(
 @dataclass(frozen=True)
 class Split:
     """A pipeline's division of accelerators, I generators with H sequences each, and the rates in closed form that generation,
-    training and weight updates allow, in tokens per unit of time. A step takes at least one update."""
+    training and weight updates allow, in tokens per unit of time. A step takes at least the time of one update."""
 
     num_generators: int
     num_trainers: int

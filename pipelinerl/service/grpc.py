@@ -108,7 +108,7 @@ async def serve_grpc(
     address = host_port(host, port)
     try:
         bound = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
-    except RuntimeError as error:  # what grpcio raises for every failed bind
+    except RuntimeError as error:  # grpcio raises it for every failed bind
         raise ServiceError(
             f"grpc_port = {port}: cannot listen on {address}; is it in use? give another port, or 0 for any free one"
         ) from error

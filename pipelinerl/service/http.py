@@ -38,11 +38,11 @@ BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Longer than most clients keep an idle connection, because a request on one that the server is closing has to be repeated."""
+"""Most clients close an idle connection earlier. A request on one that the server is closing would have to be repeated."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
-    """Only answer requests for `open_paths`, or whose Host header is in `names` (IPv6 in brackets), with any port."""
+    """Answer only requests for `open_paths`, and those whose Host header is in `names` (IPv6 in brackets), with any port."""
     known = frozenset(name.lower() for name in names)
     asked_for = ", ".join(sorted(known))
     refusal = f"refused: the Host of this request names another server; call this one by one of these names: {asked_for}\n"
@@ -114,8 +114,8 @@ async def serve_http(
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
     with contextlib.closing(_bind(host, port)) as listener:
-        # Connections inherit it. asyncio leaves it out, as `create_server` names no protocol: an answer's body waited 40 ms for
-        # the acknowledgement of its head.
+        # Connections inherit TCP_NODELAY. asyncio does not set it, because `create_server` names no protocol. Without it, a
+        # response's body waits 40 ms for the acknowledgement of its head.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server = _EmbeddedServer(app)
         if on_this_loop:
@@ -138,7 +138,7 @@ def _bind(host: str, port: int) -> socket.socket:
         if ":" in host:  # `::` is for IPv4 too
             return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6())
         return socket.create_server((host, port))
-    except (OSError, OverflowError) as error:  # the second: no port has that number
+    except (OSError, OverflowError) as error:  # OverflowError: there is no such port number
         why = (getattr(error, "strerror", "") or str(error)).partition(" (while")[0]
         raise ServiceError(
             f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); give another port, or 0 for any free one"
@@ -154,11 +154,11 @@ class _EmbeddedServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,
-                backlog=128,  # asyncio accepts so many at once, and logs each failure where no file can be opened
+                backlog=128,  # asyncio accepts this many at once, and logs each failure if no file can be opened
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",
-                http="h11",  # httptools, which takes half the time for a request, gathers a head without end
+                http="h11",  # httptools is twice as fast, but sets no limit to a head
                 h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             )
         )
@@ -176,5 +176,5 @@ class _EmbeddedServer(uvicorn.Server):
         self._callers_loop.call_soon_threadsafe(self._tell)
 
     def _tell(self) -> None:
-        if not self.up.done():  # else who waited has been cancelled
+        if not self.up.done():  # otherwise the waiting caller was cancelled
             self.up.set_result(self.started)

@@ -53,8 +53,8 @@ class Readiness:
 
 @asynccontextmanager
 async def watch_loop() -> AsyncIterator[Callable[[], float]]:
-    """Yield a function, for any thread, that returns the seconds since this loop last ran: up to `MARK_EVERY_S` if healthy. The
-    liveness probe can so restart a process whose loop is blocked."""
+    """Yield a function, for any thread, that returns the seconds since this loop last ran: up to `MARK_EVERY_S` if healthy.
+    This lets the liveness probe restart a process whose loop is blocked."""
     loop, ran_at_s = asyncio.get_running_loop(), time.monotonic()
     handle: asyncio.TimerHandle
 
@@ -182,7 +182,7 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def sole_error(error: BaseException) -> BaseException:
-    """Return the one error inside nested task groups, which several tasks may have met; a group of different errors stays."""
+    """Return the error inside nested task groups, even if several tasks met it. Keep a group of different errors."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [sole_error(one) for one in error.exceptions]

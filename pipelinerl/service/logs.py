@@ -25,7 +25,7 @@ _LEAST_LEVEL = {
     "uvicorn.error": logging.WARNING,
     "asyncio": logging.WARNING,
     "httpx": logging.WARNING,
-    # Where torchao is installed, transformers imports it, and it warns of each GPU library that does not load on this machine.
+    # If torchao is installed, transformers imports it, and it warns of each GPU library that does not load on this machine.
     "torchao": logging.ERROR,
     "torch.utils._pytree": logging.ERROR,
 }

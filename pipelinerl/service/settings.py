@@ -1,4 +1,4 @@
-"""Settings of a run's processes: addresses, ports and folders. Only this module reads the environment.
+"""Settings of a run's processes: addresses, ports and folders. Only this module reads them from the environment.
 
 Every field is an environment variable `PIPELINERL_<FIELD>`, in a container and in a local run. This module also reads and
 writes `host:port` texts, and the address file, in which a process reports the ports that it got.
@@ -117,7 +117,7 @@ class TrainerSettings(PolicySettings):
         description="Folder with the token and the ca.crt that Kubernetes gives this pod.",
     )
     actor_selector: str = Field("", description="Labels of the actors' pods, as `kubectl get pods -l` takes them.")
-    actor_tls_name: str = Field("", description="Name in the actors' certificates: they are reached by address.")
+    actor_tls_name: str = Field("", description="Name in the actors' certificates, since actors are reached by address.")
     stream_replicas: int = Field(1, ge=1, le=5, description="NATS servers that keep each stream.")
     sequences_max_gib: float = Field(8.0, gt=0, description="Bound of the SEQUENCES stream, GiB.")
     transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the store for joining transfer groups.")
@@ -147,7 +147,7 @@ class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Reward processes.")
     max_queue: int = Field(4096, ge=1, description="Maximum number of waiting items; more are refused with RESOURCE_EXHAUSTED.")
     private_dir: Path | None = Field(None, description="Folder that code in a sandbox cannot read: a local run's, or runs/.")
-    max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum running episodes; more are refused likewise.")
+    max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum running episodes; more are refused, too.")
     reward_modules: Path | None = Field(None, description="Folder in which workers look for modules, before PYTHONPATH.")
 
 

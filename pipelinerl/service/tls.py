@@ -1,5 +1,5 @@
-"""A folder with a certificate, its key and its CA, as cert-manager writes it: read, checked before use, and read again when
-renewed. A gRPC server shows the certificate, and accepts callers with any certificate of the same CA."""
+"""Read a folder with a certificate, its key and its CA, as cert-manager writes it, check it, and read it again when renewed. A
+gRPC server presents the certificate, and accepts callers with any certificate of the same CA."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def check_pair(folder: Path, field: str) -> None:
     """Raise `FieldError` unless tls.key is the key of tls.crt."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
-    except (OSError, ValueError) as error:  # TLS errors are OSErrors; so is a file that went while it was looked at
+    except (OSError, ValueError) as error:  # TLS errors are OSErrors, and so is a file that disappears meanwhile
         reason = getattr(error, "reason", None) or error
-        raise FieldError(field, str(folder / CERTIFICATE), f"and {KEY} do not belong together: {reason}") from error
+        raise FieldError(field, str(folder / CERTIFICATE), f"does not match {KEY}: {reason}") from error
 
 
 class RenewedCertificates:
@@ -138,8 +138,8 @@ def _shake_hands(folder: Path, role: Role) -> None:
 def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:
     """Return a gRPC server's credentials, which also ask callers for a certificate; None for plain text.
 
-    New connections use renewed files. If these cannot be used, it warns and keeps the last ones. Raises `FieldError` as
-    `read_certificates` does.
+    New connections use renewed files. If these cannot be used, a warning is logged and the last ones are kept. Raises
+    `FieldError` as `read_certificates` does.
     """
     if tls_dir is None:
         return None

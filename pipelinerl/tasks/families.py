@@ -18,8 +18,8 @@ from reasoning_gym.factory import ProceduralDataset
 @dataclass
 class RepeatedAdditionConfig:
     """Bounds are inclusive. The number of additions has a truncated Pareto distribution with α = `tail_index`, so that most
-    problems are short and a few are very long, as with reasoning models. Each addition needs only the previous result, so that
-    a small model that can add once can go on for any number of them."""
+    problems are short and a few are very long, as with reasoning models. Each addition needs only the previous result, so
+    a small model that can do one addition can do any number of them."""
 
     min_start: int = 1000
     max_start: int = 9000

@@ -63,7 +63,7 @@ class Row:
 
 
 def value_in(row: Any, name: str) -> Any:
-    """Return the field `name`, or `ABSENT`; a.b is b in the object a, unless the row has a field a.b; a.0 a list's first."""
+    """Return the field `name`, or `ABSENT`. `a.b` is field b of a, unless the row has a field `a.b`; `a.0` is item 0 of a."""
     inside: Any = {str(position): value for position, value in enumerate(row)} if isinstance(row, list) else row
     if not isinstance(inside, Mapping):
         return ABSENT
@@ -244,7 +244,7 @@ def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, 
         for batch in ParquetFile(io.BytesIO(_whole(path, stream)) if path.suffix in _COMPRESSIONS else path).iter_batches():
             try:
                 rows = batch.to_pylist()
-            except (ValueError, OverflowError):  # row by row, which is slower
+            except (ValueError, OverflowError):  # find the bad row, one by one, which is slower
                 rows = [_parquet_row(batch.slice(row, 1)) for row in range(batch.num_rows)]
             yield from enumerate(rows, start=number + 1)
             number += len(rows)
@@ -262,9 +262,9 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the hub, or a local folder in its form, with the library `datasets`, which takes the token from the
-    environment and refuses a set that wants to run code. If the hub cannot be reached, only the library's cache is used. With
-    `task.max_rows`, rows are streamed, so that a large set is not fetched whole."""
+    """Read a data set of the hub, or a local folder in the hub's form, with the library `datasets`, which takes the token from
+    the environment and refuses a set that wants to run code. If the hub cannot be reached, only the library's cache is used.
+    With `task.max_rows`, rows are streamed, so that a large set is not fetched whole."""
     try:
         import datasets
     except ImportError as error:
@@ -294,7 +294,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
             yield Row(where, "row", number, row)
     except UserError:
         raise
-    except Exception as error:  # the library and those below it have no common base of their errors
+    except Exception as error:  # the errors of the library and its dependencies have no common base
         raise _hub_error(config, error) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
@@ -338,7 +338,7 @@ def _hub_error(config: TaskConfig, error: Exception) -> UserError:
     if isinstance(error, ValueError) and "split" in said.lower():
         return FieldError("task.split", config.split, f"{config.path} has no such split: {said}")
     if isinstance(error, ValueError) and "config" in said.lower():
-        return FieldError("task.config", config.subset, f"{config.path} cannot be read with it: {said}")
+        return FieldError("task.config", config.subset, f"{config.path} cannot be read with this configuration: {said}")
     if isinstance(error, DatasetNotFoundError | ConnectionError):
         fix = "the hub cannot be reached from here, and the cache of this machine does not hold this set"
         return Lacking("task.path", config.path, fix)

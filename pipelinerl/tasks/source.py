@@ -44,8 +44,8 @@ class Split(StrEnum):
 @dataclass(frozen=True)
 class Problem:
     """One problem. `reference` holds JSON values: `answer`; `row`, the whole row if it has more than prompt and answer; for
-    reasoning-gym also `dataset` and `entry`. `messages`: the prompt if the file has it in OpenAI's form, and `question` its
-    JSON."""
+    reasoning-gym also `dataset` and `entry`. `messages`: the prompt, if the file has it in OpenAI's form; `question` is
+    then its JSON."""
 
     question: str
     reference: Mapping[str, Any] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class Source(Protocol):
 
 class Interleaving:
     """Assign a run's problems to several tasks by their weights, as a pure function of the problem's number: in order, each
-    task takes its evenly spaced share of the problems that earlier tasks have left. Among the first n problems, each task has
-    its share, off by at most half the number of tasks."""
+    task takes its evenly spaced share of the problems that earlier tasks have left. Among the first n problems, each task's
+    number differs from its exact share by at most half the number of tasks."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
@@ -121,7 +121,8 @@ class SeededSource:
 
 
 class Division:
-    """A seeded division of problems into held-out and training ones, which repeat. Raises `FieldError` if there are too few."""
+    """A seeded division of problems into held-out and training ones. Training repeats its own. Raises `FieldError` for too
+    few."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
@@ -304,8 +305,8 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """Return the reference answer, and the whole row if a reward may read more of it than texts. Raises `BadRow` without a
-    needed answer; environments, agents and conversations need none unless the recipe names its field."""
+    """Return the reference answer, and the whole row if a reward may need more than prompt and answer as texts. Raises `BadRow`
+    if a needed answer is missing; environments, agents and conversations need none unless the recipe sets `answer_field`."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -377,7 +378,7 @@ class ReasoningGymSource:
         return frozenset(problem.question for problem in self._heldout)
 
     def _candidate(self, split: Split, index: int, attempt: int) -> Problem:
-        # Later attempts come from blocks that no index reaches at first.
+        # Later attempts use blocks that no first attempt uses.
         block, within = divmod(index, BLOCK)
         entry = self._entry(split, block if attempt == 0 else -(attempt + MOST_TRIES * block), within)
         question = compact_question(entry) if self._compact else entry["question"]

@@ -228,7 +228,7 @@ _Item = TypeVar("_Item")
 
 
 def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item, None, None]:
-    """Yield the items, which a thread makes ahead from the first request on. The generator must be closed in any case.
+    """Yield the items. A thread makes them ahead, from the first request on. The generator must always be closed.
 
     At most `buffers` (≥ 2) items exist at a time: the last one yielded and those made or being made after it. An error of
     `items` is raised in place of its item. This function has no timeout: making one item must itself be bounded, and closing

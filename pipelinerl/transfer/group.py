@@ -1,9 +1,10 @@
 """A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive. This module does not decide
 on membership, and sends any tensors.
 
-A group is built from a key-value store that the trainer hosts, without torch's global process group, so that several groups (of
-successive epochs, or side groups of joiners) can coexist in one process. Every wait has a deadline. A group that failed is
-unusable: close it, agree on a new epoch and build another. Neither the store nor Gloo authenticates peers (docs/security.md).
+Ranks build a group through a key-value store that the trainer hosts, without torch's global process group, so that several
+groups (of successive epochs, or side groups of joiners) can coexist in one process. Every wait has a deadline. A group that
+failed is unusable: close it, agree on a new epoch and build another. Neither the store nor Gloo authenticates peers
+(docs/security.md).
 
 Ranks meet in two stages. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
 other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives up the meeting, all
@@ -147,7 +148,7 @@ class NcclTransport:
                         raise TimeoutError
                     time.sleep(min(max(_SHORTEST_LOOK_S, _LOOK_SHARE * taken_s), _LONGEST_LOOK_S))
                 self._check_wanted()
-                work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises NCCL's error, if any; no longer waits
+                work.wait(timedelta(seconds=max(timeout_s, 0.001)))  # raises NCCL's error, if any, without waiting
         except BaseException:
             self.close()
             raise
@@ -157,7 +158,7 @@ class NcclTransport:
         with self._closing:
             if self._aborting is None:
                 self._closed.set()  # before a broadcast can look complete
-                # On a thread, since torch waits for NCCL without a limit of its own.
+                # On a thread, since torch waits for NCCL without a time limit.
                 self._aborting = on_thread("nccl-abort", partial(_abort, self._group))
         if wait([self._aborting], ABORT_WITHIN_S).not_done:
             log.error("NCCL does not end a communicator within %g s; it is left behind", ABORT_WITHIN_S)
@@ -302,7 +303,7 @@ class WeightGroup:
 
 
 class GlooTransport:
-    """A Gloo process group, which is left when its object is deleted."""
+    """A Gloo process group. Deleting its object leaves the group."""
 
     def __init__(self, spec: GroupSpec, store: PrefixStore, timeout_s: float) -> None:
         gloo_class: Any = ProcessGroupGloo  # its options are missing from torch's stubs

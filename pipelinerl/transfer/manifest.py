@@ -1,4 +1,4 @@
-"""The manifest, on which both ends of a weight transfer agree, and the errors of a transfer. No torch: dtypes are names.
+"""The manifest, on which both ends of a weight transfer agree, and the errors of a transfer, without torch: dtypes are names.
 
 The manifest says which tensors are sent, in which form, and how they are cut into chunks. It is fixed for a run, so that an
 update carries only its id; it holds no weights or checksums. The tensors are laid out one after another in a flat stream of
@@ -43,7 +43,7 @@ class DeadlineExceeded(GroupFailed):
 
 
 class RanksMissing(DeadlineExceeded):
-    """Some ranks did not come to the meeting. Only rank 0 knows which."""
+    """Some ranks did not check in at the store. Only rank 0 knows which."""
 
     def __init__(self, group: str, ranks: tuple[int, ...], world: int, timeout_s: float) -> None:
         self.ranks = ranks
@@ -56,8 +56,8 @@ class TransferAborted(TransferError):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Address and rank for a meeting. `name`, such as `epoch-3`, must be new for every group built on one store (host:port).
-    `bind_host`: address at which the other ranks reach this one (gloo; None = by the machine's name)."""
+    """Address of the store and rank of one member of a group. `name`, such as `epoch-3`, must be new for every group built on
+    one store (host:port). `bind_host`: address at which the other ranks reach this one (gloo; None = by the machine's name)."""
 
     store: str
     name: str
@@ -110,22 +110,22 @@ class Manifest:
         self.parameters, self.low_rank = tuple(content.parameters), tuple(content.low_rank)
         self.chunk_bytes, self.wire_dtype = content.chunk_bytes, content.wire_dtype
         if self.chunk_bytes < ALIGNMENT or self.chunk_bytes % ALIGNMENT:
-            raise FieldError("chunk_bytes", self.chunk_bytes, f"a positive multiple of {ALIGNMENT}")
+            raise FieldError("chunk_bytes", self.chunk_bytes, f"must be a positive multiple of {ALIGNMENT}")
         if self.wire_dtype and self.wire_dtype not in DTYPE_BYTES:
-            raise FieldError("wire_dtype", self.wire_dtype, f"empty, or one of {sorted(DTYPE_BYTES)}")
+            raise FieldError("wire_dtype", self.wire_dtype, f"must be empty or one of {sorted(DTYPE_BYTES)}")
         if not self.parameters:
-            raise FieldError("parameters", (), "at least one parameter")
+            raise FieldError("parameters", (), "must contain at least one parameter")
         names: set[str] = set()
         for spec in self.parameters:
             if not spec.name:
-                raise FieldError("parameters.name", "", "a name for each parameter")
+                raise FieldError("parameters.name", "", "give each parameter a name")
             if spec.name in names:
-                raise FieldError("parameters", spec.name, "each name once")
+                raise FieldError("parameters", spec.name, "use each name once")
             names.add(spec.name)
             if spec.dtype not in DTYPE_BYTES:
-                raise FieldError(f"parameters[{spec.name}].dtype", spec.dtype, f"one of {sorted(DTYPE_BYTES)}")
+                raise FieldError(f"parameters[{spec.name}].dtype", spec.dtype, f"must be one of {sorted(DTYPE_BYTES)}")
             if not all(spec.shape):
-                raise FieldError(f"parameters[{spec.name}].shape", tuple(spec.shape), "positive sizes only")
+                raise FieldError(f"parameters[{spec.name}].shape", tuple(spec.shape), "must have positive sizes only")
         _validate_low_rank(self)
 
     @cached_property
@@ -225,13 +225,13 @@ def _validate_low_rank(manifest: Manifest) -> None:
     shapes = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
     used = [name for item in manifest.low_rank for name in (item.a, item.b)]
     if manifest.low_rank and sorted(used) != sorted(shapes):
-        raise FieldError("low_rank", sorted(set(used) ^ set(shapes)), "each parameter as a factor of one weight")
+        raise FieldError("low_rank", sorted(set(used) ^ set(shapes)), "use each parameter as a factor of one weight")
     for item in manifest.low_rank:
         a, b, shape = shapes[item.a], shapes[item.b], tuple(item.shape)
         width = (a[-1:] + b[:1]) if item.transposed else (b[:1] + a[-1:])
         if not (len(a) == len(b) == 2 and a[0] == b[1] and shape == width):
-            raise FieldError(f"low_rank[{item.name}].shape", shape, f"that of B·A, with A {a} and B {b}")
+            raise FieldError(f"low_rank[{item.name}].shape", shape, f"must be that of B·A, with A {a} and B {b}")
         if item.dtype not in DTYPE_BYTES:
-            raise FieldError(f"low_rank[{item.name}].dtype", item.dtype, f"one of {sorted(DTYPE_BYTES)}")
+            raise FieldError(f"low_rank[{item.name}].dtype", item.dtype, f"must be one of {sorted(DTYPE_BYTES)}")
         if not math.isfinite(item.scaling):
-            raise FieldError(f"low_rank[{item.name}].scaling", item.scaling, "a finite number")
+            raise FieldError(f"low_rank[{item.name}].scaling", item.scaling, "must be a finite number")

@@ -99,7 +99,7 @@ async def test_limits_of_existing_streams_stay(server: NatsServer, caplog: pytes
             assert not caplog.text
         async with connected(server, replace(LIMITS, sequences_max_messages=10, sequences_max_bytes=10**6)) as other:
             assert caplog.messages[1] == (
-                "SEQUENCES_demo exists, and stays as it is: largest number of bytes: 67108864, not 1000000; "
+                "SEQUENCES_demo exists and is not changed: its limit in bytes is 67108864, not 1000000; "
                 "`nats stream edit SEQUENCES_demo` changes it"
             )
             assert [message.partition("_")[0] for message in caplog.messages] == ["PROMPTS", "SEQUENCES", "CONTROL", "DEAD"]

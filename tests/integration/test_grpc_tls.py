@@ -117,7 +117,7 @@ def test_files_that_cannot_be_used_are_named_at_the_start(files: Callable[..., P
     folder = files("mine", HOST)
     read_certificates(folder, role)
     (folder / "tls.key").write_bytes((files("other", HOST) / "tls.key").read_bytes())
-    with pytest.raises(FieldError, match=r"tls_dir = .*tls\.crt.* do not belong together"):
+    with pytest.raises(FieldError, match=r"tls_dir = .*tls\.crt.* does not match tls\.key"):
         read_certificates(folder, role)
     with pytest.raises(FieldError, match=r"tls\.crt.* is refused under ca\.crt: certificate has expired"):
         read_certificates(files("mine", HOST, days=-1), role)

@@ -104,7 +104,7 @@ async def test_each_process_sees_its_gpu_and_a_shared_one_starts_with_the_engine
             assert f"CUDA_VISIBLE_DEVICES={gpu}" in variables[name]
             assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in variables[name]
         assert "actor-2" not in pids
-        warning = "warning: 5 actors are wanted, and the GPUs here suffice for 2 actors"
+        warning = "warning: 5 actors are wanted, but the GPUs here suffice for 2 actors"
         assert run.printed.getvalue().count(warning) == 1
         serving_s = max(run.dir.address(name).stat().st_mtime for name in ("actor-0", "actor-1"))
         ticks = int(Path(f"/proc/{pids['trainer']}/stat").read_text().rpartition(")")[2].split()[19])

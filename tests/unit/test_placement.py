@@ -331,8 +331,8 @@ def test_the_runner_asks_a_process_and_says_why_it_has_no_answer(tmp_path: Path,
     for script, problem in (
         (f"print('noise'); print({answer!r})", ""),
         ('print(\'{"problem": "no driver"}\')', "no driver"),
-        ("raise SystemExit('torch is broken')", "torch cannot be asked for GPUs: torch is broken"),
-        ("pass", "torch cannot be asked for GPUs"),
+        ("raise SystemExit('torch is broken')", "torch cannot list the GPUs: torch is broken"),
+        ("pass", "torch cannot list the GPUs"),
     ):
         monkeypatch.setattr(devices, "PROBE", (devices.sys.executable, "-c", script))
         found = devices.find_devices.__wrapped__()

@@ -67,8 +67,8 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     with pytest.raises(FieldError, match=r"algorithm.max_lag = 0: the longest sequences are at least 1 step old in any split"):
         make_plan(recipe_with(0), model, machine, lengths, 9)
     told = [str(one) for one in misfits(recipe_with(3), model, machine, lengths, 1, 50000)]
-    assert re.search(r"--sequences-in-progress = 50000: .* holds \d+ of them", told[0])
-    assert told[1:] == ["--accelerators = 1: an actor needs 1 and the trainer 1 of this kind; give more"]
+    assert re.search(r"--sequences-in-progress = 50000: .* holds \d+ sequences", told[0])
+    assert told[1:] == ["--accelerators = 1: an actor needs 1 of them and the trainer 1; give more"]
     two = 2.5 * tokens_held(lengths, longest_prompt(recipe_with(None))) * model.kv_bytes / GIB
     tight = make_plan(recipe_with(None), model, replace(machine, kv_gib=two), lengths, 9)
     assert tight.split.sequences_in_progress == 2

@@ -463,7 +463,7 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("tokenizer.json", None, "has no tokenizer (tokenizer.json); copy"),
         ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "the model's context is 9 tokens at most"),
         ("model.safetensors", None, "has no weights (*.safetensors)"),
-        ("model.safetensors", -3, "model.safetensors has 74 bytes where its header says 77; copy what is broken again"),
+        ("model.safetensors", -3, "model.safetensors has 74 bytes where its header says 77; copy the broken files again"),
         ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its beginning is cut"),
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors of the 1 files"),
@@ -728,7 +728,7 @@ def test_a_recipe_for_gpus_is_not_for_a_machine_without(monkeypatch: pytest.Monk
     assert list(lacking) == ["model.dtype"]
     text, is_lacking = lacking["model.dtype"]
     assert is_lacking
-    assert "needs a GPU, and no NVIDIA GPU is here" in text
+    assert "needs a GPU, and this machine has no NVIDIA GPU" in text
     assert "without one, run repeated-addition, or smollm2" in text
     assert "use auto or gloo" in found("weights.backend=nccl")["weights.backend"][0]
     assert found() == {}
@@ -832,7 +832,7 @@ def test_the_cuda_build_of_vllm_does_not_run_without_a_gpu(monkeypatch: pytest.M
     monkeypatch.setattr(preflight, "_installed", lambda name: name == "vllm")
     text, is_lacking = found()["actor.engine"]
     assert is_lacking
-    assert "'vllm': is built for CUDA here and needs a GPU, and no NVIDIA GPU is here" in text
+    assert "'vllm': is built for CUDA here and needs a GPU, and this machine has no NVIDIA GPU" in text
     assert text.endswith("for the CPU: make clean && make install")
     monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
     assert found() == {}

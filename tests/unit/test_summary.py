@@ -166,7 +166,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert f"report             {tmp_path}/report.html" in text
     assert "GRADIENT" not in text
     cut = "\n".join(closing_lines(summary_from_metrics(recipe(), records()) | {"steps_clipped": 2}, run, Ending(75.0)))
-    assert "GRADIENT           clipped in 2 of 3 steps, which makes all equally long: raise trainer.max_grad_norm" in cut
+    assert "GRADIENT           clipped in 2 of 3 steps, so all have the same norm: raise trainer.max_grad_norm" in cut
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     same, other = [one | {"equal_reward_groups": 1.0} for one in records()], {"equal_reward_groups": 0.5}
     baseline = recipe_from_data({**recipe().model_dump(), "algorithm": {"advantage": "value"}}, "tiny")
