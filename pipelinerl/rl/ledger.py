@@ -304,7 +304,7 @@ MEANINGS = {
     "reward_bad_reward": "the reward is not a finite number",
     "reward_bad_reference": "the problem's reference lacks a value that the scorer needs",
     "reward_unknown_task": "the verifier's recipe does not have this task",
-    "episode_timeout": "the episode took longer than task.episode_timeout_s, or its environment longer than task.answer_timeout_s",
+    "episode_timeout": "the episode took longer than task.episode_timeout_s, or its environment than task.answer_timeout_s",
     "episode_crashed": "the environment or agent raised, died or failed, which was not the policy's fault",
     "episode_out_of_memory": "the episode needed more than reward.memory_mib",
     "episode_bad_reward": "the episode's reward is not a finite number",
