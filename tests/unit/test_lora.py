@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -221,6 +220,8 @@ def exported(policy: Policy, folder: Path) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", ["all-linear", "some"])
 def test_checkpoints_load_with_transformers_and_with_peft(family: str, targets: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     model(family).save_pretrained(tmp_path / "base")
     some = ["c_attn"] if family == "gpt2" else ["q_proj", "mlp.up_proj"]
     lora = LoraConfig(rank=3, alpha=6.0, rslora=True, target_modules=some if targets == "some" else "all-linear")
