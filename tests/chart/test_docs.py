@@ -24,11 +24,8 @@ EXAMPLES = [
 ]
 
 
-def test_the_table_of_values_is_what_the_schema_says() -> None:
+def test_the_table_of_values_is_what_the_schema_says_and_has_every_value_once() -> None:
     assert PART.replaced(TABLE) == TABLE, PART.command
-
-
-def test_the_table_has_every_value_once() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \|", reference(read_schema()), re.MULTILINE)
     assert sorted(rows) == sorted(LEAVES)
 

@@ -161,16 +161,14 @@ async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEn
     assert await sample(hostile.address, "episodes") == 0
 
 
-@pytest.mark.parametrize("misdeed", ["leave_children", "leave_children_and_hang"])
-async def test_processes_an_environment_started_end_with_its_episode(
-    policy: FakeEndpoint, tmp_path: Path, misdeed: str
-) -> None:
+async def test_processes_an_environment_started_end_with_its_episode(policy: FakeEndpoint, tmp_path: Path) -> None:
+    misdeeds = ("leave_children", "leave_children_and_hang")
+    asked = [episode(policy, {"in_reply": f"{one} {tmp_path / one}"}, number) for number, one in enumerate(misdeeds)]
     with verifier(tmp_path, recipe(reward={"sandbox": False})) as running:
-        running.wait_until_serving()
-        (result,) = await run(running.address.grpc, episode(policy, {"in_reply": f"{misdeed} {tmp_path / 'pids'}"}))
-    assert status_name(result.status) == ("timeout" if misdeed.endswith("hang") else "ok")
-    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 6
+        results = await run(running.wait_until_serving().address.grpc, *asked)
+    assert [status_name(result.status) for result in results] == ["ok", "timeout"]
+    pids = [int(line) for one in misdeeds for line in (tmp_path / one).read_text().split()]
+    assert len(pids) == 12
     assert [pid for pid in pids if not ends_within(pid, START_S)] == []
 
 

@@ -189,11 +189,8 @@ def test_each_contradiction_is_found(tmp_path: Path, events: Iterable[Event], ch
     assert said in found[check][1]
 
 
-def test_one_contradiction_is_one_finding(tmp_path: Path) -> None:
+def test_one_contradiction_is_one_finding_and_events_before_any_start_are_one(tmp_path: Path) -> None:
     assert list(failed(tmp_path, *OPENING, *FIRST_STEP, close("failed", "0.0", reason="engine"))) == [Check.ENDED_ONCE]
-
-
-def test_events_before_any_start(tmp_path: Path) -> None:
     assert failed(tmp_path, issue(0), start())[Check.JOURNAL] == (1, "byte 0: before any start")
 
 

@@ -82,13 +82,10 @@ def test_few_samples_are_shown_once() -> None:
     assert ([one["step"] for one in shown["early"]], [one["step"] for one in shown["late"]]) == ([1, 2], [3, 4, 5])
 
 
-def test_very_long_completions_are_clipped_with_their_length() -> None:
+def test_very_long_completions_are_clipped_with_their_length_and_their_tokens() -> None:
     shown = data([], [sample(1, completion="x" * 5000)])["samples"]["early"][0]["completion"]
     assert shown.endswith("… (1000 more characters)")
     assert len(shown) < 4100
-
-
-def test_tokens_of_a_clipped_completion_are_clipped_with_it() -> None:
     pieces = ["word " for _ in range(1000)]
     long = {"completion": "word " * 1000, "tokens": pieces, "weights": [1.0] * 1000, "spans": [[0, 0, 600], [1, 600, 1200]]}
     shown = data([], [sample(1, **long)])["samples"]["early"][0]

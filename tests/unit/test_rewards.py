@@ -361,12 +361,9 @@ def test_reasoning_gym_accepts_its_own_answer_after_json(family: str) -> None:
     assert reasoning_gym_scorer(family)(item(reference["entry"]["answer"], reference)).value == 1.0
 
 
-def test_reasoning_gym_scorer_that_raises_on_an_answer_means_a_wrong_answer() -> None:
+def test_reasoning_gym_scorer_that_raises_means_a_wrong_answer_unless_the_entry_lacks_what_it_needs() -> None:
     score = reasoning_gym_scorer("prime_factorization")(item("a word", gym_reference("prime_factorization")))
     assert score == Score(0.0, "not an answer of this family's form (ValueError)")
-
-
-def test_reasoning_gym_entry_that_lacks_what_the_scorer_needs() -> None:
     reference = gym_reference("chain_sum")
     reference["entry"]["answer"] = 214
     with pytest.raises(BadReference, match="entry: its own answer cannot be scored"):

@@ -92,21 +92,15 @@ def test_heldout_problems_are_distinct_never_trained_on_and_the_same_for_every_s
     assert questions(sums(seed=9, num_heldout=100, config=pairs), Split.HELDOUT, range(100)) == heldout
 
 
-def test_a_family_with_too_few_problems_is_named() -> None:
+def test_what_a_family_cannot_give_and_arguments_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # ten questions
     with pytest.raises(FieldError, match=r"task\.heldout_problems = 11: .*too few distinct problems"):
         sums(num_heldout=11, config=zeros).problem(Split.HELDOUT, 0)
     with pytest.raises(FieldError, match="too few distinct problems"):
         sums(num_heldout=10, config=zeros).problem(Split.TRAIN, 0)
-
-
-def test_without_reasoning_gym_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # an import of it fails
     with pytest.raises(FieldError, match=r"task\.source = 'reasoning_gym': .*pip install 'pipelinerl\[local\]'"):
         sums()
-
-
-def test_arguments_that_cannot_be_are_named() -> None:
     for key, said in (("zzz", "chain_sum has no such argument; allowed: min_terms, max_terms, "), ("seed", "leave it out")):
         with pytest.raises(FieldError, match=rf"^task\.config\.{key} = 3: {said}"):
             sums(config={key: 3})

@@ -38,7 +38,7 @@ class Exported:
         self.metrics.steps.observe({**step_figures(), **measured, **record, **figures})
 
 
-def test_each_token_counts_once_under_its_lag() -> None:
+def test_each_token_counts_once_under_its_lag_whose_bound_is_a_series_only_where_there_is_one() -> None:
     exported = Exported()
     exported.step(lag_histogram={0: 10, 1: 5, 3: 2}, lag={"max": 3})
     exported.step(lag_histogram={"0": 1, "8": 4, "65": 1}, lag={"max": 65})
@@ -47,10 +47,6 @@ def test_each_token_counts_once_under_its_lag() -> None:
     assert exported("token_lag_steps_count") == 23
     assert exported("token_lag_steps_sum") == 5 + 6 + 32 + 65
     assert exported("token_lag_max_steps") == 65
-
-
-def test_the_lag_bound_is_a_series_only_where_there_is_one() -> None:
-    exported = Exported()
     exported.metrics.steps.lag_bound.set(4)
     assert exported("token_lag_bound_steps") == 4
     exported.metrics.steps.lag_bound.set(None)
