@@ -337,7 +337,7 @@ def test_programs_that_hang_cost_their_tests_and_not_the_item(monkeypatch: pytes
     assert code_scorer(config.model_copy(update={"sandbox": False}))(RewardInput("", "", "", {"tests": tests[:1]})).value == 1.0
 
 
-def test_json_schema_names_what_is_wrong_with_the_answer() -> None:
+def test_json_schema_names_what_is_wrong_with_the_answer_and_a_bad_one_is_found_at_the_start() -> None:
     reward = make_reward(
         RewardConfig(scorer="json_schema", json_schema={"additionalProperties": {"type": "integer"}}), TaskConfig()
     )
@@ -345,9 +345,6 @@ def test_json_schema_names_what_is_wrong_with_the_answer() -> None:
     assert (half.status, half.reward, "\ufffd" in half.message) == (verifier_pb2.VERIFY_STATUS_OK, 0.0, True)
     assert json_schema_scorer(POINT)(item('{"x": "one"}')).reason == "$.x: 'one' is not of type 'integer'"
     assert json_schema_scorer(POINT)(item("[" * 100_000)).value == 0.0
-
-
-def test_bad_schema_of_the_recipe_is_found_at_the_start() -> None:
     with pytest.raises(FieldError, match=r"reward\.json_schema.*objekt"):
         json_schema_scorer({"type": "objekt"})
 

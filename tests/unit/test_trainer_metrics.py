@@ -133,7 +133,7 @@ def test_reasons_beyond_the_most_frequent_are_one() -> None:
     assert bounded({"a": 1}, most=2) == {"a": 1}
 
 
-def test_streams_and_parts_of_the_run_by_hand() -> None:
+def test_streams_parts_of_the_run_updates_and_members_by_hand() -> None:
     exported = Exported()
     assert exported("phase", phase="loading") == 1
     exported.watch()
@@ -149,9 +149,6 @@ def test_streams_and_parts_of_the_run_by_hand() -> None:
     assert exported("members", state="serving") == 4
     assert (exported("checkpoint_version"), exported("checkpoint_timestamp_seconds")) == (4, 9100)
     assert (exported("checkpoint_upload_version"), exported("checkpoint_upload_timestamp_seconds")) == (None, None)
-
-
-def test_updates_and_members_are_counted() -> None:
     exported = Exported()
     membership = exported.metrics.membership
     membership.served(UpdateRecord(1, num_bytes=100, transfer_s=0.5, round_trip_s=2.0))

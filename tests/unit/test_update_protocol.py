@@ -330,14 +330,11 @@ async def test_a_first_version_that_nobody_serves_ends_the_run_with_the_actors_r
         assert not one.running.done()
 
 
-async def test_a_bug_in_a_receive_is_not_swallowed() -> None:
+async def test_a_bug_in_a_receive_and_a_swap_that_breaks_half_way_end_the_actor_and_one_that_did_not_begin_does_not() -> None:
     async with stage("a") as one:
         one.fail("a", ZeroDivisionError("ours"))
         await one.updater.offer(0, "snapshot-0")
         await ends_with(one.actors["a"].task, ZeroDivisionError, "ours")
-
-
-async def test_a_swap_that_breaks_half_way_ends_the_actor_and_one_that_did_not_begin_does_not() -> None:
     async with stage("a", "b") as one:
         one.actors["a"].receiver.commit_error = CommitFailed("half of it")
         one.actors["b"].receiver.commit_error = TransferError("nothing is staged")
