@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.chart.rendering import HELM, NAMESPACE, Object
+from tests.support.machine import free_port
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 KUBECTL = HELM.with_name("kubectl")
@@ -73,7 +73,7 @@ def missing() -> list[str]:
 @contextmanager
 def started(folder: Path) -> Iterator[Cluster]:
     """A control plane of this machine meanwhile, on loopback. Raises `TimeoutError` with its logs when it does not come up."""
-    client, peer, port = (_free_port() for _ in range(3))
+    client, peer, port = (free_port() for _ in range(3))
     token, url = secrets.token_hex(16), f"https://127.0.0.1:{port}"
     (folder / "tokens.csv").write_text(f"{token},admin,admin,system:masters\n")
     key = rsa.generate_private_key(65537, 2048)
@@ -107,11 +107,6 @@ def started(folder: Path) -> Iterator[Cluster]:
         stack.enter_context(_process(folder, "kube-scheduler", *common))
         stack.enter_context(_Kubelets(api))
         yield Cluster(kubeconfig, stand_in=True)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def _kubeconfig(file: Path, url: str, token: str) -> Path:

@@ -24,11 +24,8 @@ EXAMPLES = [
 ]
 
 
-def test_the_table_of_values_is_what_the_schema_says() -> None:
+def test_the_table_of_values_is_what_the_schema_says_and_has_every_value_once() -> None:
     assert PART.replaced(TABLE) == TABLE, PART.command
-
-
-def test_the_table_has_every_value_once() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \|", reference(read_schema()), re.MULTILINE)
     assert sorted(rows) == sorted(LEAVES)
 
@@ -39,16 +36,13 @@ def test_examples_render(example: dict[str, Any]) -> None:
     assert render(example).of_kind("Deployment")
 
 
-def test_values_that_the_text_names_exist() -> None:
+def test_values_and_objects_that_the_text_and_its_commands_name_exist() -> None:
     named = set(re.findall(r"`((?:actor|trainer|verifier|nats|tls|network|networkPolicy|images|metrics)\.[\w.]+)[`=:]", PAGE))
     known = {*LEAVES, *(path.rpartition(".")[0] for path in LEAVES)}
     others = {"trainer.nproc", "actor.engine.tensor_parallel_size", "tls.crt", "tls.key"}  # recipe fields, files
     assert len(named) > 15
     within = {name for name in named if any(name.startswith(f"{leaf}.") for leaf in LEAVES)}  # verifier.resources.limits
     assert named - within <= known | others, named - within - known
-
-
-def test_commands_of_the_text_name_objects_that_exist() -> None:
     objects = {item["metadata"]["name"] for item in rendered_case("nats-3").objects}
     for kind, name in re.findall(r"(deployment|statefulset|service)/([\w-]+)", PAGE):
         assert name in objects, f"{kind}/{name}"

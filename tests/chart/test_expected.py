@@ -288,15 +288,12 @@ def test_these_values_lead_to(values: dict[str, Any], expected: dict[str, Any]) 
     assert {place: found(rendered, place) for place in expected} == expected
 
 
-def test_autoscalers_ask_for_a_metric_that_exists() -> None:
+def test_autoscalers_ask_for_a_metric_that_exists_and_monitors_tell_releases_apart_by_it(rendered: Rendered) -> None:
+    """The HPA's selector is a label that podTargetLabels puts on every sample."""
     for case, service, wanted in (("keda", "actor", WANTED), ("episodes", "verifier", EPISODES)):
         trigger = found(rendered_case(case), f"ScaledObject/pipelinerl-{service} spec triggers")[-1]
         assert names_in(trigger["metadata"]["query"]) == {wanted}
         assert wanted in samples()
-
-
-def test_monitors_tell_releases_apart_as_the_autoscaler_asks(rendered: Rendered) -> None:
-    """The HPA's selector is a label that podTargetLabels puts on every sample."""
     for monitor in rendered.of_kind("PodMonitor"):
         assert "app.kubernetes.io/instance" in monitor["spec"]["podTargetLabels"]
     selectors = found(rendered, "HorizontalPodAutoscaler/pipelinerl-actor spec metrics * external metric selector matchLabels")

@@ -35,12 +35,8 @@ def test_a_recipe_of_the_project_is_the_charts_and_loads_by_name_or_inline(name:
 
 def test_a_trainer_whose_ranks_are_for_the_machine_to_say_has_one_gpu() -> None:
     rendered = render({"recipe": {"name": "gsm8k"}})
-    assert recipe_says_auto(rendered)
+    assert any("nproc: auto" in item["data"].get("recipe.yaml", "") for item in rendered.of_kind("ConfigMap"))
     assert rendered.pod("trainer").main["resources"]["limits"]["nvidia.com/gpu"] == 1
-
-
-def recipe_says_auto(rendered: Rendered) -> bool:
-    return any("nproc: auto" in item["data"].get("recipe.yaml", "") for item in rendered.of_kind("ConfigMap"))
 
 
 def test_every_case_has_a_recipe_that_loads(rendered: Rendered, tmp_path: Path) -> None:

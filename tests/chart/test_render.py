@@ -101,10 +101,15 @@ def without_passwords(manifests: str) -> str:
     return manifests
 
 
-def test_passwords_are_other_ones_each_time() -> None:
+def test_passwords_are_other_ones_each_time_and_in_no_manifest_other_than_a_secret(rendered: Rendered) -> None:
     first, second = (render().one("Secret", "pipelinerl-nats-auth")["data"] for _ in range(2))
     assert all(first[key] != second[key] for key in ("trainer", "actor", "admin", "route"))
     assert len({*first.values()}) == len(first)
+    for pod in rendered.pods:
+        for container in pod.containers:
+            for entry in container.get("env", []):
+                assert "PASSWORD" not in entry["name"] or "secretKeyRef" in entry["valueFrom"]
+                assert entry["name"] != "HF_TOKEN" or "secretKeyRef" in entry["valueFrom"]
 
 
 def test_a_newer_chart_alone_restarts_nothing(tmp_path: Path) -> None:
@@ -185,14 +190,6 @@ def test_only_the_trainer_holds_a_token_of_an_account_that_is_there(rendered: Re
         assert pod.spec["serviceAccountName"] in made | brought, pod.owner
     for account in rendered.of_kind("ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
-
-
-def test_no_password_is_in_a_manifest_other_than_a_secret(rendered: Rendered) -> None:
-    for pod in rendered.pods:
-        for container in pod.containers:
-            for entry in container.get("env", []):
-                assert "PASSWORD" not in entry["name"] or "secretKeyRef" in entry["valueFrom"]
-                assert entry["name"] != "HF_TOKEN" or "secretKeyRef" in entry["valueFrom"]
 
 
 if __name__ == "__main__":

@@ -28,12 +28,9 @@ def longest() -> list[Object]:
 REVISION_HASH = len("-5c57d5df6d")
 
 
-def test_names_and_labels_are_such_that_a_server_takes_them(rendered: Rendered) -> None:
-    assert [problem for item in (*rendered.objects, *longest()) for problem in problems(defaulted(copy.deepcopy(item)))] == []
-
-
-def test_names_leave_room_for_what_controllers_add() -> None:
+def test_names_and_labels_are_such_that_a_server_takes_them_and_leave_room_for_what_controllers_add(rendered: Rendered) -> None:
     """Labels and host names that a StatefulSet makes of its own name have at most 63 characters."""
+    assert [problem for item in (*rendered.objects, *longest()) for problem in problems(defaulted(copy.deepcopy(item)))] == []
     for item in longest():
         if item["kind"] == "StatefulSet":
             name, claims = item["metadata"]["name"], item["spec"].get("volumeClaimTemplates", [])

@@ -93,14 +93,11 @@ def test_the_chart_decides_every_setting_of_a_cluster() -> None:
         assert names_of(kind.model_fields.keys() - LOCAL) - given[service] <= {f"{PREFIX}SERVICE_ACCOUNT_DIR"}, service
 
 
-def test_init_containers_read_what_their_service_reads(rendered: Rendered) -> None:
+def test_init_containers_read_what_their_service_reads_and_files_that_settings_name_are_mounted(rendered: Rendered) -> None:
     for pod in services(rendered):
         for container in pod.spec.get("initContainers", []):
             for key in ("env", "volumeMounts", "image"):
                 assert container[key] == pod.main[key], (pod.owner, key)
-
-
-def test_files_that_settings_name_are_mounted(rendered: Rendered) -> None:
     for pod, container in containers(rendered):
         mounts = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
         for name, value in variables(container).items():

@@ -59,14 +59,11 @@ def test_relative_links_resolve(document: Path) -> None:
     assert list(broken_links(document)) == []
 
 
-def test_the_recipe_reference_is_what_the_models_say() -> None:
+def test_the_recipe_reference_is_what_the_models_say_with_type_default_bounds_and_meaning() -> None:
     text = (ROOT / "docs/recipe-fields.md").read_text(encoding="utf-8")
     assert reference.PART.replaced(text) == text, f"run: {reference.PART.command}"
     with pytest.raises(ValueError, match="needs one line"):
         reference.PART.replaced("no marks")
-
-
-def test_the_reference_has_type_default_bounds_and_meaning_of_a_field() -> None:
     assert "| `group_size` | an integer, at least 1 and at most 1024 | `8` | n: samples per prompt. |" in reference.reference()
 
 
@@ -105,13 +102,10 @@ def test_every_recipe_is_described() -> None:
     assert [path.stem for path in ROOT.glob("recipes/*.yaml") if f"| `{path.stem}` |" not in text] == []
 
 
-def test_benchmark_results_are_those_of_the_result_files() -> None:
+def test_benchmark_results_are_those_of_the_result_files_and_each_has_its_place() -> None:
     for document in table.DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         assert table.filled(text) == text, "run: python -m benchmarks.table"
-
-
-def test_every_benchmark_result_has_its_place() -> None:
     text = "".join(document.read_text(encoding="utf-8") for document in table.DOCUMENTS)
     results = [path.stem for path in (table.FOLDER / "results").glob("*.json")]
     assert [name for name in results if f"<!-- result: {name} -->" not in text] == []

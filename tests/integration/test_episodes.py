@@ -24,7 +24,7 @@ from services.verifier.sandbox import confinement_missing
 from tests.support.chat_endpoint import endpoint
 from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
 from tests.support.hostile_programs import ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
-from tests.support.machine import ends_within
+from tests.support.machine import ends_within, until
 from tests.support.verifier import HERE, ROOT, START_S, Verifier, sample, serving, verifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="episodes are confined with Linux's means")
@@ -161,16 +161,14 @@ async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEn
     assert await sample(hostile.address, "episodes") == 0
 
 
-@pytest.mark.parametrize("misdeed", ["leave_children", "leave_children_and_hang"])
-async def test_processes_an_environment_started_end_with_its_episode(
-    policy: FakeEndpoint, tmp_path: Path, misdeed: str
-) -> None:
+async def test_processes_an_environment_started_end_with_its_episode(policy: FakeEndpoint, tmp_path: Path) -> None:
+    misdeeds = ("leave_children", "leave_children_and_hang")
+    asked = [episode(policy, {"in_reply": f"{one} {tmp_path / one}"}, number) for number, one in enumerate(misdeeds)]
     with verifier(tmp_path, recipe(reward={"sandbox": False})) as running:
-        running.wait_until_serving()
-        (result,) = await run(running.address.grpc, episode(policy, {"in_reply": f"{misdeed} {tmp_path / 'pids'}"}))
-    assert status_name(result.status) == ("timeout" if misdeed.endswith("hang") else "ok")
-    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 6
+        results = await run(running.wait_until_serving().address.grpc, *asked)
+    assert [status_name(result.status) for result in results] == ["ok", "timeout"]
+    pids = [int(line) for one in misdeeds for line in (tmp_path / one).read_text().split()]
+    assert len(pids) == 12
     assert [pid for pid in pids if not ends_within(pid, START_S)] == []
 
 
@@ -201,8 +199,7 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
         for outside in children(template):
             os.kill(outside, signal.SIGKILL)  # alone, as the out-of-memory killer may do
         assert [each.message for each in await hanging] == ["the episode died with signal SIGKILL"]
-        while left_by(pid) or len(list(descendants(pid))) != 1:  # the template
-            await asyncio.sleep(0.02)
+        await until(lambda: not left_by(pid) and len(list(descendants(pid))) == 1)  # the template
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
@@ -429,9 +426,7 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(
             late = asyncio.create_task(
                 run(address.grpc, *(episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)))
             )
-            async with asyncio.timeout(START_S):
-                while "max_queue = 1 are waiting" not in caplog.text:
-                    await asyncio.sleep(0.02)
+            await until(lambda: "max_queue = 1 are waiting" in caplog.text)
             judging.slow.set()
             waited = [(status_name(one.status), one.reward) for one in await late]
     assert [(status_name(one.status), one.reward) for one in (*results, cut, unasked)] == [

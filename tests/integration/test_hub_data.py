@@ -34,20 +34,7 @@ for task in json.load(sys.stdin):
     except ValueError as error:
         print(json.dumps([type(error).__name__, str(error)]))
 """
-
-
-def parquet(num_rows: int) -> bytes:
-    from pyarrow import Table
-    from pyarrow.parquet import write_table
-
-    rows = [{"question": f"What is {n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>.\n#### {n + 1}"} for n in range(num_rows)]
-    buffer = io.BytesIO()
-    write_table(Table.from_pylist(rows), buffer)
-    return buffer.getvalue()
-
-
-FILES = {"README.md": README.encode(), "main/train-0.parquet": parquet(50), "main/test-0.parquet": parquet(20)}
-FILES["socratic/train-0.parquet"] = parquet(5)
+NUM_ROWS = {"main/train-0.parquet": 50, "main/test-0.parquet": 20, "socratic/train-0.parquet": 5}
 CARD_OF_IMAGES = b"""---
 dataset_info:
   features:
@@ -56,6 +43,19 @@ dataset_info:
   - {name: answer, dtype: string}
 ---
 """
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    from pyarrow import Table
+    from pyarrow.parquet import write_table
+
+    buffer = io.BytesIO()
+    write_table(Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+def problems(num_rows: int) -> list[dict[str, Any]]:
+    return [{"question": f"What is {n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>.\n#### {n + 1}"} for n in range(num_rows)]
 
 
 def loaded(tasks: list[dict[str, Any]], home: Path, **environment: str) -> list[list[Any]]:
@@ -74,7 +74,8 @@ def loaded(tasks: list[dict[str, Any]], home: Path, **environment: str) -> list[
 
 def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_path: Path) -> None:
     pattern = {"answer_pattern": r"####\s*(.+)"}
-    with hub_with(NAME, FILES) as (endpoint, asked):
+    files = {path: parquet(problems(number)) for path, number in NUM_ROWS.items()}
+    with hub_with(NAME, {"README.md": README.encode(), **files}) as (endpoint, asked):
         whole, test, few, missing, split, subset, column, revision = loaded(
             [
                 {},
@@ -118,12 +119,9 @@ def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_pat
 
 
 def test_pictures_are_left_out_of_rows(tmp_path: Path) -> None:
-    from pyarrow import Table
-    from pyarrow.parquet import write_table
-
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "README.md").write_bytes(CARD_OF_IMAGES)
     rows = [{"picture": {"bytes": b"no picture", "path": None}, "question": f"q{n}", "answer": "a"} for n in range(4)]
-    write_table(Table.from_pylist(rows), folder / "train.parquet")
+    (folder / "train.parquet").write_bytes(parquet(rows))
     assert loaded([{"path": str(folder), "config": ""}], tmp_path / "home") == [[4, "q0", "a", "row 1 of /train"]]

@@ -90,10 +90,6 @@ def start_agent(tmp_path: Path) -> Iterator[Agents]:
         agent.communicate()
 
 
-def pids_of(agent: subprocess.Popen[str], count: int) -> list[int]:
-    return [int(agent.stdout.readline().split()[1]) for _ in range(count)]
-
-
 def test_the_ranks_of_one_node_listen_on_loopback_only_and_meet_in_a_folder_that_is_gone_afterwards(
     start_agent: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,19 +138,15 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(start_agent: Agents
     assert agent.returncode == 2
 
 
-def test_sigterm_ends_ranks_and_agent_well(start_agent: Agents) -> None:
+@pytest.mark.parametrize(("number", "code", "within_s"), [(signal.SIGTERM, 0, 0.0), (signal.SIGKILL, -signal.SIGKILL, WAIT_S)])
+def test_ranks_do_not_outlive_an_agent_that_is_stopped_or_killed(
+    start_agent: Agents, number: int, code: int, within_s: float
+) -> None:
     agent = start_agent(WAITS, 2)
-    pids = pids_of(agent, 2)
-    agent.terminate()
-    assert agent.wait(WAIT_S) == 0
-    assert all(ends_within(pid, 0) for pid in pids)
-
-
-def test_ranks_do_not_outlive_a_killed_agent(start_agent: Agents) -> None:
-    agent = start_agent(WAITS, 2)
-    pids = pids_of(agent, 2)
-    agent.kill()
-    assert all(ends_within(pid, WAIT_S) for pid in pids), "a rank outlives its agent"
+    pids = [int(agent.stdout.readline().split()[1]) for _ in range(2)]
+    agent.send_signal(number)
+    assert agent.wait(WAIT_S) == code
+    assert all(ends_within(pid, within_s) for pid in pids), "a rank outlives its agent"
 
 
 def test_ranks_of_all_nodes_are_counted_and_nodes_need_a_place_to_meet() -> None:

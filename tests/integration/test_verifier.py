@@ -43,26 +43,16 @@ TASK, EXACT, FURTHER = "misdeeds", "exact", "further"
 
 
 def recipe(**reward: Any) -> dict[str, Any]:
+    file = {"source": "jsonl", "path": "unused.jsonl"}
+    exact, further = (
+        {"name": name, "task": file, "reward": {"scorer": scorer, "memory_mib": 256}}
+        for name, scorer in ((EXACT, "exact"), (FURTHER, "regex"))
+    )
     return {
         "name": "test",
         "model": {"source": "path", "name": "unused"},
-        "tasks": [
-            {"task": {"source": "jsonl", "name": TASK, "path": "unused.jsonl"}},
-            {
-                "name": EXACT,
-                "task": {"source": "jsonl", "path": "unused.jsonl"},
-                "reward": {"scorer": "exact", "memory_mib": 256},
-            },
-        ],
-        "evaluation": {
-            "sets": [
-                {
-                    "name": FURTHER,
-                    "task": {"source": "jsonl", "path": "unused.jsonl"},
-                    "reward": {"scorer": "regex", "memory_mib": 256},
-                }
-            ]
-        },
+        "tasks": [{"task": file | {"name": TASK}}, exact],
+        "evaluation": {"sets": [further]},
         "reward": {"scorer": "hostile_rewards:score", "timeout_s": 2.4, "memory_mib": 256} | reward,
     }
 
@@ -232,15 +222,12 @@ async def test_a_misdeed_costs_its_own_item(hostile: Verifier) -> None:
     ] == good
 
 
-@pytest.mark.parametrize(("misdeed", "status"), [("leave_children", "ok"), ("leave_children_and_hang", "timeout")])
-async def test_processes_a_reward_started_end_with_its_item(
-    hostile: Verifier, tmp_path: Path, misdeed: str, status: str
-) -> None:
-    pid_file = tmp_path / "pids"
-    scored = await outcomes(hostile, [f"{misdeed} {pid_file}", "say 1"])
-    assert [status_name(outcome.status) for outcome in scored] == [status, "ok"]
-    pids = [int(line) for line in pid_file.read_text().split()]
-    assert len(pids) == 6
+async def test_processes_a_reward_started_end_with_its_item(hostile: Verifier, tmp_path: Path) -> None:
+    misdeeds = ("leave_children", "leave_children_and_hang")
+    scored = await outcomes(hostile, [*(f"{one} {tmp_path / one}" for one in misdeeds), "say 1"])
+    assert [status_name(outcome.status) for outcome in scored] == ["ok", "timeout", "ok"]
+    pids = [int(line) for one in misdeeds for line in (tmp_path / one).read_text().split()]
+    assert len(pids) == 12
     assert [pid for pid in pids if not ends_within(pid, START_S)] == []
 
 

@@ -74,13 +74,10 @@ def test_runs_of_one_name_in_two_namespaces_stay_apart() -> None:
             assert "run" not in labels.split(", ") or "namespace" in labels.split(", "), expression
 
 
-def test_queries_ask_for_metrics_labels_and_values_that_exist() -> None:
+def test_queries_ask_for_metrics_labels_and_values_that_exist_and_legends_name_labels_that_they_keep() -> None:
     known = samples()
     queries = [*expressions(), *(rule["expr"] for rule in shown_alerts().values())]
     assert [problem for query in queries for problem in problems_of(query, known)] == []
-
-
-def test_legends_name_labels_that_the_query_keeps() -> None:
     for board in BOARDS:
         for panel in board.panels:
             for query in panel.queries:

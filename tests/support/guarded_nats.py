@@ -18,6 +18,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_ACTOR, NO_HEADERS, ControlMessage, Headers, StreamLimits
 from pipelinerl.errors import BusError
+from tests.support.machine import until
 
 T = TypeVar("T")
 
@@ -49,9 +50,7 @@ async def persistently(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    async with asyncio.timeout(60):
-        while text not in caplog.text:
-            await asyncio.sleep(0.01)
+    await until(lambda: text in caplog.text)
 
 
 @asynccontextmanager

@@ -1,8 +1,13 @@
-"""Adapters beside the base weights of vLLM's layers, against products computed by hand."""
+"""Adapters beside the base weights of vLLM's layers, against products computed by hand.
+
+The module under test imports vLLM, which takes 12 s. Only the worker that runs these tests pays for it, in the fixture.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,7 +16,9 @@ from torch import Tensor, nn
 from pipelinerl.errors import ManifestMismatch
 from pipelinerl.recipe.fields import LoraConfig
 from pipelinerl.transfer.manifest import LowRank, Manifest, ManifestDiffers, build_manifest
-from services.actor.weight_sync.adapters import CONFIG, AdaptedLinearMethod, AdapterLoader, Place, install
+
+if TYPE_CHECKING:
+    from services.actor.weight_sync.adapters import AdapterLoader, Place
 
 IN, OUT = 8, {"q_proj": 8, "k_proj": 4, "v_proj": 4, "gate_proj": 6, "up_proj": 6, "down_proj": 8}
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -59,6 +66,8 @@ def config(tmp_path: Any) -> Iterator[Any]:
 
 
 def installed(model: Served, dtype: torch.dtype = torch.float32, **lora: Any) -> dict[str, Place]:
+    from services.actor.weight_sync.adapters import CONFIG, install
+
     additional, model_config = {CONFIG: LoraConfig(**lora).model_dump()}, SimpleNamespace(dtype=dtype)
     content: Any = SimpleNamespace(additional_config=additional, model_config=model_config)
     return install(model, content, CPU)
@@ -82,6 +91,12 @@ def manifest_of(sent: dict[str, Tensor], scaling: float) -> Manifest:
     return build_manifest([(name, tuple(t.shape), "float32") for name, t in sent.items()], low_rank=items)
 
 
+def loader_of(*arguments: Any) -> AdapterLoader:
+    from services.actor.weight_sync.adapters import AdapterLoader
+
+    return AdapterLoader(*arguments)
+
+
 def change(layer: Any, x: Tensor, before: Tensor) -> Tensor:
     return layer.quant_method.apply(layer, x, layer.bias) - before
 
@@ -100,7 +115,7 @@ def test_each_part_of_a_fused_layer_gets_its_own_product(config: Any, rslora: bo
         torch.testing.assert_close(layer.quant_method.apply(layer, x, layer.bias), plain[name])  # B is 0
     addresses = [(place.method.a.data_ptr(), place.method.b.data_ptr()) for place in places.values()]
 
-    loader = AdapterLoader(model, places, manifest_of(sent, scaling))
+    loader = loader_of(model, places, manifest_of(sent, scaling))
     loader.check(manifest_of(sent, scaling))
     loader.load(sent.items())
     for name, (layer, x) in layers.items():
@@ -125,7 +140,7 @@ def test_sixteen_bit_products_below_half_a_unit_in_the_last_place_survive_on_ave
     method: Any = layer.quant_method
     before = method.apply(layer, x, layer.bias)
     torch.testing.assert_close(before, nn.functional.linear(x, weight, bias), atol=0.05, rtol=0.02)
-    loader = AdapterLoader(model, places, manifest_of(sent, scaling=1.0))
+    loader = loader_of(model, places, manifest_of(sent, scaling=1.0))
     loader.load(sent.items())
     loader.swap()
     changed = method.apply(layer, x, layer.bias).float() - before.float()
@@ -150,7 +165,7 @@ def test_two_tensor_parallel_ranks_have_the_whole_product_between_them(config: A
     for rank in (0, 1):
         monkeypatch.setattr(linear, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         model, inner = Served(), slice(3 * rank, 3 * rank + 3)
-        loader = AdapterLoader(model, installed(model, rank=4, alpha=6.0), manifest_of(sent, 1.5))
+        loader = loader_of(model, installed(model, rank=4, alpha=6.0), manifest_of(sent, 1.5))
         loader.check(manifest_of(sent, 1.5))
         loader.load(sent.items())
         loader.swap()
@@ -169,13 +184,15 @@ def test_two_tensor_parallel_ranks_have_the_whole_product_between_them(config: A
 
 
 def test_only_targets_are_wrapped_and_a_fused_layer_may_have_one_adapted_part(config: Any) -> None:
+    from services.actor.weight_sync.adapters import AdaptedLinearMethod
+
     model, x = Served(), torch.randn(5, IN, generator=torch.Generator().manual_seed(2))
     places = installed(model, rank=4, alpha=4.0, target_modules=["k_proj"])
     wrapped = [isinstance(m.quant_method, AdaptedLinearMethod) for m in (model.qkv_proj, model.gate_up_proj, model.down_proj)]
     assert wrapped == [True, False, False]
     plain = nn.functional.linear(x, *model.weights["qkv_proj"])
     sent = {name: tensor for name, tensor in factors(rank=4).items() if name.startswith("k_proj")}
-    loader = AdapterLoader(model, places, manifest_of(sent, 1.0))
+    loader = loader_of(model, places, manifest_of(sent, 1.0))
     loader.load(sent.items())
     loader.swap()
     keys = x @ sent["k_proj.a"].T @ sent["k_proj.b"].T
@@ -187,13 +204,13 @@ def test_factors_that_do_not_fit_are_refused(config: Any) -> None:
     model = Served()
     places, sent = installed(model, rank=4, alpha=4.0), factors(rank=4)
     with pytest.raises(ManifestDiffers, match="rank"):
-        AdapterLoader(model, places, manifest_of(factors(2), 1.0)).check(manifest_of(factors(2), 1.0))
+        loader_of(model, places, manifest_of(factors(2), 1.0)).check(manifest_of(factors(2), 1.0))
     with pytest.raises(ManifestDiffers, match="scaling"):
-        AdapterLoader(model, places, manifest_of(sent, 2.0)).check(manifest_of(sent, 2.0))
+        loader_of(model, places, manifest_of(sent, 2.0)).check(manifest_of(sent, 2.0))
     for name, shape in (("v_proj.b", (5, 4)), ("up_proj.a", (4, 7)), ("down_proj.a", (4, 7)), ("down_proj.b", (9, 4))):
         wrong = manifest_of(sent | {name: torch.zeros(shape)}, 1.0)
         with pytest.raises(ManifestMismatch, match=name.partition(".")[0]):
-            AdapterLoader(model, places, wrong).check(wrong)
+            loader_of(model, places, wrong).check(wrong)
     unknown = manifest_of({"o_proj.a": torch.zeros(4, 8), "o_proj.b": torch.zeros(8, 4)}, 1.0)
     with pytest.raises(ManifestDiffers, match=r"o_proj.*target_modules"):
-        AdapterLoader(model, places, unknown)
+        loader_of(model, places, unknown)

@@ -189,11 +189,8 @@ def test_each_contradiction_is_found(tmp_path: Path, events: Iterable[Event], ch
     assert said in found[check][1]
 
 
-def test_one_contradiction_is_one_finding(tmp_path: Path) -> None:
+def test_one_contradiction_is_one_finding_and_events_before_any_start_are_one(tmp_path: Path) -> None:
     assert list(failed(tmp_path, *OPENING, *FIRST_STEP, close("failed", "0.0", reason="engine"))) == [Check.ENDED_ONCE]
-
-
-def test_events_before_any_start(tmp_path: Path) -> None:
     assert failed(tmp_path, issue(0), start())[Check.JOURNAL] == (1, "byte 0: before any start")
 
 
@@ -271,7 +268,7 @@ def test_a_damaged_checkpoint_is_named_and_one_of_weights_alone_is_not(tmp_path:
     assert failures(audit_files(tmp_path))[Check.CHECKPOINTS][1].startswith("step-0 cannot be read")
 
 
-def test_the_summary_of_a_trainer_that_ended_says_the_same(tmp_path: Path) -> None:
+def test_the_summary_of_a_trainer_that_ended_says_the_same_and_that_of_the_one_before_nothing(tmp_path: Path) -> None:
     write(tmp_path, *OPENING, *FIRST_STEP, close("failed", "1.0", reason="engine"), end(1, finished=False))
     told = {
         "sequences": LedgerCounts(issued=6, trained=3, failed=1, in_flight=2).as_dict(),
@@ -285,9 +282,6 @@ def test_the_summary_of_a_trainer_that_ended_says_the_same(tmp_path: Path) -> No
     assert failures(audit_files(tmp_path))[Check.SUMMARY][0] == 2
     summary.write_text(json.dumps({**told, "sequences": {}, "sequence_reasons": None}))
     assert failures(audit_files(tmp_path)) == {}, "the runner's, out of metrics.jsonl"
-
-
-def test_the_summary_of_the_trainer_before_says_nothing_of_this_one(tmp_path: Path) -> None:
     write(tmp_path, *OPENING, *FIRST_STEP, end(1, finished=False), start(2))
     (tmp_path / "summary.json").write_text('{"sequences": {}, "sequence_reasons": {}, "policy_version": 7}')
     assert failures(audit_files(tmp_path)) == {}

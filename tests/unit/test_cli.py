@@ -45,7 +45,7 @@ def pipelinerl(capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_and_version_are_told_without_importing_anything_heavy() -> None:
     code = (
         "import sys\nfrom pipelinerl.cli import main\n"
         "for arguments in (['--help'], ['run', '--help'], ['validate', '--help'], ['plan', '--help'], ['--version']):\n"
@@ -53,14 +53,10 @@ def test_help_imports_nothing_heavy() -> None:
         "print('loaded', *sys.modules, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\npipelinerl 0.1.0\n")
     loaded = done.stderr.split()
     assert loaded[0] == "loaded"
     assert [name for name in HEAVY if name in loaded] == []
-
-
-def test_the_version_is_told() -> None:
-    command = [sys.executable, "-m", "pipelinerl.cli", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "pipelinerl 0.1.0\n"
 
 
 @pytest.mark.parametrize("recipe", ["recipes/gsm.yaml", *sorted(path.stem for path in (REPO / "recipes").glob("*.yaml"))])
@@ -72,10 +68,15 @@ def test_shipped_recipes_validate(pipelinerl: Command, recipe: str, monkeypatch:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_preview(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the preview of prompts, which takes seconds in a process of its own."""
+    monkeypatch.setattr("pipelinerl.recipe.preflight.preview", lambda *args, **options: Preview())
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_preview: None) -> Path:
     """The current folder: two recipes, of which the model of `there` exists; prompts that are no JSON; a run that has ended."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipelinerl.recipe.preflight.preview", lambda *args, **options: Preview())  # it takes seconds
     for name in ("nowhere", "there"):
         recipe = f"name: mine\nmodel: {{source: path, name: {name}}}\ntask: {{}}\n"
         (tmp_path / f"{name}.yaml").write_text(recipe)
@@ -249,7 +250,7 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     assert "its longest prompt, 18 tokens, leaves no room for an answer in model.max_context = 16" in printed
 
 
-def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) -> None:
+def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command, no_preview: None) -> None:
     overrides = ("--set", "algorithm.max_lag=0", "--set", "reward.answer_pattern=#(.*)$", "--set", "sampling.stop=#")
     code, printed, _ = pipelinerl("validate", "smollm2", *overrides)
     assert code == 0
@@ -268,7 +269,7 @@ def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command) 
     ],
 )
 def test_a_cache_that_cannot_take_the_initial_model_is_told(
-    pipelinerl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, said: str
+    pipelinerl: Command, no_preview: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, said: str
 ) -> None:
     """Root may write whatever a mode says, so it is a file system that does not let it."""
     (disk := tmp_path / "disk").mkdir()
@@ -315,7 +316,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert (closed.returncode, closed.stderr) == (0, b"")
 
 
-def test_what_the_machine_lacks_is_no_mistake(pipelinerl: Command) -> None:
+def test_what_the_machine_lacks_is_no_mistake(pipelinerl: Command, no_preview: None) -> None:
     code, printed, _ = pipelinerl("validate", "smollm2", "--set", "reward.scorer=no_such_package_here:score")
     assert code == 0
     assert "not runnable on this machine:" in printed

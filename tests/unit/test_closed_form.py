@@ -52,14 +52,11 @@ def test_a_draining_batch_by_hand() -> None:
     assert generation_rate(curve, Lengths.of_bars([(7, 7, 1.0)]), 4, 2) == pytest.approx(2 * 1.0)
 
 
-def test_a_curve_between_and_beyond_its_points() -> None:
+def test_a_curve_between_and_beyond_its_points_and_the_largest_lag_by_hand() -> None:
     curve = DecodeCurve(((10, 5.0), (20, 8.0)))
     times = [2.0, 2.0, 2.25, 2.5, 5.0]  # below the first point, at it, between the two, at the last, at twice the last
     assert curve.step_time(np.array([1.0, 10.0, 15.0, 20.0, 40.0])).tolist() == times
     assert [curve.rate(h) for h in (1, 15, 40)] == pytest.approx([0.5, 15 / 2.25, 8.0])
-
-
-def test_the_largest_lag_by_hand() -> None:
     assert largest_lag(in_progress=128, batch_size=128, longest=64, mean=22) == 3  # 2.91
     assert largest_lag(in_progress=64, batch_size=128, longest=10, mean=10) == 1
 

@@ -113,13 +113,10 @@ def raw_sequence(**changes: Any) -> bytes:
 # --- there and back
 
 
-def test_the_layout_on_the_wire_is_little_endian_and_packed() -> None:
+def test_the_layout_on_the_wire_is_little_endian_and_packed_and_decoded_arrays_are_views_of_it() -> None:
     message = pb.Sequence.FromString(encode_sequence(SEQUENCE))
     assert message.completion_token_ids == bytes([7, 0, 0, 0, 8, 0, 0, 0, 2, 0, 0, 0])
     assert message.behaviour_logprobs == bytes([0, 0, 0, 0xBF, 0, 0, 0xA0, 0xBF, 0, 0, 0, 0])  # -0.5, -1.25, 0.0
-
-
-def test_decoded_arrays_are_views_that_nobody_can_change() -> None:
     decoded = decode_sequence(encode_sequence(SEQUENCE))
     assert not decoded.completion_token_ids.flags.writeable
     assert not decoded.completion_token_ids.flags.owndata

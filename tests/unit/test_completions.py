@@ -79,12 +79,15 @@ async def test_what_is_at_its_end_is_not_sampled_and_what_is_not_gets_the_tokens
     assert engine.salts == {"g00000000.1": "begun at 1:3"}
 
 
-async def test_a_stop_text_that_began_before_an_interruption_ends_a_turn_after_it() -> None:
+async def test_a_stop_text_that_began_before_an_interruption_ends_a_turn_before_the_one_that_is_complete_first() -> None:
     engine, sampling = ScriptedEngine(answer=lambda request: generated(9, 2, 5, version=4)), SamplingParams(stop=("8 9",))
     context, begun = np.array([1], np.int32), generated(7, 8, version=3, finish=None)
     turn, _ = await sampler_of(engine).extend("turn", context, begun, sampling, None, str)
     assert (turn.completion_token_ids.tolist(), turn.finish_reason) == ([7, 8, 9], STOP)
     assert (turn.behaviour_logprobs.tolist(), turn.spans[-1]) == ([-3.0, -3.0, -4.0], VersionSpan(4, 2, 3))
+    assert before_stop("x = 1\nEND", ["END", "\n"]) == "x = 1"
+    assert before_stop("abcd", ["abcd", "bc"]) == "a"  # "bc" was there one character earlier
+    assert before_stop("abc", []) == "abc"
 
 
 PIECES = ("a", "b", "ab", "ba", "", "bb")
@@ -120,9 +123,3 @@ def test_a_sample_ends_at_the_same_token_wherever_it_was_handed_over(
     text = before_stop(text_of(whole), stop)
     assert text_of(whole).startswith(text)
     assert not any(one in text for one in stop)
-
-
-def test_the_text_ends_before_the_stop_text_that_is_complete_first() -> None:
-    assert before_stop("x = 1\nEND", ["END", "\n"]) == "x = 1"
-    assert before_stop("abcd", ["abcd", "bc"]) == "a"  # "bc" was there one character earlier
-    assert before_stop("abc", []) == "abc"

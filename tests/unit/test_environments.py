@@ -33,16 +33,13 @@ def test_what_is_no_guess_ends_the_game(text: str) -> None:
     assert environment.reply(said(text)) == Done(0.0, {"legal": False, "guesses": 13, "guesses_by_halving": 5}, correct=False)
 
 
-def test_late_guesses_are_not_right_and_the_last_one_ends_the_game() -> None:
+def test_late_guesses_are_not_right_the_last_one_ends_the_game_and_halving_takes_five() -> None:
     for last, reward, guesses in (("79", 1 / 8, 8), ("10", 0, 9)):
         environment = GuessNumber(max_guesses=8)
         environment.start({}, 5)
         assert {environment.reply(said("00")) for _ in range(7)} == {">"}
         reported = {"legal": True, "guesses": guesses, "guesses_by_halving": 5}
         assert environment.reply(said(last)) == Done(pytest.approx(reward), reported, correct=False)
-
-
-def test_halving_takes_each_number_once_and_31_in_five_guesses() -> None:
     # Depths of a balanced tree: 1 number in one guess, 2 in two, 4 in three and so on, what is left in the last.
     for limit, numbers_by_guesses in ((1, {1: 1}), (2, {1: 1, 2: 1}), (31, {1: 1, 2: 2, 3: 4, 4: 8, 5: 16})):
         assert Counter(halvings(number, limit) for number in range(limit)) == numbers_by_guesses

@@ -58,7 +58,7 @@ def test_turns_that_extend_each_other_are_one_branch_with_the_observations_betwe
     assert dropped_turns(record) == 0
 
 
-def test_what_does_not_extend_and_what_extends_the_same_again_are_branches_of_their_own() -> None:
+def test_what_does_not_extend_what_extends_the_same_again_and_parallel_calls_are_branches_of_their_own() -> None:
     record = recorded()
     ask(record, (1,), generated(2))
     ask(record, (1, 2, 7), generated(3))
@@ -66,9 +66,6 @@ def test_what_does_not_extend_and_what_extends_the_same_again_are_branches_of_th
     ask(record, (5, 2, 7), generated(6))  # a rewritten history
     branches = record.result()
     assert [lists(branch)[:2] for branch in branches] == [([1], [2, 7, 3]), ([1, 2, 8], [4]), ([5, 2, 7], [6])]
-
-
-def test_parallel_calls_with_equal_tokens_are_two_conversations() -> None:
     record = recorded()
     first, second = record.take(tokens(1), ASKED), record.take(tokens(1), ASKED)
     assert first is not second

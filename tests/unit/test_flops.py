@@ -83,12 +83,14 @@ def test_a_token_meets_its_experts_only(model_type: str) -> None:
     assert model_flops(many, num_parameters=0).per_token == 2 * (sum(sizes.values()) + router)
 
 
-def test_layers_without_experts_are_dense() -> None:
+def test_layers_without_experts_are_dense_and_an_unknown_architecture_costs_twice_its_parameters() -> None:
     fields: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
     sparse, mixed = (config_of("qwen3_moe", mlp_only_layers=dense, **fields) for dense in ([], [1]))
     # 3 · 48 · 80 instead of 2 experts of 3 · 48 · 40 and a router of 48 · 4
     difference = model_flops(mixed, 0).per_token - model_flops(sparse, 0).per_token
     assert difference == 2 * (11_520 - (2 * 5_760 + 192))
+    flops = model_flops(CONFIG_MAPPING["gpt2"](), num_parameters=1000)
+    assert flops.of([10]).tolist() == [20_000]
 
 
 def test_windows_bound_the_layers_that_have_them() -> None:
@@ -103,11 +105,6 @@ def test_windows_bound_the_layers_that_have_them() -> None:
         flops = model_flops(config, num_parameters=0)
         assert (flops.per_pair, flops.per_windowed_pair) == (full * 4 * 4 * 16, windowed * 4 * 4 * 16)
         assert flops.window == (8 if windowed else 0)
-
-
-def test_an_unknown_architecture_costs_twice_its_parameters() -> None:
-    flops = model_flops(CONFIG_MAPPING["gpt2"](), num_parameters=1000)
-    assert flops.of([10]).tolist() == [20_000]
 
 
 def test_utilization_by_hand() -> None:

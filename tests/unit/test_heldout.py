@@ -169,11 +169,13 @@ async def test_many_answers_are_asked_for_in_several_calls(monkeypatch: pytest.M
     assert (result.overall.mean.value, result.overall.num_unanswered) == (1.0, 0)
 
 
-async def test_completions_of_another_version_do_not_count() -> None:
+async def test_completions_of_another_version_do_not_count_and_nobody_to_ask_is_said() -> None:
     result = await evaluate(FakeVerifier(), version=3, a=FakeActor(version=3), b=FakeActor(version=2))
     assert result.overall.mean.value == 1.0
     with pytest.raises(ServiceError, match=r"no held-out problem has a verdict: \{'no completion': 4\}"):
         await evaluate(FakeVerifier(), version=3, a=FakeActor(version=2))
+    with pytest.raises(ServiceError, match=r"\{'no completion': 2\}"):
+        await evaluator({}, FakeVerifier(), count=2).evaluate(0)
 
 
 @pytest.mark.parametrize("away", [True, False])
@@ -181,11 +183,6 @@ async def test_a_verifier_that_is_away_ends_the_evaluation_and_nothing_else(away
     verifier = FakeVerifier(away=away, error=None if away else MessageError("VerifyResponse", "results", "too few"))
     with pytest.raises(ServiceError, match=r"no held-out problem has a verdict: \{'not judged': 4\}"):
         await evaluate(verifier, timeout_s=0.5)
-
-
-async def test_nobody_to_ask_is_said() -> None:
-    with pytest.raises(ServiceError, match=r"\{'no completion': 2\}"):
-        await evaluator({}, FakeVerifier(), count=2).evaluate(0)
 
 
 async def test_one_lost_call_of_the_verifier_costs_its_own_verdicts_only() -> None:
@@ -221,13 +218,10 @@ def served(*logprobs: float, loader: str = "") -> Scored:
     return Scored(np.array(logprobs, dtype=np.float32), PolicyVersion(1, 3), loader)
 
 
-def test_the_largest_difference_over_tokens_and_actors() -> None:
+def test_the_largest_difference_counts_and_in_sixteen_bits_that_of_the_median_token() -> None:
+    """Rounding sends single tokens of a mixture to other experts."""
     parity = compare({"a": served(-1.0, -2.25), "b": served(-0.5, -2.0)}, TRAINED, 0.5)
     assert parity == Parity(0.5)
-
-
-def test_in_sixteen_bits_the_median_token_counts() -> None:
-    """Rounding sends single tokens of a mixture to other experts."""
     trained, one_off = np.full(5, -1.0, np.float32), served(-1.1, -1.1, -1.1, -1.1, -4.0)
     parity = compare({"a": one_off}, trained, 0.25, of_median=True)
     assert (parity.mismatch, parity.problems) == (3.0, ())
@@ -265,10 +259,12 @@ def test_the_share_of_the_change_that_an_actor_serves_by_hand(share: float) -> N
     assert (found, error) == (pytest.approx(share, abs=1e-6), pytest.approx(6 * 0.028284 + 2 * 0.0064, abs=1e-5))
 
 
-def test_no_share_is_known_without_a_change_or_where_one_token_has_most_of_it() -> None:
+def test_no_share_is_known_without_a_change_or_where_one_token_has_most_of_it_or_rounding_hides_it() -> None:
     one_token = np.array([3.0, *CHANGE[1:]])  # 9 of 16
     for change in (0 * CHANGE, one_token):
         assert served_share(BASE, BASE + change, BASE) == (1.0, math.inf)
+    parity = compare({"a": served(*(BASE + 3 * ROUNDING))}, (BASE + 0.3 * CHANGE).astype(np.float32), 2.0, base=BASE)
+    assert parity.problems == ()
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4])
@@ -279,11 +275,6 @@ def test_an_actor_that_serves_a_part_of_the_change_is_a_problem_however_small_th
         parity = compare({"a": served(*logprobs)}, trained.astype(np.float32), 2.0, base=BASE)
         told = f"a at version 1:3: {served_part} (± 18%) of the change that training made to the log-probabilities is served"
         assert parity.problems == (() if served_part is None else (told,))
-
-
-def test_a_change_that_rounding_hides_is_not_judged() -> None:
-    parity = compare({"a": served(*(BASE + 3 * ROUNDING))}, (BASE + 0.3 * CHANGE).astype(np.float32), 2.0, base=BASE)
-    assert parity.problems == ()
 
 
 @pytest.mark.parametrize("broken", [served(-1.0, math.nan), served(-1.0, -math.inf), served(-1.0)])

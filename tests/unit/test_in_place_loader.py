@@ -86,15 +86,13 @@ def test_what_post_processing_makes_of_weights_can_forbid_it(after, says) -> Non
     assert says in loader.obstacle()
 
 
-def test_a_function_that_holds_no_weights_forbids_nothing() -> None:
+def test_a_function_that_holds_no_weights_forbids_nothing_and_a_head_that_only_happens_to_be_tied_does() -> None:
+    """The model's own class would make them two: after an update they may differ."""
+
     def choose_kernel(model: Toy) -> None:
         model.linear.kernel = lambda x, weight: nn.functional.linear(x, weight)
 
     assert ToyLoader(Toy(), choose_kernel).obstacle() == ""
-
-
-def test_a_head_that_only_happens_to_be_tied_forbids_it() -> None:
-    """The model's own class would make them two: after an update they may differ."""
     live = Toy()
     loader = ToyLoader(live)
     loader.model.head.weight = nn.Parameter(torch.zeros(4, 3))

@@ -83,12 +83,18 @@ async def test_the_judge_gets_the_filled_template_and_the_key_and_each_text_once
     assert body == {"model": "big", "messages": [{"role": "user", "content": text}], "temperature": 0}
 
 
-async def test_what_may_heal_is_tried_again() -> None:
+async def test_what_may_heal_is_tried_again_and_a_judge_that_is_away_is_waited_for() -> None:
     with endpoint((503, "busy"), (429, "slow down"), "SCORE: 10") as server:
         async with judge_of(server.url) as one:
             answer = await one.answer(item("x"))
             assert (answer.answer, len(server.asked)) == ("SCORE: 10", 3)
             assert (one.calls("answered"), one.calls("retried")) == (1, 2)
+    with endpoint("SCORE: 1") as server:
+        pass
+    async with judge_of(server.url, timeout_s=0.1) as one:
+        answer = await one.answer(item("x"))
+    assert answer.status == VERIFY_STATUS_TIMEOUT
+    assert "Connection refused" in answer.message
 
 
 @pytest.mark.parametrize(
@@ -111,15 +117,6 @@ async def test_a_failure_is_a_failure_tells_no_key_and_is_not_kept(
                 assert (answer.status, told in answer.message) == (status, True), answer.message
             assert (one.calls("failed"), one.calls("cached")) == (2, 0)
     assert KEY not in caplog.text + answer.message
-
-
-async def test_a_judge_that_is_away_is_waited_for() -> None:
-    with endpoint("SCORE: 1") as server:
-        pass
-    async with judge_of(server.url, timeout_s=0.1) as one:
-        answer = await one.answer(item("x"))
-    assert answer.status == VERIFY_STATUS_TIMEOUT
-    assert "Connection refused" in answer.message
 
 
 async def test_the_key_does_not_follow_a_redirection() -> None:
@@ -191,7 +188,7 @@ async def scored(config: RewardConfig, *items: VerifyItem) -> list[VerifyResult]
     return results
 
 
-async def test_the_number_over_full_marks_is_the_score_and_no_number_is_no_reward() -> None:
+async def test_the_number_over_full_marks_is_the_score_and_what_earns_nothing_anyway_is_not_asked_about() -> None:
     answers = ["SCORE: 3, no \ud83d: SCORE: 7", (403, "no"), "I cannot say", "SCORE: 11", "SCORE: many", "SCORE: nan"]
     with endpoint(*answers) as server:
         config = reward(server.url, concurrency=1)
@@ -200,9 +197,6 @@ async def test_the_number_over_full_marks_is_the_score_and_no_number_is_no_rewar
     assert (results[0].reward, dict(results[0].components)) == (pytest.approx(0.7), {"answer": pytest.approx(0.7)})
     assert results[2].message == "reward.judge.pattern finds no number from 0 to 10 in the judge's answer: 'I cannot say'"
     assert all(result.reward == 0 for result in results[1:])
-
-
-async def test_the_judge_is_not_asked_about_what_earns_nothing_anyway() -> None:
     with endpoint("SCORE: 10") as server:
         (result,) = await scored(reward(server.url, truncated="zero"), item("cut", finish_reason=FINISH_REASON_LENGTH))
     assert (result.status, result.reward, server.asked) == (VERIFY_STATUS_OK, 0.0, [])

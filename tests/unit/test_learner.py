@@ -260,10 +260,13 @@ def test_the_flash_kernel_is_given_what_padded_rows_compute(
         torch.testing.assert_close(mine, padded)
 
 
-def test_attention_refuses_terms_it_would_drop() -> None:
+def test_attention_terms_that_would_be_dropped_and_models_whose_state_crosses_sequences_are_refused() -> None:
     tokens = torch.zeros(1, 2, 3, 4)
     with pytest.raises(FieldError, match="needs softcap: set eager"):
         varlen_attention(torch.nn.Identity(), tokens, tokens, tokens, None, packed=packed_layout(np.array([3])), softcap=30.0)
+    model = build(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(FieldError, match="MambaForCausalLM scores packed sequences"):
+        wrap_model(model)
 
 
 def test_lengths_apart_are_laid_out_in_blocks_of_similar_ones_once_and_only_when_asked_for() -> None:
@@ -302,21 +305,12 @@ def test_a_model_that_makes_its_logits_itself_has_them_in_float32_too() -> None:
     assert (hidden_of_two.grad.tolist(), by_hand.weight.grad.tolist()) == ([[1.5, 2.0]], [[0.5, 1.0]])  # type: ignore[union-attr]
 
 
-def test_a_model_whose_state_crosses_sequences_is_refused() -> None:
-    model = build(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(FieldError, match="MambaForCausalLM scores packed sequences"):
-        wrap_model(model)
-
-
-def test_dropout_is_off_in_training() -> None:
+def test_dropout_is_off_in_training_and_gradient_checkpointing_changes_no_gradient() -> None:
     config = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     policy = wrap_model(build(GPT2Config, GPT2LMHeadModel, **config))
     assert policy.model.training
     tokens = np.arange(10, dtype=np.int32)
     assert policy.sequence_logprobs(tokens).tolist() == policy.sequence_logprobs(tokens).tolist()
-
-
-def test_gradient_checkpointing_changes_no_gradient() -> None:
     group = group_of(sequences_of(LENGTHS))
     bare = packed_gradients(wrap_model(model_of("llama-tied")), group, AlgorithmConfig())
     checkpointed = wrap_model(model_of("llama-tied"), gradient_checkpointing=True)

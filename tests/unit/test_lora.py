@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -84,15 +83,12 @@ def logprobs(model: PreTrainedModel) -> np.ndarray:
     return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
 
-def test_merging_by_hand() -> None:
+def test_merging_by_hand_rounds_once() -> None:
     weight = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])  # [out 2, in 3]
     a, b = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[3.0], [-1.0]])  # B·A = [[3, 0, 6], [-1, 0, -2]]
     expected = torch.tensor([[2.5, 2.0, 6.0], [3.5, 5.0, 5.0]])
     assert torch.equal(add_low_rank(weight, a, b, 0.5, transposed=False), expected)
     assert torch.equal(add_low_rank(weight.T.contiguous(), a, b, 0.5, transposed=True), expected.T)
-
-
-def test_merging_rounds_once() -> None:
     # bfloat16 has 256 and then 258. B·A = 1 + 1/512: above 257, hence 258. B·A rounded first is 1, and 257 goes to 256.
     weight = torch.full((1, 1), 256.0, dtype=torch.bfloat16)
     a, b = torch.tensor([[1.0], [1 / 512]]), torch.ones(1, 2)
@@ -221,6 +217,8 @@ def exported(policy: Policy, folder: Path) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", ["all-linear", "some"])
 def test_checkpoints_load_with_transformers_and_with_peft(family: str, targets: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     model(family).save_pretrained(tmp_path / "base")
     some = ["c_attn"] if family == "gpt2" else ["q_proj", "mlp.up_proj"]
     lora = LoraConfig(rank=3, alpha=6.0, rslora=True, target_modules=some if targets == "some" else "all-linear")

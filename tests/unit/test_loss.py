@@ -262,15 +262,12 @@ def test_a_loss_alone_means_what_was_published(
     assert AlgorithmConfig(loss=loss, clip_high=0.1).clip_high == 0.1
 
 
-def test_token_scores_by_hand() -> None:
+def test_token_scores_by_hand_and_a_masked_vocabulary_entry_has_no_entropy() -> None:
     # Temperature 0.5 doubles the logits: (0, 2 log 3) gives probabilities 0.1 and 0.9.
     logits = torch.tensor([[0.0, math.log(3.0)]])
     scores = token_scores(logits, torch.tensor([1]), temperature=0.5)
     assert scores.logprobs.item() == pytest.approx(math.log(0.9), abs=1e-6)
     assert scores.entropy.item() == pytest.approx(-(0.1 * math.log(0.1) + 0.9 * math.log(0.9)), abs=1e-6)
-
-
-def test_a_masked_vocabulary_entry_has_no_entropy() -> None:
     scores = token_scores(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]), temperature=1.0)
     assert scores.entropy.item() == pytest.approx(math.log(2))
 

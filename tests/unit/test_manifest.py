@@ -22,7 +22,7 @@ parameters = st.lists(st.tuples(shapes, st.sampled_from(["float32", "bfloat16"])
 chunk_sizes = st.integers(1, 8).map(lambda n: 64 * n)
 
 
-def test_layout_by_hand() -> None:
+def test_layout_by_hand_and_chunks_between_devices_are_larger_unless_the_recipe_says_a_size() -> None:
     manifest = build_manifest(TWO, chunk_bytes=64)
 
     assert manifest.sizes == (60, 8)  # 15 float32, 4 bfloat16
@@ -30,9 +30,6 @@ def test_layout_by_hand() -> None:
     assert manifest.chunks == (Chunk(0, 0, 64, range(1)), Chunk(1, 64, 64, range(1, 2)))
     assert manifest.total_bytes == 128
     assert build_manifest(TWO, wire_dtype="bfloat16").sizes == (30, 8)
-
-
-def test_chunks_between_devices_are_larger_unless_the_recipe_says_a_size() -> None:
     assert [chunk_size(mib, backend) for mib in (None, 0.0001) for backend in ("gloo", "nccl")] == [2**24, 2**27, 128, 128]
 
 

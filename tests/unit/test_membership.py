@@ -52,16 +52,13 @@ def test_a_pods_end_is_the_departure_of_its_process_and_of_nobody_else(end, pres
     assert not any(roster.has_left(member) for member in not_left)
 
 
-def test_the_end_of_one_that_was_told_to_end_is_told_too_and_once() -> None:
+def test_an_end_is_told_once_and_a_pod_that_was_only_relabelled_comes_back_with_its_heartbeat() -> None:
     roster = Roster()
     roster.leaving(deletion(), {"a": IN_POD})
     gone = deletion(still_running=False)
     assert roster.leaving(gone, {}) == leaves(IN_POD, still_running=False)
     assert roster.leaving(gone, {}) is None
     assert roster.has_left(IN_POD)
-
-
-def test_a_pod_that_may_only_have_been_relabelled_leaves_and_comes_back_with_its_heartbeat() -> None:
     roster, why = Roster(), "its pod was deleted, or relabelled"
     relabelled = PodEnd("a", "u1", why, still_running=False, final=False)
     assert roster.leaving(relabelled, {"a": IN_POD}) == MembersLeaving((IN_POD,), why, False)

@@ -188,13 +188,14 @@ def test_when_no_step_comes_it_is_told_why_after_a_minute_and_then_more_rarely()
     assert silence(run, 1235.0).startswith("no step for 12m 15s")
 
 
-def test_plain_line_has_everything_on_one_line() -> None:
+def test_plain_line_has_everything_on_one_line_and_a_pipe_gets_such_lines() -> None:
     line = plain_line(state(metrics(1), metrics(2, heldout_accuracy=0.5, heldout_version=1)), 12.0)
     assert line == (
         "step 2/100 | version 2 | reward 0.500 | heldout 50.0% | lag mean 1.25, p95 3, max 5 | ess 0.961 | "
         "tokens/s 3,120 generated, 2,951 trained | stall 72 ms (version 1) | "
         "sequences 512 issued, 384 trained, 120 in flight, 8 dropped stale | 12s passed, 3m 16s left"
     )
+    assert type(open_display(io.StringIO())) is Display
 
 
 def test_the_live_display_shows_every_row_and_keeps_notes() -> None:
@@ -211,7 +212,3 @@ def test_the_live_display_shows_every_row_and_keeps_notes() -> None:
     for label, _ in rows(run, 13.0):
         assert label in shown
     assert shown.rstrip().endswith("\x1b[?25h"), "the cursor is visible again"
-
-
-def test_a_pipe_gets_plain_lines() -> None:
-    assert type(open_display(io.StringIO())) is Display

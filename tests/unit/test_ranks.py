@@ -260,24 +260,26 @@ def test_all_ranks_skip_what_one_rank_cannot_compute(trained: Trained) -> None:
     assert [step["skipped"] for step in outcomes] == ["loss not finite", ""]
 
 
-def test_each_rank_keeps_its_share_of_weights_and_moments(trained: Trained) -> None:
+def test_each_rank_keeps_its_share_of_weights_and_moments_and_all_have_equally_many_micro_batches(trained: Trained) -> None:
     """docs/training.md: 4 + 8 bytes a parameter, over the ranks that share one copy."""
     num_parameters = sum(weight.size for weight in trained.alone["untied"].weights.values())
     assert trained.alone["untied"].state_bytes == 12 * num_parameters
     for size, case, sharing in ((2, "untied", 2), (4, "untied", 4), (4, "hybrid", 2)):
         assert trained.together[size][case].state_bytes == pytest.approx(12 * num_parameters / sharing, rel=0.1)
-
-
-def test_all_ranks_have_equally_many_micro_batches(trained: Trained) -> None:
     assert trained.together[2]["untied"].microbatches[0] < len(trained.jobs["untied"].lengths)
     assert trained.together[4]["fewer sequences than ranks"].microbatches == [1, 1]
 
 
-def test_a_world_that_its_recipe_does_not_divide_is_refused() -> None:
+def test_worlds_and_heads_that_do_not_divide_are_refused_and_a_rank_alone_shares_no_rows(trained: Trained) -> None:
     with pytest.raises(FieldError, match=r"trainer\.context_parallel = 3: does not divide the 4 ranks .*\[1, 2, 4\]"):
         RankLayout(0, 4, sequence_ranks=3, shard_ranks=4)
     with pytest.raises(FieldError, match=r"trainer\.shard_ranks = 3: does not divide"):
         RankLayout(0, 4, sequence_ranks=1, shard_ranks=3)
+    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 8: does not divide the 28 attention heads"):
+        key_repeats(28, 4, 8)
+    job = trained.jobs["rows shared by two"]
+    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 2: needs as many ranks; raise trainer\.nproc"):
+        load_learner(job.recipe(), job.folder, RankSettings())
 
 
 def test_neighbours_share_rows_and_copies() -> None:
@@ -300,11 +302,6 @@ def test_a_row_tells_what_lies_in_each_part_without_a_wait_for_the_device() -> N
     assert RowPart(0, 3, None).counts(12, torch.from_numpy(host), None) == [2, 1, 1]
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 8: does not divide the 28 attention heads"):
-        key_repeats(28, 4, 8)
-
-
 def test_messages_come_back_as_they_were() -> None:
     sent = Message("train", {"version": 3, "counts": [{"n": 1}]}, {"0/a": np.arange(5), "0/b": np.zeros(0, np.float32)})
     got = Message.from_bytes(sent.to_bytes())
@@ -313,12 +310,6 @@ def test_messages_come_back_as_they_were() -> None:
         "0/a": (np.dtype(np.int64), [0, 1, 2, 3, 4]),
         "0/b": (np.dtype(np.float32), []),
     }
-
-
-def test_a_rank_alone_cannot_share_rows(trained: Trained) -> None:
-    job = trained.jobs["rows shared by two"]
-    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 2: needs as many ranks; raise trainer\.nproc"):
-        load_learner(job.recipe(), job.folder, RankSettings())
 
 
 def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(trained: Trained) -> None:

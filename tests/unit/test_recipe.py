@@ -405,14 +405,7 @@ def test_whatever_is_written_gives_a_recipe_or_a_recipe_error(fields: dict[str, 
 
 
 def found(*overrides: str, **sections: Any) -> dict[str, tuple[str, bool]]:
-    recipe = recipe_from_data(minimal(**sections), "x", overrides)
-    problems = examine(recipe).problems
-    if not problems:
-        check_environment(recipe)
-    else:
-        with pytest.raises(RecipeError) as info:
-            check_environment(recipe)
-        assert list(map(str, info.value.problems)) == list(map(str, problems))
+    problems = examine(recipe_from_data(minimal(**sections), "x", overrides)).problems
     return {problem.field: (str(problem), isinstance(problem, Lacking)) for problem in problems}
 
 
@@ -730,10 +723,15 @@ def test_a_recipe_for_gpus_is_not_for_a_machine_without(monkeypatch: pytest.Monk
     assert is_lacking
     assert "needs a GPU, and this machine has no NVIDIA GPU" in text
     assert "without one, run repeated-addition, or smollm2" in text
+    recipe = recipe_from_data(minimal(), "x", halves)
+    with pytest.raises(RecipeError) as refused:
+        check_environment(recipe)
+    assert list(map(str, refused.value.problems)) == [text]
     assert "use auto or gloo" in found("weights.backend=nccl")["weights.backend"][0]
     assert found() == {}
     monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
     assert found(*halves) == {}
+    check_environment(recipe)
 
 
 def test_compiling_on_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

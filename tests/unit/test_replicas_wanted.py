@@ -24,13 +24,10 @@ def test_by_hand() -> None:
     assert replicas_wanted(0.01, 4) == 1
 
 
-def test_a_full_actors_rate_by_hand() -> None:
+def test_a_full_actors_rate_by_hand_and_small_changes_change_nothing() -> None:
     assert full_rate(2.0, occupancy=0.25, known=None) == 4.0
     assert full_rate(2.0, occupancy=0.25, known=3.0) == 3.0
     assert full_rate(3.5, occupancy=0.25, known=3.0) == 3.5
-
-
-def test_small_changes_change_nothing() -> None:
     # Of 10, up to 10.1 may be needed, and down to 10 - 1 - 1 = 8.
     assert [replicas_wanted(needed, None, current=10) for needed in (10.1, 10.11, 8.0, 7.99)] == [10, 11, 10, 8]
     assert [replicas_wanted(needed, None, current=2) for needed in (1.2, 0.81, 0.79)] == [2, 2, 1]
@@ -129,8 +126,12 @@ def test_an_autoscaler_that_follows_comes_to_rest_at_what_is_needed(
     assert needed - 0.15 <= history[-1] <= max(1, needed * 1.15 + 2.1)
 
 
-def test_more_actors_than_the_bound_occupies_are_not_wanted() -> None:
+def test_more_actors_than_a_recipes_bound_occupies_are_not_wanted() -> None:
     assert follow(linear, consumption=100.0, actors=1, in_flight=40)[-1] == 4
+    assert most_in_flight(make_recipe(algorithm={"max_lag": 2})) == 3 * 4
+    assert most_in_flight(make_recipe(algorithm={"max_lag": None})) is None
+    conventional = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 2})
+    assert most_in_flight(conventional) == 2 * 4
 
 
 # In the trainer
@@ -150,10 +151,3 @@ def test_the_metric_has_no_value_until_it_is_known() -> None:
     assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5.0
     advice.finish()
     assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1.0
-
-
-def test_what_a_recipe_lets_be_in_flight() -> None:
-    assert most_in_flight(make_recipe(algorithm={"max_lag": 2})) == 3 * 4
-    assert most_in_flight(make_recipe(algorithm={"max_lag": None})) is None
-    conventional = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 2})
-    assert most_in_flight(conventional) == 2 * 4

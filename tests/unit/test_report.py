@@ -82,13 +82,10 @@ def test_few_samples_are_shown_once() -> None:
     assert ([one["step"] for one in shown["early"]], [one["step"] for one in shown["late"]]) == ([1, 2], [3, 4, 5])
 
 
-def test_very_long_completions_are_clipped_with_their_length() -> None:
+def test_very_long_completions_are_clipped_with_their_length_and_their_tokens() -> None:
     shown = data([], [sample(1, completion="x" * 5000)])["samples"]["early"][0]["completion"]
     assert shown.endswith("… (1000 more characters)")
     assert len(shown) < 4100
-
-
-def test_tokens_of_a_clipped_completion_are_clipped_with_it() -> None:
     pieces = ["word " for _ in range(1000)]
     long = {"completion": "word " * 1000, "tokens": pieces, "weights": [1.0] * 1000, "spans": [[0, 0, 600], [1, 600, 1200]]}
     shown = data([], [sample(1, **long)])["samples"]["early"][0]
@@ -128,12 +125,9 @@ def test_model_output_cannot_leave_its_json_block_and_the_page_needs_nothing_fro
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|\bimport\(", page)
 
 
-def test_scripts_never_set_html() -> None:
+def test_scripts_never_set_html_and_get_nothing_that_is_no_json() -> None:
     for name in {*REPORT_SCRIPTS, *LIVE_ASSETS} - {"page.css"}:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", asset(name)), name
-
-
-def test_script_json_refuses_what_is_no_json() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         script_json({"loss": float("nan")})
 

@@ -126,16 +126,13 @@ def test_a_run_whose_process_lives_is_refused_and_the_process_named(tmp_path: Pa
         running_pids(run)
 
 
-def test_a_pid_that_came_again_for_another_program_is_not_the_runs(tmp_path: Path) -> None:
+def test_a_pid_that_came_again_for_another_program_is_not_the_runs_and_unreadable_ones_are_named(tmp_path: Path) -> None:
     run, beside = run_folder(tmp_path / "run"), tmp_path / "run-2"
     with process(str(beside / "nats" / "nats.conf")) as other, process(str(run.path / "nats" / "nats.conf")) as ours:
         assert not lives(other, run.path), "a folder whose name begins alike is another"
         assert lives(ours, run.path)
         assert not lives(os.getpid(), run.path)
     assert not lives(ours, run.path)
-
-
-def test_pids_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     for content in ("{", "[1]", '{"trainer": "x"}'):
         run.pids.write_text(content)

@@ -337,7 +337,7 @@ def test_programs_that_hang_cost_their_tests_and_not_the_item(monkeypatch: pytes
     assert code_scorer(config.model_copy(update={"sandbox": False}))(RewardInput("", "", "", {"tests": tests[:1]})).value == 1.0
 
 
-def test_json_schema_names_what_is_wrong_with_the_answer() -> None:
+def test_json_schema_names_what_is_wrong_with_the_answer_and_a_bad_one_is_found_at_the_start() -> None:
     reward = make_reward(
         RewardConfig(scorer="json_schema", json_schema={"additionalProperties": {"type": "integer"}}), TaskConfig()
     )
@@ -345,9 +345,6 @@ def test_json_schema_names_what_is_wrong_with_the_answer() -> None:
     assert (half.status, half.reward, "\ufffd" in half.message) == (verifier_pb2.VERIFY_STATUS_OK, 0.0, True)
     assert json_schema_scorer(POINT)(item('{"x": "one"}')).reason == "$.x: 'one' is not of type 'integer'"
     assert json_schema_scorer(POINT)(item("[" * 100_000)).value == 0.0
-
-
-def test_bad_schema_of_the_recipe_is_found_at_the_start() -> None:
     with pytest.raises(FieldError, match=r"reward\.json_schema.*objekt"):
         json_schema_scorer({"type": "objekt"})
 
@@ -361,12 +358,9 @@ def test_reasoning_gym_accepts_its_own_answer_after_json(family: str) -> None:
     assert reasoning_gym_scorer(family)(item(reference["entry"]["answer"], reference)).value == 1.0
 
 
-def test_reasoning_gym_scorer_that_raises_on_an_answer_means_a_wrong_answer() -> None:
+def test_reasoning_gym_scorer_that_raises_means_a_wrong_answer_unless_the_entry_lacks_what_it_needs() -> None:
     score = reasoning_gym_scorer("prime_factorization")(item("a word", gym_reference("prime_factorization")))
     assert score == Score(0.0, "not an answer of this family's form (ValueError)")
-
-
-def test_reasoning_gym_entry_that_lacks_what_the_scorer_needs() -> None:
     reference = gym_reference("chain_sum")
     reference["entry"]["answer"] = 214
     with pytest.raises(BadReference, match="entry: its own answer cannot be scored"):

@@ -18,14 +18,11 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_default_names_are_recipe_and_time_and_differ_within_a_second() -> None:
+def test_default_names_are_recipe_and_time_and_differ_within_a_second_and_are_valid_for_long_recipe_names() -> None:
     stamped = "arithmetic-20260304-050607"
     runs = [create_run_dir("arithmetic", NOW) for _ in range(3)]
     assert runs == [RunDir(Path("runs") / name, name) for name in (stamped, f"{stamped}-2", f"{stamped}-3")]
     assert runs[0].path.is_dir()
-
-
-def test_a_long_recipe_name_still_makes_a_valid_run_name() -> None:
     name = stamped_name("a" * 20 + "-" + "b" * 19, NOW)
     assert check_run_name(f"{name}-99") == f"{'a' * 20}-20260304-050607-99"
 

@@ -39,30 +39,24 @@ def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
 # Weights
 
 
-def test_tokens_of_samples_are_found_in_the_rows_of_all_ranks() -> None:
+def test_tokens_of_samples_are_found_in_the_rows_of_all_ranks_branch_after_branch() -> None:
     """Sequences 0 (2 tokens) and 2 (4) are sampled; of the smaller batch, 0 and 1 (9)."""
     groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
     found = tokens_of_samples(groups, np.repeat([1, 0, 2, 3], [9, 2, 4, 1]))
     assert {name: tokens.tolist() for name, tokens in found.items()} == {"g.0": [9, 10], "g.2": [11, 12, 13, 14]}
     found = tokens_of_samples(groups[:1], np.repeat([1, 0], [9, 2]))
     assert {name: tokens.tolist() for name, tokens in found.items()} == {"g.0": [9, 10], "g.1": [*range(9)]}
-
-
-def test_branches_of_a_sample_follow_each_other_wherever_they_were_packed() -> None:
     episode = episodes_of(EPISODES)[3]
     first, second = (branch.num_sampled_tokens for branch in episode.all_branches)
     (tokens,) = tokens_of_samples([group_of([episode])], np.repeat([1, 0], [second, first])).values()
     assert tokens.tolist() == [*range(second, second + first), *range(second)]
 
 
-def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
+def test_the_first_sequence_and_one_that_spans_versions_are_sampled_with_unclamped_weights() -> None:
     groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
     assert [one.sequence_id for one in sampled_sequences(groups)] == ["g.0", "g.2"]
     assert [one.sequence_id for one in sampled_sequences(groups[:1])] == ["g.0", "g.1"]
     assert [one.sequence_id for one in sampled_sequences([group_of(sequences_of([(1, 1)]))])] == ["g.0"]
-
-
-def test_weights_are_unclamped_and_may_be_infinite() -> None:
     logs = np.log(np.array([1, 2, 9, 0.5], dtype=np.float32))
     assert importance_weights(logs).tolist() == pytest.approx([1, 2, 9, 0.5])
     assert np.isinf(importance_weights(np.array([1000.0], dtype=np.float32))).all()

@@ -54,7 +54,7 @@ def record(message: str = "swapped", **extra: Any) -> logging.LogRecord:
     return logging.getLogger("actor.swap").makeRecord("actor.swap", logging.INFO, __file__, 1, message, (), None, extra=extra)
 
 
-def test_json_line_says_who_and_what() -> None:
+def test_json_line_says_who_and_what_and_a_traceback_is_one_line() -> None:
     context = LogContext("arithmetic", "actor", "actor-0")
     formatter = ContextFormatter(context, "json")
     line = json.loads(formatter.format(record(stall_s=0.25, ess=float("nan"), path=Path("a"), run="another")))
@@ -72,9 +72,6 @@ def test_json_line_says_who_and_what() -> None:
     }
     context.policy_version = 0
     assert json.loads(formatter.format(record()))["policy_version"] == 0
-
-
-def test_json_traceback_is_one_line() -> None:
     try:
         raise ValueError("first\nsecond")
     except ValueError:
@@ -162,12 +159,16 @@ async def test_blocked_loop_is_visible_from_another_thread(monkeypatch: pytest.M
             assert answers[0][1].startswith("event loop blocked for ")
 
 
-async def test_a_port_that_cannot_be_had_is_named_and_leaves_no_socket_open() -> None:
+async def test_a_port_that_cannot_be_had_is_named_for_http_and_grpc_and_leaves_no_socket_open() -> None:
     with socket.create_server((HOST, 0)) as taken:
         for port in (taken.getsockname()[1], 70000):
             with pytest.raises(ServiceError, match=rf"http_port = {port}: cannot listen on 127\.0\.0\.1:{port}"):
                 async with serve_http(FastAPI(), HOST, port):
                     pass  # a socket that is left open is a ResourceWarning, which is an error here
+    async with serve_grpc(register, [NAME], HOST, 0) as taken:
+        with pytest.raises(ServiceError, match=f"grpc_port = {taken}: cannot listen"):
+            async with serve_grpc(register, [NAME], HOST, taken):
+                pass
 
 
 # --- gRPC
@@ -243,13 +244,6 @@ async def test_health_says_serving_until_the_end_and_reflection_lists_the_servic
             assert (await watched.read()).status == states.NOT_SERVING
 
 
-async def test_grpc_port_in_use_is_named() -> None:
-    async with serve_grpc(register, [NAME], HOST, 0) as taken:
-        with pytest.raises(ServiceError, match=f"grpc_port = {taken}: cannot listen"):
-            async with serve_grpc(register, [NAME], HOST, taken):
-                pass
-
-
 # --- addresses, certificates, settings
 
 
@@ -300,7 +294,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     return monkeypatch
 
 
-def test_settings_come_from_the_environment_and_every_wrong_variable_is_named(environment: pytest.MonkeyPatch) -> None:
+def test_settings_come_from_the_environment_and_every_wrong_variable_is_named_an_empty_host_too(
+    environment: pytest.MonkeyPatch,
+) -> None:
     environment.setenv("PIPELINERL_WORKERS", "0")
     with pytest.raises(UserError) as raised:
         read_settings(SmallSettings)
@@ -310,9 +306,6 @@ def test_settings_come_from_the_environment_and_every_wrong_variable_is_named(en
     environment.setenv("PIPELINERL_RECIPE", "recipe.yaml")
     settings = read_settings(SmallSettings)
     assert (settings.run, settings.workers, settings.recipe) == ("arithmetic", 2, Path("recipe.yaml"))
-
-
-def test_an_empty_host_does_not_open_the_store_of_transfers_on_every_interface(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("PIPELINERL_TRANSFER_HOST", "")
     with pytest.raises(UserError, match="PIPELINERL_TRANSFER_HOST = ''"):
         read_settings(TrainerSettings)

@@ -29,13 +29,17 @@ SAMPLED = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 TRACED = {"traceparent": SAMPLED}
 
 
-def test_a_trace_goes_through_headers() -> None:
+def test_a_trace_goes_through_headers_also_without_a_tracer_where_none_begins() -> None:
     with recorded() as spans:
         with root("here") as here:
             headers = headers_of(trace_of(here))
         with child(trace_in(headers), "there"):
             pass
     assert spans.way(spans.named("there")[0]) == ["here", "there"]
+    with root("never") as span:
+        assert headers_of(trace_of(span)) == {}
+    with child(trace_in(TRACED), "never") as span:
+        assert headers_of(trace_of(span)) == TRACED
 
 
 @pytest.mark.parametrize(
@@ -58,13 +62,6 @@ def test_what_names_no_sampled_trace_is_followed_by_nothing(headers: dict[str, s
             assert headers_of(trace_of(span)) == {}
     assert trace is None
     assert spans.all == ()
-
-
-def test_without_a_tracer_a_trace_passes_through_and_none_begins() -> None:
-    with root("never") as span:
-        assert headers_of(trace_of(span)) == {}
-    with child(trace_in(TRACED), "never") as span:
-        assert headers_of(trace_of(span)) == TRACED
 
 
 def test_attributes_have_the_names_of_the_conventions() -> None:

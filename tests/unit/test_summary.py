@@ -90,7 +90,7 @@ def test_evaluations_skipped_steps_and_joins_are_counted_from_the_steps() -> Non
     assert summary["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": None}
 
 
-def test_reductions_by_hand() -> None:
+def test_reductions_by_hand_and_the_lag_percentile_is_the_smallest_that_95_percent_do_not_exceed() -> None:
     """A skipped step counts for `equal_reward_groups` and `largest_lag` alone; numbers that are not finite never count."""
     told = [
         step(1, {}, ess=0.5, equal_reward_groups=1.0, largest_lag=4, skipped="loss not finite", clipped=True),
@@ -102,9 +102,6 @@ def test_reductions_by_hand() -> None:
     assert (summary["ess"], summary["steps_clipped"]) == ({"mean": 0.5, "min": 0.25}, 1)
     assert (summary["steps_equal_rewards"], summary["largest_lag"]) == (2, 9)
     assert (summary["memory_peak_gib"], summary["idle_s_mean"], summary["mfu_mean"]) == (2.0, 2.0, None)
-
-
-def test_lag_percentile_is_the_smallest_lag_that_95_percent_do_not_exceed() -> None:
     assert lag_summary({0: 95, 7: 5})["p95"] == 0
     assert lag_summary({0: 94, 7: 6})["p95"] == 7
 

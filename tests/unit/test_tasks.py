@@ -92,24 +92,18 @@ def test_heldout_problems_are_distinct_never_trained_on_and_the_same_for_every_s
     assert questions(sums(seed=9, num_heldout=100, config=pairs), Split.HELDOUT, range(100)) == heldout
 
 
-def test_a_family_with_too_few_problems_is_named() -> None:
+def test_what_a_family_cannot_give_and_arguments_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # ten questions
     with pytest.raises(FieldError, match=r"task\.heldout_problems = 11: .*too few distinct problems"):
         sums(num_heldout=11, config=zeros).problem(Split.HELDOUT, 0)
     with pytest.raises(FieldError, match="too few distinct problems"):
         sums(num_heldout=10, config=zeros).problem(Split.TRAIN, 0)
-
-
-def test_without_reasoning_gym_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # an import of it fails
-    with pytest.raises(FieldError, match=r"task\.source = 'reasoning_gym': .*pip install 'pipelinerl\[local\]'"):
-        sums()
-
-
-def test_arguments_that_cannot_be_are_named() -> None:
     for key, said in (("zzz", "chain_sum has no such argument; allowed: min_terms, max_terms, "), ("seed", "leave it out")):
         with pytest.raises(FieldError, match=rf"^task\.config\.{key} = 3: {said}"):
             sums(config={key: 3})
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # an import of it fails
+    with pytest.raises(FieldError, match=r"task\.source = 'reasoning_gym': .*pip install 'pipelinerl\[local\]'"):
+        sums()
 
 
 @pytest.mark.parametrize("family", ["list_functions", "gsm_symbolic", "countdown"])
@@ -369,7 +363,7 @@ def test_rows_as_dapo_and_verl_have_them_in_parquet(tmp_path: Path) -> None:
         FileSource(file_task(path, **nested, prompt_template="{nothing}"), seed=0)
 
 
-def test_parts_of_text_are_one_text_and_other_parts_are_a_mistake(tmp_path: Path) -> None:
+def test_parts_of_text_are_one_text_other_parts_are_a_mistake_and_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?"}]
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": parts}], "answer": ["2"]}, *ROWS])
     first = FileSource(file_task(path, prompt_style="chat"), seed=0).problems[0]
@@ -379,6 +373,10 @@ def test_parts_of_text_are_one_text_and_other_parts_are_a_mistake(tmp_path: Path
     path = write_jsonl(tmp_path / "i.jsonl", [{"prompt": [{"role": "user", "content": image}], "answer": "2"}])
     with pytest.raises(UserError, match=r"i\.jsonl, line 1: field 'prompt' has .*image_url.*not a message"):
         FileSource(file_task(path, prompt_style="chat"), seed=0)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    rows = [{"prompt": [call, {"role": "tool", "content": text}], "answer": "a"} for text in "pq"]
+    source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows), heldout=1, prompt_style="chat"), seed=0)
+    assert source.problem(Split.HELDOUT, 0).messages[0] == {**call, "content": ""}
 
 
 @pytest.mark.parametrize(
@@ -397,18 +395,18 @@ def test_a_path_leads_into_columns_and_lists(row: dict[str, Any], path: str, ans
     assert problem.reference["answer"] == answer
 
 
-def test_a_prompt_that_other_rows_number_otherwise_is_repeated_and_not_contradicted(tmp_path: Path) -> None:
+def test_repeated_prompts_and_empty_answers_are_counted_and_a_byte_order_mark_or_another_number_is_none(tmp_path: Path) -> None:
     rows = [{"prompt": prompt, "answer": "4", "extra_info": {"index": n}} for n, prompt in enumerate(("p", "p", "q"))]
     source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows), heldout=1), seed=0)
     assert isinstance(source, FileSource)
     assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (1, "line 2", 0)
-
-
-def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
-    rows = [{"prompt": [call, {"role": "tool", "content": text}], "answer": "a"} for text in "pq"]
-    source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows), heldout=1, prompt_style="chat"), seed=0)
-    assert source.problem(Split.HELDOUT, 0).messages[0] == {**call, "content": ""}
+    rows = [*ROWS, {"prompt": "q1", "answer": 1}, {"prompt": "q2", "answer": "two"}, {"prompt": "q", "answer": " "}]
+    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    source = make_source(file_task(path), seed=0)
+    assert isinstance(source, FileSource)
+    assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (2, "line 11", 1)
+    assert (len(source.problems), [one.place for one in source.unanswered]) == (11, ["line 13"])
 
 
 def test_small_files_that_unpack_to_very_much_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,16 +436,6 @@ def test_a_field_that_no_line_has_is_told_with_those_that_there_are(tmp_path: Pa
         make_source(file_task(path), seed=0)
     with pytest.raises(FieldError, match=r"task.answer_field = 'solution': .* it has: question, answer"):
         make_source(file_task(path, prompt_field="question", answer_field="solution"), seed=0)
-
-
-def test_repeated_prompts_and_empty_answers_are_counted_and_a_byte_order_mark_is_none(tmp_path: Path) -> None:
-    rows = [*ROWS, {"prompt": "q1", "answer": 1}, {"prompt": "q2", "answer": "two"}, {"prompt": "q", "answer": " "}]
-    path = write_jsonl(tmp_path / "p.jsonl", rows)
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    source = make_source(file_task(path), seed=0)
-    assert isinstance(source, FileSource)
-    assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (2, "line 11", 1)
-    assert (len(source.problems), [one.place for one in source.unanswered]) == (11, ["line 13"])
 
 
 @given(weights=st.lists(st.floats(0.01, 100) | st.integers(1, 9), min_size=1, max_size=6), start=st.integers(0, 10**9))

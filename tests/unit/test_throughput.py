@@ -119,19 +119,18 @@ def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:
         assert figures["mfu"] == pytest.approx(learner.prepare([group], 2).flops / (seconds * 1e12))
 
 
-def test_memory_of_the_process_rises_with_what_it_holds() -> None:
+def test_memory_of_the_process_rises_with_what_it_holds_and_without_a_status_file_the_system_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     before, resident = take_memory_peak(torch.device("cpu")), _status_kib("VmRSS") * 1024
     held = np.ones(before - resident + 2**26, dtype=np.uint8)
     assert take_memory_peak(torch.device("cpu")) >= before + 2**25
     assert held[-1] == 1
+    told = process_memory_peak()
+    monkeypatch.setattr("services.trainer.learn.meter.PROCESS_STATUS", tmp_path / "none")
+    assert process_memory_peak() >= told * 0.99
 
 
 def _status_kib(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
-
-
-def test_without_a_status_file_the_system_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = process_memory_peak()
-    monkeypatch.setattr("services.trainer.learn.meter.PROCESS_STATUS", tmp_path / "none")
-    assert process_memory_peak() >= told * 0.99

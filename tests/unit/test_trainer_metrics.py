@@ -38,7 +38,7 @@ class Exported:
         self.metrics.steps.observe({**step_figures(), **measured, **record, **figures})
 
 
-def test_each_token_counts_once_under_its_lag() -> None:
+def test_each_token_counts_once_under_its_lag_whose_bound_is_a_series_only_where_there_is_one() -> None:
     exported = Exported()
     exported.step(lag_histogram={0: 10, 1: 5, 3: 2}, lag={"max": 3})
     exported.step(lag_histogram={"0": 1, "8": 4, "65": 1}, lag={"max": 65})
@@ -47,10 +47,6 @@ def test_each_token_counts_once_under_its_lag() -> None:
     assert exported("token_lag_steps_count") == 23
     assert exported("token_lag_steps_sum") == 5 + 6 + 32 + 65
     assert exported("token_lag_max_steps") == 65
-
-
-def test_the_lag_bound_is_a_series_only_where_there_is_one() -> None:
-    exported = Exported()
     exported.metrics.steps.lag_bound.set(4)
     assert exported("token_lag_bound_steps") == 4
     exported.metrics.steps.lag_bound.set(None)
@@ -137,7 +133,7 @@ def test_reasons_beyond_the_most_frequent_are_one() -> None:
     assert bounded({"a": 1}, most=2) == {"a": 1}
 
 
-def test_streams_and_parts_of_the_run_by_hand() -> None:
+def test_streams_parts_of_the_run_updates_and_members_by_hand() -> None:
     exported = Exported()
     assert exported("phase", phase="loading") == 1
     exported.watch()
@@ -153,9 +149,6 @@ def test_streams_and_parts_of_the_run_by_hand() -> None:
     assert exported("members", state="serving") == 4
     assert (exported("checkpoint_version"), exported("checkpoint_timestamp_seconds")) == (4, 9100)
     assert (exported("checkpoint_upload_version"), exported("checkpoint_upload_timestamp_seconds")) == (None, None)
-
-
-def test_updates_and_members_are_counted() -> None:
     exported = Exported()
     membership = exported.metrics.membership
     membership.served(UpdateRecord(1, num_bytes=100, transfer_s=0.5, round_trip_s=2.0))

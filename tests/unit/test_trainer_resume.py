@@ -5,11 +5,10 @@ The trainer here is its tracker, feeder and intake over an in-memory bus, with t
 
 import asyncio
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -421,26 +420,21 @@ def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(tmp_path: Path) 
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-10", "step-100"}, "the newest two"
 
 
-KILLED_WHILE_WRITING = """
-import os, signal, sys
-from pathlib import Path
-from tests.unit.test_trainer_resume import tensors_of, write
+def killed_while_it_writes(run_dir: Path) -> None:
+    def deadly(folder: Path) -> None:
+        tensors_of(2)(folder)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def deadly(folder):
-    tensors_of(2)(folder)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-write(Path(sys.argv[1]), 1)
-write(Path(sys.argv[1]), 2, deadly)
-"""
+    write(run_dir, 1)
+    write(run_dir, 2, deadly)
 
 
 def test_a_process_killed_while_it_writes_leaves_the_one_before_and_its_half_is_tidied_away(tmp_path: Path) -> None:
     write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)], env=dict(os.environ), timeout=120, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL
+    process = multiprocessing.get_context("fork").Process(target=killed_while_it_writes, args=(tmp_path,))
+    process.start()
+    process.join(600)
+    assert process.exitcode == -signal.SIGKILL
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
     assert find_start(tmp_path, RUN, make_recipe()).version == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]

@@ -132,7 +132,7 @@ async def test_both_ranks_of_one_actor_stage_the_senders_bytes(staging_buffers: 
         group.close()
 
 
-async def test_discard_ends_a_join_at_once_and_the_next_join_works() -> None:
+async def test_discard_ends_a_join_at_once_the_next_join_works_and_a_second_discard_is_not_forgotten() -> None:
     store = GroupStore()
     async with engine(KeepingLoader()) as actor:
         joining = asyncio.create_task(actor.join(store, "epoch-1", 3))  # neither the trainer nor rank 2 ever comes
@@ -143,10 +143,6 @@ async def test_discard_ends_a_join_at_once_and_the_next_join_works() -> None:
 
         (await meet(actor, store, "epoch-2")).close()
 
-
-async def test_a_second_discard_is_not_forgotten_by_the_first() -> None:
-    store = GroupStore()
-    async with engine(KeepingLoader()) as actor:
         asks = (Discard(), Join(GroupSpec(store.own_address, "e", 1, 2), FOREVER_S), Discard())
         answers = await asyncio.gather(*(actor.link.ask(ask) for ask in asks), return_exceptions=True)
         assert [type(answer) for answer in answers] == [list, GroupFailed, list]

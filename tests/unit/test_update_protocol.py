@@ -316,15 +316,12 @@ async def test_an_actor_that_cannot_prepare_says_why_and_ends(refusal: Exception
         assert set(one.updater.members) == {"a", "b"}
 
 
-async def test_a_first_version_that_nobody_serves_ends_the_run_with_the_actors_reasons() -> None:
+async def test_a_first_version_that_nobody_serves_ends_the_run_with_the_actors_reasons_and_a_later_one_has_no_limit() -> None:
     async with stage("a", join_timeout_s=1.0) as one:
         one.fail("a", TransferError("disk full"))
         await one.updater.offer(0, "snapshot-0")
         says = r"version 0 .*join_timeout_s = 1 s; last reasons: a: disk full"
         await ends_with(one.running, ServiceError, says)
-
-
-async def test_a_version_after_the_first_has_no_such_limit() -> None:
     async with stage("a", join_timeout_s=0.5) as one:
         await one.send(0)
         one.actors["a"].receiver.may_receive.clear()
@@ -333,14 +330,11 @@ async def test_a_version_after_the_first_has_no_such_limit() -> None:
         assert not one.running.done()
 
 
-async def test_a_bug_in_a_receive_is_not_swallowed() -> None:
+async def test_a_bug_in_a_receive_and_a_swap_that_breaks_half_way_end_the_actor_and_one_that_did_not_begin_does_not() -> None:
     async with stage("a") as one:
         one.fail("a", ZeroDivisionError("ours"))
         await one.updater.offer(0, "snapshot-0")
         await ends_with(one.actors["a"].task, ZeroDivisionError, "ours")
-
-
-async def test_a_swap_that_breaks_half_way_ends_the_actor_and_one_that_did_not_begin_does_not() -> None:
     async with stage("a", "b") as one:
         one.actors["a"].receiver.commit_error = CommitFailed("half of it")
         one.actors["b"].receiver.commit_error = TransferError("nothing is staged")
