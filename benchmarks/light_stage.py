@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ class Settings:
 
     @property
     def limits(self) -> StreamLimits:
-        return StreamLimits(member_ttl_s=self.member_ttl_s, in_memory=True)
+        return StreamLimits(member_ttl_s=self.member_ttl_s)
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,13 @@ async def light_stage(
     heard: tuple[str, ...] = ("epoch", "announce", "commit", "abort"),
     actor: str = "",
     host: str = "127.0.0.1",
-    in_memory: bool = True,
     request_timeout_s: float = 10.0,
     within_s: float = WITHIN_S,
 ) -> AsyncIterator[Stage]:
     """`heard`: kinds of control messages that it keeps; orders to all, and to `actor`. `host`: of trainer and server."""
     async with AsyncExitStack() as stack:
         server = stack.enter_context(NatsServer(folder, extra={"host": host}))
-        limits = replace(settings.limits, in_memory=in_memory)
-        connecting = connect(server.url, RUN, limits=limits, request_timeout_s=request_timeout_s)
+        connecting = connect(server.url, RUN, limits=settings.limits, request_timeout_s=request_timeout_s)
         bus = await stack.enter_async_context(connecting)
         await bus.create_streams()
         weights = weights_of(0)

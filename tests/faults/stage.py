@@ -82,9 +82,7 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 
 
 @asynccontextmanager
-async def fault_stage(
-    folder: Path, *, host: str = "127.0.0.1", settings: Settings = SETTINGS, in_memory: bool = True
-) -> AsyncIterator[FaultStage]:
+async def fault_stage(folder: Path, *, host: str = "127.0.0.1", settings: Settings = SETTINGS) -> AsyncIterator[FaultStage]:
     """Ends with a check of the invariants, where the test got so far."""
     async with light_stage(
         folder,
@@ -94,7 +92,6 @@ async def fault_stage(
         heard=tuple(HEARD),
         actor=EVERY_ACTOR,
         host=host,
-        in_memory=in_memory,
         request_timeout_s=2.0,
         within_s=UPDATE_WITHIN_S,
     ) as stage:

@@ -146,7 +146,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_updates_wait_while_the_disk_of_the_streams_is_full_and_then_go_on(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with fault_stage(small_disk, in_memory=False) as stage:
+    async with fault_stage(small_disk) as stage:
         a, b = await stage.start_all("a", "b")
         await stage.update(0)
         ballast = small_disk / "ballast"
