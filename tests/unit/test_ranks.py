@@ -366,7 +366,7 @@ def test_nodes_of_different_revisions_do_not_train_together(trained: Trained, na
     both = {"version": "'1.1', rank 0 '1.0'", "pod template": "'trainer-1', rank 0 'trainer-0'"}.get(name, "")
     assert first == second
     assert first.startswith(f"the trainer's ranks do not match: rank 1 has {name} {both}")
-    assert first.endswith(". Replace all its pods at once: delete them together")
+    assert first.endswith(". Delete all pods of the trainer at once, so that all are replaced")
 
 
 def left_alone(folder: str) -> str:
