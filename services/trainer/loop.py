@@ -1,10 +1,10 @@
 """The optimizer loop: take batches, step, send versions, evaluate, record.
 
-The loop takes batches from `Intake`, and produces policy versions for `WeightUpdater` and one record per step. It waits for a
-full batch and, before it offers a version, until all remaining actors serve the previous one. While a measurement (an
-evaluation or probe) keeps actors at an earlier version, the loop does not wait: it skips this version, and actors get a later
-one after the measurement. Except in conventional mode, sending overlaps with the computation of the next batch. A single
-compute thread makes all calls to the model. Checkpoints are taken between two steps.
+The loop takes batches from `Intake`, and produces policy versions for `WeightUpdater` and one record per step. It waits for
+full batches. Before it offers a version, it also waits until all remaining actors serve the previous one. There is one
+exception: if a measurement (an evaluation or probe) keeps actors at an earlier version, the new version is skipped, and actors
+get a later one after the measurement. Except in conventional mode, sending overlaps with the computation of the next batch. A
+single compute thread makes all calls to the model. Checkpoints are taken between two steps.
 
 Before the first step, the loop takes over the state of a checkpoint and the contents of the streams from the run's previous
 trainer. For the next trainer it writes the journal and captures the non-tensor part of checkpoints.
@@ -157,8 +157,8 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Send heartbeats to any other ranks until cancelled, since this rank may wait for long. Raises `RuntimeError` if one
-        is gone."""
+        """Until cancelled, send heartbeats to the other ranks, if any, since this rank may wait for long. Raises `RuntimeError`
+        if a rank is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.learner.order, HEARTBEAT)
             await asyncio.sleep(HEARTBEAT_S)
@@ -278,8 +278,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the current version. Skip it if an earlier version is staged and a measurement holds its commit. If the
-        current version is to be measured, too (`measure`), first wait for the running measurement to end."""
+        """Begin to send the current version. Skip it if a measurement holds the commit of an earlier version. `measure`: the
+        current version will be measured, so first wait until the running measurement ends."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()

@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyTrainer:
-    """Makes steps, snapshots and checkpoints of the policy. `sender`: the trainer's end of weight transfers."""
+    """Trains the policy, and makes snapshots and checkpoints of it. `sender`: the trainer's end of weight transfers."""
 
     def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
         self.learner, self._recipe = learner, recipe

@@ -1,7 +1,7 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
 The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has
-a name, and a failed check says where to look. The run is not changed. If NATS lost its volumes, streams are missing.
+a name, and a failed check says where to look. The test changes nothing, so streams that NATS lost stay missing.
 """
 
 from __future__ import annotations

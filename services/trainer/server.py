@@ -41,7 +41,7 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
 
 class StepFeed:
     """The run's step records, for any number of readers at their own pace. All records (a few kilobytes per step) are kept, so
-    that a late reader gets them, too. The feed ends with the run. Use it on one event loop."""
+    that a late reader gets all of them. The feed ends with the run. Use it on one event loop."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._records: list[StepRecord | None] = list(records)
@@ -69,7 +69,7 @@ class StepFeed:
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """`status()` returns the run's current status. `request_checkpoint()` returns once a checkpoint is written. `source`:
     folder or hub id of the initial policy. CheckpointNow fails with FAILED_PRECONDITION if no checkpoint can be written or the
-    run has ended. GetInitialModel fails with it if this trainer does not have the requested model."""
+    run has ended. GetInitialModel fails with the same code if this trainer does not have the requested model."""
 
     def __init__(
         self,

@@ -76,8 +76,8 @@ class StreamUpkeep:
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
         """Fail the missing samples of lost groups. An actor acknowledges a group only after storing all its sequences, and the
         acknowledgement removes the group from PROMPTS. Once the intake has read everything that SEQUENCES then contained, the
-        missing sequences can no longer arrive. `LOST_AFTER_S` adds a margin. A group that was handed over is on PROMPTS again,
-        at another position."""
+        missing sequences can no longer arrive. `LOST_AFTER_S` adds a margin. A group that an actor handed over to others is not
+        lost: it is on PROMPTS again, at another position."""
         gone = self._tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}

@@ -1,7 +1,7 @@
 """Decide when to write checkpoints. Each one holds exactly one policy version, and an existing folder is always complete.
 
-Tensors and other state are captured at the same moment between two steps: no step, from its computation to its entry into the
-tracker, overlaps with the copying. Checkpoints are written one at a time on a separate thread, beside the next steps, to a
+Tensors and other state are captured at the same moment between two steps: while they are copied, no step is being computed, and
+every computed step is in the tracker. Checkpoints are written one at a time on a separate thread, beside the next steps, to a
 hidden folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
 
 `PolicyExport` stages the policy in host memory while training waits, and writes the Hugging Face folder while training
@@ -77,8 +77,8 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints, in addition to those in `start`. `begin(version)`: copies the tensors, on the compute thread.
-    `capture`: copies the other state, on the event loop. `written`: awaited after each checkpoint."""
+    """Writes checkpoints; those of earlier trainers are in `start`. `begin(version)`: copies the tensors, on the compute
+    thread. `capture`: copies the other state, on the event loop. `written`: awaited after each checkpoint."""
 
     def __init__(
         self,

@@ -88,8 +88,8 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the run's proofs, with a new key if the folder has none. Groups before number `reserved` then need no proof, since
-    they may already be in progress. Raises `UserError` if the file is malformed."""
+    """Return the run's `GroupTokens`. If the folder has no key, make one; groups before number `reserved` then need no proof,
+    since they may already be in progress. Raises `UserError` if the file is malformed."""
     path = run_dir / "group-key.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

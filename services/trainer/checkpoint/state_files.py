@@ -53,7 +53,7 @@ def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
 
 
 def learner_state(learner: Learner) -> dict[str, Tensor]:
-    """Return the state by name. The tensors are the learner's own; 8-bit moments stay in their own format."""
+    """Return the state by name. The tensors are not copied, and 8-bit moments are not converted."""
     learner.optimizer.begin_moments()
     state: dict[str, Tensor] = {}
     for name, stepped in trained_parameters(learner).items():
@@ -191,7 +191,7 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
 
 
 def _alone_is_meant() -> None:
-    """Silence torch's warning about saving from a single process. `catch_warnings` is not thread-safe."""
+    """Silence torch's warning about saving from a single process; permanently, as `catch_warnings` is not thread-safe."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 

@@ -301,7 +301,7 @@ class Uploads:
 
 
 def _written_s(folder: Path) -> float:
-    """Return the Unix time at which the checkpoint was written, which its linked copy in `folder` keeps."""
+    """Return the Unix time at which a checkpoint was written. `folder`, its linked copy, has the same modification time."""
     return folder.stat().st_mtime
 
 

@@ -60,7 +60,7 @@ SCORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """An actor's answer to the probe: log-probabilities [tokens - 1], the version that computed them, and its loader."""
+    """An actor's log-probabilities [tokens - 1] of the probe, their version, and how its weights were loaded (`loader`)."""
 
     logprobs: Logprobs
     version: PolicyVersion

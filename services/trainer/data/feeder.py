@@ -92,7 +92,7 @@ class GroupTokens:
 
     key: bytes
     first_group: int = 0
-    """Number of the first group that needs a proof. Earlier groups were issued with another key."""
+    """Number of the first group that needs a proof. Earlier groups may have been issued with another key."""
 
     def of(self, group_id: str) -> bytes:
         return hmac.digest(self.key, group_id.encode(), "sha256")[:_TOKEN_BYTES]

@@ -1,10 +1,9 @@
 """Turn the SEQUENCES log into batches of complete groups.
 
-`Intake.run` reads the log from a position, checks every sequence and produces ready groups; it waits for actors. Every sequence
-that is dropped is closed in the tracker. `take_batch` takes ready groups, drops those that are too old for the requested
-version, and waits until a batch is full. The feeder replaces lost groups, so that this wait ends. After too many consecutive
-lost groups the run ends with an error, since it would never train. Stale groups do not count, because groups sampled by newer
-versions are not stale.
+`Intake.run` reads the log from a position, checks every sequence and produces ready groups. Every sequence that is dropped is
+closed in the tracker. `take_batch` takes ready groups, drops those that are too old for the requested version, and waits until
+a batch is full. The feeder replaces lost groups, so that this wait ends. After too many consecutive lost groups the run ends
+with an error, since it would never train. Stale groups do not count, because groups sampled by newer versions are not stale.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _FIXES = {
     "forged": "run trainer and actors of one release; if you do, an actor answers for others: check who has its login",
     "unreadable": "run trainer and actors of the same release",
 }
-"""Advice by the beginning of the ledger's reason (docs/errors.md)."""
+"""Advice on lost groups, by the beginning of the reason for the loss (docs/errors.md lists the reasons)."""
 
 
 def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mapping[str, str]) -> str:
@@ -171,7 +170,7 @@ class Intake:
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
     def judge_actors(self, log_weights: Mapping[str, NDArray[np.float32]]) -> None:
-        """Exclude each actor from further training whose tokens of lag 0 have log π − log μ too far from 0."""
+        """Quarantine each actor if log π − log μ of its tokens of lag 0 is too often too far from 0."""
         for actor, share in self.quarantine.judge(log_weights).items():
             log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
@@ -311,9 +310,9 @@ def bound_of(recipe: Recipe) -> float:
 class Quarantine:
     """Actors whose log μ does not match the policy version that they claim. Their sequences are no longer trained on.
 
-    A token of lag 0 was sampled by the version that is trained on it. For this token, actor and trainer compute the same
-    probability, up to rounding. Other tokens are not checked, and some actors may send none of lag 0. Actors are identified by
-    the name in their sequences. Checkpoints do not contain the quarantine.
+    A token has lag 0 if the version that is trained on it also sampled it. Actor and trainer then compute the same probability,
+    up to rounding. Other tokens are not checked, and some actors may send none of lag 0. Actors are identified by the name in
+    their sequences. Checkpoints do not contain the quarantine.
 
     `share`: share of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = no actor is quarantined.
     """

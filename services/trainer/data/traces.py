@@ -22,7 +22,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import Trace, child, is_on, root, trace_in, trace_of
 
 MOST_OPEN = 100_000
-"""Maximum number of sequences in progress whose trace is remembered. Beyond it, the oldest is forgotten and never ends."""
+"""Maximum number of sequences in progress whose trace is remembered. Beyond it, the oldest gets no end."""
 
 
 class SequenceTraces:

@@ -194,7 +194,7 @@ def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs [first, end) in which no sequence is shorter than half the longest, so that at most half is padding."""
+    """Return runs [first, end) in which no sequence is shorter than half the run's longest: at most half is padding."""
     runs: list[tuple[int, int]] = []
     first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
     for index, length in enumerate(lengths.tolist()):

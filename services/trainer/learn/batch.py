@@ -1,9 +1,9 @@
 """One packed micro-batch: branches in one row, and for each sampled token the inputs of the loss.
 
-A branch is one linear token sequence of an episode; without episodes, each sequence has one branch. The row has its whole
-prompt and completion; observations are only context, without a loss. The last token of a branch predicts nothing and is left
-out. Branches with the same prompt may share it: the row then has its tokens once, and `places` maps each branch to its tokens.
-An episode's branches may be in different micro-batches.
+A branch is one linear token sequence of an episode; without episodes, each sequence has one branch. The row has each branch's
+whole prompt and completion, except the last token, which predicts nothing. Observations within a completion are only context,
+without a loss. Branches with the same prompt may share it: the row then has the prompt's tokens once, and `places` maps each
+branch to its tokens. An episode's branches may be in different micro-batches.
 
 A micro-batch is built in NumPy without a loop over tokens. Padding is an extra branch without sampled tokens at the end of the
 row, so it cannot change a loss. A micro-batch without branches is only padding.
@@ -29,9 +29,9 @@ Normalization = Literal["token", "sequence", "batch"]
 def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normalization) -> NDArray[np.float64]:
     """Return [S]: for each sequence of an optimizer step, the factor of each of its tokens in the loss.
 
-    `sampled_tokens` int64[S]: number per sequence, over all branches. `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476).
-    `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no length
-    normalisation, as in Dr. GRPO, arXiv 2503.20783).
+    `sampled_tokens` int64[S]: each sequence's number of sampled tokens, over all branches. `normalization` sets the factor.
+    `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476). `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300).
+    `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as in Dr. GRPO, arXiv 2503.20783).
     """
     num_sequences = len(sampled_tokens)
     if normalization == "sequence":
@@ -41,7 +41,8 @@ def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normaliza
 
 @dataclass(frozen=True, eq=False)
 class TrainingGroup:
-    """Trainable sequences of one group, each with at least one prompt and one sampled token; and their advantages [n]."""
+    """Trainable sequences of one group, and their advantages [n]. Each sequence has at least one prompt token and one sampled
+    token."""
 
     sequences: tuple[Sequence, ...]
     advantages: NDArray[np.float64]
@@ -203,7 +204,7 @@ def host_microbatch(
 
 
 def _row_tokens(members: list[Branch], share_prompts: bool) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row, int64[T]; and where each member's prompt and completion start in it, int64[S] each."""
+    """Return the row's tokens [T], the start of each member's prompt in the row [S], and that of its completion [S]."""
     parts: list[NDArray[Any]] = []
     prompt_starts, completion_starts, begin = [], [], 0
     known: dict[bytes, int] = {}

@@ -219,7 +219,7 @@ def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Paramete
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor detached; if it is sharded, gather it, after a cast of its shards to `dtype` if that is given."""
+    """Return the tensor, detached. Gather it if it is sharded; if `dtype` is given, cast the shards to it first."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     cast = dtype is not None and tensor.is_floating_point()

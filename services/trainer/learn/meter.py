@@ -2,11 +2,11 @@
 
 Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (in a mixture of experts, the
 experts that a token visits), attention over the pairs that a causal query sees, and the head at predicted tokens. A training
-step counts as three forward passes, one for the forward and two for the backward pass, even if activations are recomputed:
-model FLOPs utilization as in PaLM, arXiv 2204.02311, appendix B. PaLM's formula ignores causality, so this figure is lower. A
-shared prompt counts once, and a micro-batch without a backward pass counts one of the three passes. Norms, activations, the
-optimizer and a KL reference's forward pass are not counted. If only adapters are trained, products with frozen weights count
-two of the three.
+step counts as three forward passes, one for the forward and two for the backward pass, even if activations are recomputed.
+Model FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's formula ignores causality, so this
+figure is lower. A shared prompt counts once, and a micro-batch without a backward pass counts one of the three passes. Norms,
+activations, the optimizer and a KL reference's forward pass are not counted. If only adapters are trained, products with frozen
+weights count two of the three.
 
 Per-token results stay on the device until one transfer at the end of the step. NumPy computes the figures from the unclamped
 weights of all ranks. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks.
@@ -70,9 +70,9 @@ def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
 
 
 def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
-    """Return a third of a training step's cost, with the weights of `forward` frozen and `num_trained` adapter weights trained.
-    Frozen weights get no gradients, so their matrix products take two passes instead of three. Every token uses the adapters.
-    Attention has no weights, so its cost does not change."""
+    """Return a training step's cost / `TRAINING_PASSES`, if the weights of `forward` are frozen and only `num_trained` adapter
+    weights are trained. Frozen weights get no gradients, so their matrix products take two passes instead of three. Every token
+    uses the adapters. Attention has no weights, so its cost does not change."""
     share = (TRAINING_PASSES - 1) / TRAINING_PASSES
     return replace(
         forward, per_token=share * forward.per_token + 2.0 * num_trained, per_output_token=share * forward.per_output_token
@@ -112,7 +112,7 @@ PROCESS_STATUS = Path("/proc/self/status")
 
 
 def cost_model_of(model: PreTrainedModel) -> CostModel:
-    """Return the cost of one forward pass; if only adapters are trained, a third of a training step's cost."""
+    """Return a training step's cost / `TRAINING_PASSES`: one forward pass or, with adapters, `frozen_flops`."""
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
     if not has_adapters(model):
@@ -191,7 +191,7 @@ SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return two sequences of a step: the first, and among the other groups the one that the most versions sampled."""
+    """Return two sequences of a step: the first, and the one sampled by the most versions, if possible of another group."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]

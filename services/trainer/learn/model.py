@@ -67,8 +67,8 @@ def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, atten
 def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
-    """Return a policy of `model`. `auto`: this project's attention if it reproduces the model's log-probabilities, else
-    eager."""
+    """Return a policy of `model`. `auto`: this project's attention (`sdpa` for chunked attention) if it reproduces the model's
+    log-probabilities, else `eager`."""
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)
     if attention != "auto":

@@ -169,7 +169,7 @@ class PolicyOptimizer:
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:
-        """Return AdamW's own tensors of a parameter, by `MOMENTS`. They exist after `begin_moments` or a step."""
+        """Return AdamW's own tensors of a parameter, by name (`MOMENTS`). They exist after `begin_moments` or a step."""
         state = self._adamw.state[stepped]
         return {name: state[name] for name in MOMENTS}
 

@@ -8,9 +8,10 @@ attention leaks across sequences. Architectures that leak are refused.
 
 From hidden states, at most `max_logits` logits are computed at a time; the backward pass recomputes them. The linear head is
 evaluated in blocks of the vocabulary; a block has the logits of all tokens for some words. The forward pass keeps one
-log-normaliser per token. The backward pass recomputes each block's logits, turns them into their own gradient in place, and
-writes the block's final rows of the weight's gradient, so that nothing is summed over blocks in 16 bits. If one block is
-enough, its logits are kept. The work on a block between matrix products can be compiled, so that each pass reads it once.
+log-normaliser per token. The backward pass recomputes each block's logits and replaces them with their gradient. From this it
+computes the gradient of the head's weight for the block's words, to which no other block adds. The gradient of the hidden
+states is a sum over blocks, in float32. If one block is enough, its logits are kept. The work on a block between matrix
+products can be compiled, so that each pass reads it once.
 
 Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Sample training data without top-p and top-k,
 since log π is always that of the full distribution.
@@ -344,7 +345,8 @@ class _Head:
 def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks. Return
     log-probabilities, entropies and log-normalisers, [C] each; and if there is only one block, its logits [C, V]. A word's log
-    p is its logit minus the log-normaliser. If returned logits are uncompiled, each token's maximum is subtracted from both."""
+    p is its logit minus the log-normaliser. Without compilation, returned logits and their log-normalisers are relative to the
+    token's largest logit."""
     blocks = head.blocks()
     buffer = head.buffer()
     exponentials = None if head.compiled else head.buffer()
@@ -390,8 +392,8 @@ def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _LinearScores(torch.autograd.Function):
-    """`linear_scores` with its gradient. With dp = p − [word is the target], z = logits / temperature, and upstream gradients g
-    of log-probabilities and h of entropies: d loss / dz = −g · dp − h · p · (log p + entropy)."""
+    """`linear_scores` with its gradient. With dp = p − 1 for the target and dp = p for other words, z = logits / temperature,
+    and upstream gradients g of log-probabilities and h of entropies: d loss / dz = −g · dp − h · p · (log p + entropy)."""
 
     @staticmethod
     def forward(
@@ -447,7 +449,8 @@ def _fused_gradient(
     spread: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return d loss / dz of logits z [C, words], in `dtype`. `of_target` [C] is added at `index`."""
+    """Return −p · (g + h · (log p + entropy)) [C, words] in `dtype`, with `of_target` [C] added at `index` [C]. `spread`: h and
+    entropy; None if entropy has no gradient."""
     log_p = logits - log_normaliser[:, None]
     factor = -g[:, None] if spread is None else -(g[:, None] + spread[0][:, None] * (log_p + spread[1][:, None]))
     at_target = torch.arange(logits.shape[1], device=logits.device) == index[:, None]

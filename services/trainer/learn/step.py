@@ -180,7 +180,8 @@ class Learner:
         )
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
-        """Return a plan, and how many of its first slots need no backward pass, since they hold only `silent` branches."""
+        """Return a plan, and how many of its first slots (one micro-batch per rank) need no backward pass, because all their
+        branches are `silent`."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
@@ -191,7 +192,7 @@ class Learner:
         return plan, 0
 
     def _plan(self, branches: list[Branch], members: NDArray[np.int64]) -> StepPlan:
-        """Return a plan for the branches at positions `members`. The plan refers to each branch by its position, too."""
+        """Return a plan for the branches at positions `members`. The plan, too, contains positions in `branches`."""
         chosen = [branches[index] for index in members]
         lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
         outputs = np.array([branch.num_sampled_tokens for branch in chosen])

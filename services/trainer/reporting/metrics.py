@@ -238,8 +238,8 @@ class TokenLagHistogram(Collector):
 
 @dataclass(frozen=True)
 class RunView:
-    """State of a run, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it, and any thread may read the parts'
-    plain attributes."""
+    """State of a run, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it. Any thread may read the plain
+    attributes of its parts."""
 
     version: int
     """Optimizer steps taken."""

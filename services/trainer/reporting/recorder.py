@@ -182,7 +182,7 @@ class Recorder:
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Record that all members serve a version. For times per actor, record the slowest actor's."""
+        """Record that all members serve a version. Of times that each actor has, the step's record gets the longest."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
@@ -198,7 +198,7 @@ class Recorder:
         self.metrics.membership.served(update)
 
     def joined(self, actor: str, update: UpdateRecord) -> None:
-        """Record that a side group has brought `actor` to the served version."""
+        """Record that `actor` received the served version on a side group (the trainer and this actor alone)."""
         self._arrived["joins"].append({"actor": actor, "version": update.version, "join_s": update.round_trip_s})
         self.totals.join_s.append(update.round_trip_s)
         self.metrics.membership.join_seconds.observe(update.round_trip_s)

@@ -79,7 +79,8 @@ def _reference(text: str) -> Any:
 def _branches(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
 ) -> list[dict[str, Any]]:
-    """Return an episode's branches. Special tokens are kept: they mark the roles. `weights`: for all branches, in order."""
+    """Return an episode's branches. Special tokens are kept: they mark the roles. `weights`: of all sampled tokens, in
+    order."""
     branches, written = [], 0
     for branch in sequence.all_branches:
         pieces, parts, end = _pieces(tokenizer, branch.completion_token_ids) or [], [], 0

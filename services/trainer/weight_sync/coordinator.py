@@ -202,7 +202,7 @@ class Coordinator:
         self._failures = itertools.count()
         self._group_stands = False
         self._answered: dict[str, int] = {}
-        """Actors that have answered in this phase, including the trainer, with the checksum of their staged bytes."""
+        """Actors (and `TRAINER`) that have answered in this phase, each with the checksum of the bytes that it staged."""
         self._left: set[str] = set()
         """Processes that left while their ranks were in the group. If the group then breaks or hangs, no other is blamed."""
         self._restarts = 0

@@ -89,7 +89,7 @@ class Roster:
         self._behind: dict[str, _Registered] = {}
         """Actors that do not serve the newest version, in order of arrival. A heartbeat examines only these."""
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """Members that may still run, by the uid of their ended pod, or by process if the actor does not know that uid."""
+        """By uid of an ended pod (by process if its actor does not know the uid): the pod's members that may still run."""
 
     def up(self, member: Member) -> None:
         """Record a registration or heartbeat. A new process of a known actor starts without a version."""
@@ -187,8 +187,8 @@ class Roster:
         return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
 
     def has_left(self, member: Member) -> bool:
-        """Return whether the member's pod is ending, so that a late heartbeat does not bring the member back. A new pod with
-        the same name, or a restarted container in its pod, is another member."""
+        """Return whether the member's pod is ending or has ended, so that a late heartbeat does not bring the member back. A
+        new pod with the same name, or a restarted container in its pod, is another member."""
         return member.pod_uid in self._ended or member.process in self._ended
 
     def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:

@@ -99,8 +99,8 @@ class Snapshot:
         self._checksums: dict[int, int] = {}
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
-        """Return the chunk's bytes in the memory of `placement`, from which the group sends, and their checksum. On a device,
-        the checksum, computed once, waits for the copy into `stream`, so a chunk with a checksum is fully copied."""
+        """Return the chunk's bytes in the memory of `placement`, from which the group sends, and their checksum. Each checksum
+        is computed once. On a device, this waits for the copy into `stream`, so a chunk with a checksum is complete."""
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
             if chunk.index not in self._checksums:

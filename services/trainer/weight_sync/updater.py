@@ -1,8 +1,8 @@
 """Bring every policy version to every actor, through one transfer session for the epoch and one for each joining actor.
 
 `offer` returns as soon as sending has begun, so that the next batch is computed meanwhile. Before that it waits until the
-previous version is served, so that at most one version is in transfer. Every wait ends with a registration, an answer or a
-deadline, or when NATS is back. If no actor serves the first version in time, the run ends with the actors' reasons.
+previous version is served, so that at most one version is in transfer. Every wait ends: with a registration, an answer or a
+deadline, or once NATS is reachable. If no actor serves the first version in time, the run ends with the actors' reasons.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ANSWER_TYPES = {"joined": pb.EpochJoined, "staged": pb.Staged, "serving": pb.Ser
 MEETING_SHARE = 0.8
 """Share of the deadline in which a group's members must connect; below 1, so that only missing members are evicted."""
 PATIENCE_S = 3.0
-"""Maximum seconds to wait for the next rank after one has connected, if all members have been in a group before. It reveals a
-dead member long before its registration expires. It also excludes a slow member, which returns through a side group."""
+"""Maximum seconds to wait for the next rank after one has connected, if all members have been in a group before. This limit
+reveals a dead member long before its registration expires, but also excludes a slow one, which returns on a side group."""
 MOST_REASONS = 16
 """Maximum number of actors whose last reason for not serving is kept."""
 
@@ -368,7 +368,8 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer to this incarnation to its epoch's side session, or else to the main one, which ignores old epochs."""
+        """Post an answer, unless it is meant for another incarnation, to the side session of its epoch. If there is none, post
+        it to the main session, which ignores answers of old epochs."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
