@@ -99,7 +99,7 @@ async def check_verifier(settings: TrainerSettings) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Check all permissions of the trainer's ServiceAccount. Of these, the test only uses the one to list the actors' pods."""
+    """Ask the API server for all permissions of the trainer's ServiceAccount. Only listing the actors' pods is tried."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"

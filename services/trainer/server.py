@@ -46,7 +46,7 @@ class StepFeed:
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._records: list[StepRecord | None] = list(records)
         self._changed = asyncio.Event()
-        """Wakes the readers. They wait on the current event, so the next change gets a new one."""
+        """Wakes the readers that wait on it. Each change sets the event and replaces it with a new one."""
 
     def add(self, record: StepRecord | None) -> None:
         """Add a step's record, or None at the end of the run."""

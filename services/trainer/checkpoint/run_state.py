@@ -242,7 +242,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:
-    """Return whether to evaluate the version of `start`: an evaluation is due and the checkpoint lacks its result. Pure."""
+    """Return whether an evaluation of the version of `start` is due, and the checkpoint lacks its result. Pure."""
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)

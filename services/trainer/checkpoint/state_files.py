@@ -53,7 +53,7 @@ def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
 
 
 def learner_state(learner: Learner) -> dict[str, Tensor]:
-    """Return the state by name. The tensors are not copied, and 8-bit moments are not converted."""
+    """Return the state by name. Weights and moments are not copied, and 8-bit moments are not converted."""
     learner.optimizer.begin_moments()
     state: dict[str, Tensor] = {}
     for name, stepped in trained_parameters(learner).items():

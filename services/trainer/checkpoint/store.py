@@ -100,8 +100,8 @@ def fetch_model(url: str, folder: Path) -> str:
 
 
 def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
-    """Fill the empty `folder` with the model `name`: a URL, or a folder relative to `run_dir`'s parent, or else to the current
-    folder. A run's `checkpoints/latest` means its newest checkpoint. Return its source. Raises like `fetch_model`."""
+    """Fill the empty `folder` with the model `name`: a URL, or a folder relative to `run_dir`'s parent or, if not found, to the
+    current folder. A run's `checkpoints/latest` means its newest checkpoint. Return its source. Raises like `fetch_model`."""
     if "://" in name:
         found = fetch_model(name, folder)
     else:

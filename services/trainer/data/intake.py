@@ -135,7 +135,7 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return one step's groups, fresh enough for `version`; in conventional mode, the next part of the shuffled phase."""
+        """Return one step's groups, fresh enough for `version`; in conventional mode, the next part of the phase's groups."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))

@@ -58,7 +58,8 @@ class Slots:
     first: Tensor
     """int64[T]: for each token, one of its slots."""
     shared: tuple[Tensor, Tensor] | None
-    """(int64[slots without padding]: slots by token; int64[T]: start of each token's slots); None if each token has one."""
+    """(int64[slots without padding]: slots grouped by token; int64[T]: start of each group); None if each token has one
+    slot."""
 
 
 class _AllToAll(torch.autograd.Function):

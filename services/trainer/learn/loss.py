@@ -105,9 +105,9 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5). This
-    is the token form (section 4.3): all tokens of a branch share the value s, but its gradient in a token's log π flows only
-    through that token's term. With equal advantages in a branch, the gradient is that of the sequence form; a masked token has
-    none."""
+    is the token form (section 4.3): all tokens of a branch share the value s, but the gradient with respect to a token's log π
+    comes only from that token's term. With equal advantages in a branch, the gradient is that of the sequence form; a masked
+    token has none."""
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)
     own_gradient = logprobs - logprobs.detach()

@@ -198,7 +198,7 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
 
 
 def tokens_of_samples(groups: list[TrainingGroup], token_branches: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-    """Return, by sequence id, where the tokens of the sampled sequences are in the step's values, branch by branch.
+    """Return the positions, in the step's values, of the tokens of each of `sampled_sequences`, by sequence id.
     `token_branches`: for each of the step's tokens, its branch as a position in `all_branches(groups)`."""
     owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
     by_branch = np.argsort(token_branches, kind="stable")

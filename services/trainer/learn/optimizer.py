@@ -137,7 +137,7 @@ class PolicyOptimizer:
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
         """Clip the gradients, take a step, and clear them. If the loss or a gradient is not finite, no weight changes.
 
-        `total_weight`: sum of the weights of all tokens in the loss, the default bound of the norm: the gradient is then
+        `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the norm: the gradient is then
         clipped if its weighted mean over tokens has a norm above 1. Return, as in metrics.jsonl: `learning_rate`; `grad_norm`,
         before clipping; `clipped`; and `skipped`, the reason why no weight changed.
         """
@@ -189,7 +189,7 @@ class PolicyOptimizer:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a float32 parameter as it is. Otherwise return a float32 copy, to which each new gradient is moved."""
+    """Return a float32 parameter as it is. Otherwise return a float32 copy, and move each new gradient to the copy."""
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())

@@ -192,7 +192,7 @@ class Learner:
         return plan, 0
 
     def _plan(self, branches: list[Branch], members: NDArray[np.int64]) -> StepPlan:
-        """Return a plan for the branches at positions `members`. The plan, too, contains positions in `branches`."""
+        """Return a plan for those `branches` whose positions are `members`. The plan contains these positions."""
         chosen = [branches[index] for index in members]
         lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
         outputs = np.array([branch.num_sampled_tokens for branch in chosen])

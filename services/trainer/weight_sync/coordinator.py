@@ -26,7 +26,7 @@ from enum import Enum, StrEnum
 from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
-"""Maximum number of retries of one version with the same members. After them, each member must first succeed alone."""
+"""Maximum number of retries of one version with the same members. Then each must succeed alone before it rejoins."""
 TRAINER = ""
 """Sender of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
@@ -67,8 +67,8 @@ class MemberUp:
 class MembersLeaving:
     """These processes are shutting down or have ended. One event names several, so that one new epoch is enough. A member with
     the process "" stands for any process of its actor. `still_running`: they still take part in a running transfer, which
-    continues without their answers. A second event, after their end, ends a transfer that may hang on their ranks. `cause`:
-    None for an orderly departure."""
+    continues without their answers. After their end, a second event ends a transfer that may still wait for their ranks.
+    `cause`: None for an orderly departure."""
 
     members: tuple[Member, ...]
     reason: str

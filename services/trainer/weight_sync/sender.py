@@ -149,7 +149,7 @@ class WeightSender:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
-        """Start to connect with the other ranks of the group of a new `epoch`. `patience_s`: maximum wait for each further rank
+        """Start to connect with the other ranks of a new `epoch`'s group. `patience_s`: maximum wait for each further rank
         after one has connected; None = until the deadline."""
         assert self._store is not None
         spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)

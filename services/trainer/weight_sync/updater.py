@@ -296,7 +296,7 @@ class WeightUpdater:
 
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
-        """Enter once `version`, already offered, is served. Inside the block, later versions are staged but not committed."""
+        """Wait until `version` (already offered) is served. Inside the block, later versions are staged but not committed."""
         self.post(self._main, c.HoldCommits(above=version))
         try:
             await self._until(lambda: self.served_version >= version)
@@ -382,7 +382,7 @@ class WeightUpdater:
         self.post(next(sides, self._main), answer)
 
     def _note_reason(self, actor: str, reason: str) -> None:
-        """Keep a reason that the trainer observed, unless the actor reported one itself."""
+        """Keep a reason for the actor, reported or observed, unless an earlier one is still kept."""
         self._reasons.setdefault(actor, reason)
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
