@@ -191,7 +191,8 @@ SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return two sequences of a step: the first, and the one sampled by the most versions, if possible of another group."""
+    """Return two sequences of a step: the first, and the one that the most versions sampled (of another group, if there is
+    one)."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]

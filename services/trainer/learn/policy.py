@@ -8,10 +8,10 @@ attention leaks across sequences. Architectures that leak are refused.
 
 From hidden states, at most `max_logits` logits are computed at a time; the backward pass recomputes them. The linear head is
 evaluated in blocks of the vocabulary; a block has the logits of all tokens for some words. The forward pass keeps one
-log-normaliser per token. The backward pass recomputes each block's logits and replaces them with their gradient. From this it
-computes the gradient of the head's weight for the block's words, to which no other block adds. The gradient of the hidden
-states is a sum over blocks, in float32. If one block is enough, its logits are kept. The work on a block between matrix
-products can be compiled, so that each pass reads it once.
+log-normaliser per token. The backward pass recomputes each block's logits and replaces them with their gradient. In the
+gradient of the head's weight, each word has its own row, so a block's rows are computed once, and nothing is added to them
+later. The gradient of the hidden states is summed over blocks in float32. If one block is enough, its logits are kept. The work
+on a block between matrix products can be compiled, so that each pass reads it once.
 
 Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Sample training data without top-p and top-k,
 since log π is always that of the full distribution.
