@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 async def answered(answer: Awaitable[None], action: str) -> bool:
-    """Answer a delivery and return whether that succeeded. `action` names the answer in the log. A failure is only logged,
-    because the answer is then repeated or the message is redelivered."""
+    """Await `answer`, which acknowledges, extends or gives back a delivery. Return whether it succeeded. `action` names it in
+    the log. A failure is only logged, because the call is then repeated or the message is redelivered."""
     try:
         await answer
     except BusError as error:
@@ -58,11 +58,11 @@ class HeldGroup:
 
 
 class HeldGroups(dict[str, HeldGroup]):
-    """Groups by id, whose messages are kept alive until all their sequences are published, and then acknowledged. At most H
-    groups are held, since each of them has a sample in progress.
+    """Groups by id. The ack deadline of each message is extended until all its samples are stored; then the message is
+    acknowledged. Each group has a sample in progress or in the finisher's bounded buffer, which limits their number.
 
     A group arrives in several messages if it was handed over in parts, or if an actor handed it over and died before it could
-    acknowledge its own message. Each sample is still generated once. A message is acknowledged when its samples are stored."""
+    acknowledge its own message. Each sample is still generated once."""
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self and delivery.position in self[group.group_id].messages

@@ -453,7 +453,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return the turn with the longest history that `history` continues; among equal ones, one that no other turn extends."""
+    """Return the turn with the longest history that `history` continues; of several, one that no turn extends, if any."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn
