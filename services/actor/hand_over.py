@@ -125,8 +125,8 @@ ANSWER_WITHIN_S = 1.0
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
     """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. Acknowledge the old
-    messages only then, so that no group is lost. Waits for the stream for little more than `timeout_s`. If a group cannot be
-    stored in time, its old messages are delivered again, its tokens are lost, and the loss is logged."""
+    messages only then, so that no group is lost. Waits little more than `timeout_s` for the stream. If a group cannot be stored
+    in time, its old messages are delivered again, its tokens are lost, and the loss is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:

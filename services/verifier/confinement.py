@@ -48,8 +48,8 @@ def prctl(option: int, value: int) -> None:
 
 def go_below_another() -> None:
     """Fork, and return only in the child. The parent waits for the child's end. A sandbox then has two processes above it; if
-    one of them is killed, the other ends the rest. So that the child survives to do this when the verifier kills a dead
-    worker's process group, it has a group of its own."""
+    one of them is killed, the other ends the rest. The child has its own process group, so that it survives when the verifier
+    kills that of a dead worker."""
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)

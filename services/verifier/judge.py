@@ -71,8 +71,8 @@ class Judge:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-        """Return a result with the judge's text as `answer`, or a failure with a message. A cut completion that earns nothing
-        gets an empty text. If the caller is cancelled, the call to the judge goes on, since the item will come again."""
+        """Return a result with the judge's text as `answer`, or a failure with a message. If the completion was cut and earns
+        nothing, the text is empty. If the caller is cancelled, the call to the judge continues, since the item returns."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK)
         text = filled(self._config.template, item)

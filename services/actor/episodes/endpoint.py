@@ -218,7 +218,8 @@ class Endpoint:
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read the whole body, even if it is too large, because a client may miss an answer while it sends. Raises `Refused`."""
+    """Read the whole body, even if it is too large, because a client that is still sending may not read the answer. Raises
+    `Refused`."""
     chunks, size = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_WITHIN_S):

@@ -59,9 +59,9 @@ class ChatFormat(Protocol):
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """Return `prompt_ids` and `sampled_ids`, the unchanged tokens of the first `num_known` messages, followed by the tokens
-        of the other messages, up to the start of the model's next turn. Return None if this format would now write the known
-        messages differently. Raises `Unrenderable`."""
+        """Return `prompt_ids` and `sampled_ids` (the unchanged tokens of the first `num_known` messages), followed by the
+        tokens of the other messages, up to the start of the model's next turn. Return None if this format would now write the
+        known messages differently. Raises `Unrenderable`."""
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         """Read a sampled turn as a message. `tools`: the tools that the turn may call."""
@@ -155,8 +155,8 @@ class RendererTokenizer:
 class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. Some renderers take `variables` of
     the chat template as settings. Some templates drop the thoughts before a user's message; their renderers refuse to extend
-    turns by one. This class still extends a turn, such as one without thoughts, if a new rendering differs only in white
-    space."""
+    turns by such a message. This class still extends a turn, such as one without thoughts, if a new rendering differs only in
+    white space."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer

@@ -213,7 +213,8 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test of a call. A text of arguments has one JSON value per line; a text as its result is then also JSON."""
+    """Return the test of a call. Arguments that are a text have one JSON value per line; an expected result that is a text is
+    then parsed as JSON as well."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
