@@ -2,8 +2,8 @@
 
 At start, HTTP comes up first, so that probes are answered while vLLM loads; the engine, gRPC and membership follow. Generation
 begins once a policy version is served. A stopping actor takes no new groups, leaves the membership, interrupts generation, lets
-the finisher store finished sequences for at most `DRAIN_S`, and hands all others over to another actor. The end of a run does
-not stop its actors; the local runner or the cluster does.
+the finisher store finished sequences for at most `DRAIN_S`, and hands all other sequences over to another actor. The end of a
+run does not stop its actors; the local runner or the cluster does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ INTERRUPT_S = 1.5
 """Time for the engine to return unfinished sequences. It needs milliseconds, unless a weight update is being committed."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
-"""Time to publish unfinished groups on PROMPTS. If nothing answers, the whole stop takes about 9 s; a user waits for 15 s."""
+"""Time to publish unfinished groups on PROMPTS. If nothing answers, the whole stop takes about 9 s."""
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:

@@ -127,8 +127,8 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
     """If a stop string begins in the first `carried` tokens of a sample or turn, cut after the token that completes the string.
-    The engine misses this string, because it looks only at tokens that it samples itself. Dropping the later tokens changes no
-    probability: the remaining tokens are those that a single actor would have sampled."""
+    An earlier request sampled these tokens. The engine misses the string, because it only looks at tokens of its current
+    request. Dropping the later tokens changes no probability: a single actor would have sampled the same ones."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 async def answered(answer: Awaitable[None], action: str) -> bool:
-    """Answer a delivery and return whether that succeeded. `action` names the answer in the log. A failure is only logged,
-    because the answer is then repeated or the message is redelivered."""
+    """Await `answer`, which acknowledges, extends or gives back a delivery. Return whether it succeeded. `action` names it in
+    the log. A failure is only logged, because the call is then repeated or the message is redelivered."""
     try:
         await answer
     except BusError as error:
@@ -58,11 +58,11 @@ class HeldGroup:
 
 
 class HeldGroups(dict[str, HeldGroup]):
-    """Groups by id, whose messages are kept alive until all their sequences are published, and then acknowledged. At most H
-    groups are held, since each of them has a sample in progress.
+    """Groups by id. The ack deadline of each message is extended until all its samples are stored; then the message is
+    acknowledged. Each group has a sample in progress or in the finisher's bounded buffer, which limits their number.
 
     A group arrives in several messages if it was handed over in parts, or if an actor handed it over and died before it could
-    acknowledge its own message. Each sample is still generated once. A message is acknowledged when its samples are stored."""
+    acknowledge its own message. Each sample is still generated once."""
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self and delivery.position in self[group.group_id].messages
@@ -125,8 +125,8 @@ ANSWER_WITHIN_S = 1.0
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
     """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. Acknowledge the old
-    messages only then, so that no group is lost. Waits for the stream for little more than `timeout_s`. If a group cannot be
-    stored in time, its old messages are delivered again, its tokens are lost, and the loss is logged."""
+    messages only then, so that no group is lost. Waits little more than `timeout_s` for the stream. If a group cannot be stored
+    in time, its old messages are delivered again, its tokens are lost, and the loss is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:

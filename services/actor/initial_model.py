@@ -67,9 +67,9 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
 
 
 async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
-    """Write the model's files into the empty `folder` and return the number of bytes. Raises `FieldError` if `tls_dir` is
-    wrong, `AioRpcError`, `MessageError`, and `TimeoutError` after `SILENT_S` without a chunk. A stream that ends without an
-    error is complete. Each call opens a new channel, which looks up the trainer's name again."""
+    """Write the model's files into the empty `folder` and return the number of bytes. Raises `AioRpcError`, `MessageError`,
+    `FieldError` if `tls_dir` is wrong, and `TimeoutError` after `SILENT_S` without a chunk. A stream that ends without an error
+    is complete. Each call opens a new channel, which looks up the trainer's name again."""
     received = 0
     async with open_channel(settings.trainer, settings.tls_dir) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)

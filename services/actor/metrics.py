@@ -36,7 +36,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Items in progress, start of the current busy time, and total seconds of earlier busy times. Replaced as a whole."""
+        """Items in progress, start of the current busy time, seconds of earlier ones; replaced as a whole for other threads."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state
@@ -58,7 +58,7 @@ class BusyClock:
 
 
 class ActorMetrics:
-    """Counters, gauges and histograms of one actor. A reading has no series before it has a value; `ready` starts at 0."""
+    """Counters, gauges and histograms of one actor. A metric made by `reading` has no series until it is set."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet("pipelinerl_actor", registry)

@@ -201,9 +201,9 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
 
 
 def can_fork(arguments: Mapping[str, Any]) -> bool:
-    """Return whether vLLM may fork its engine process from this one on a CPU, as it does on a GPU. A fork imports nothing
-    again, which halves the start. vLLM spawns on CPUs, because a child cannot use an OpenMP thread pool that its parent has
-    started; with a single thread, there is no pool. The workers of several ranks are always spawned."""
+    """Return whether vLLM may fork its engine process from this one on a CPU, as it does on a GPU. A forked process imports
+    nothing again, which halves the start. By default, vLLM spawns on CPUs, because a child cannot use an OpenMP thread pool
+    that its parent has started. With a single thread, there is no pool. The workers of several ranks are always spawned."""
     import torch
 
     return arguments.get("distributed_executor_backend") is not None and torch.get_num_threads() == 1
@@ -370,7 +370,7 @@ class VllmEngine:
 
 @lru_cache(maxsize=64)
 def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingParams:
-    """Return vLLM's sampling parameters. Equal arguments share one cached object, because vLLM copies what it changes."""
+    """Return vLLM's sampling parameters. Equal arguments get the same cached object, since vLLM works on a copy."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 

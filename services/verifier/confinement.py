@@ -48,8 +48,8 @@ def prctl(option: int, value: int) -> None:
 
 def go_below_another() -> None:
     """Fork, and return only in the child. The parent waits for the child's end. A sandbox then has two processes above it; if
-    one of them is killed, the other ends the rest. The child has its own process group, since that of a dead worker is killed.
-    """
+    one of them is killed, the other ends the rest. The child has its own process group, so that it survives when the verifier
+    kills that of a dead worker."""
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)
@@ -58,8 +58,8 @@ def go_below_another() -> None:
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
     """Stay outside the sandbox of `child`, and answer the requests of its seccomp filter for further processes or threads.
-    `ends` is a socket pair whose first end receives the filter's listener; without `ends`, nothing is asked. Wait until the
-    child or this process's parent ends, kill remaining descendants, and end as the child did. Call `attach_to_parent`
+    `ends` is a socket pair whose first end receives the filter's listener; without `ends`, the child has no such filter. Wait
+    until the child or this process's parent ends, kill remaining descendants, and end as the child did. Call `attach_to_parent`
     before."""
     code = 1
     try:
@@ -76,7 +76,7 @@ def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
 
 def _ignore_signals() -> None:
     """Ignore all signals that can be ignored, except SIGCHLD, whose default action lets this process reap its children. This
-    drops handlers and masks of users' code, whose timers must not end this process."""
+    removes handlers and masks that users' code has set, and its timers cannot end this process."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -398,7 +398,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
 
 
 def result_of(episode: Episode, base_url: str) -> VerifyResult:
-    """Return mean reward and metrics over the trained agents' traces. Raises `EpisodeFailed` if none is usable. Pure."""
+    """Return the mean reward and metrics over the trained agents' traces. Raises `EpisodeFailed` if none is usable. Pure."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EpisodeFailed("verifiers: " + (f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok"))

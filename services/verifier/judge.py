@@ -45,12 +45,12 @@ class JudgeUnavailable(PipelineRLError):
 
 
 class JudgeRefused(PipelineRLError):
-    """The judge refuses this call, and would refuse a repeated call, too."""
+    """The judge refuses this call, and would also refuse a repeated one."""
 
 
 class Judge:
-    """The judge of one reward, an async context manager. `key`: API key, empty = none; it appears in no log and no message.
-    Callers bound the number of calls, since each waits for its answer."""
+    """The judge of one reward, an async context manager. `key`: API key, empty = none; it appears in no log and no message. The
+    number of waiting calls is bounded by the callers, not by this class."""
 
     def __init__(self, reward: RewardConfig, key: str, metrics: VerifierMetrics) -> None:
         assert reward.judge is not None
@@ -71,8 +71,8 @@ class Judge:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-        """Return a result with the judge's text as `answer`, or a failure with a message. The text is empty if the completion
-        was cut and earns nothing. If the caller is cancelled, the call to the judge goes on, since the item will come again."""
+        """Return a result with the judge's text as `answer`, or a failure with a message. If the completion was cut and earns
+        nothing, the text is empty. If the caller is cancelled, the call to the judge continues, since the item returns."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK)
         text = filled(self._config.template, item)
@@ -158,7 +158,7 @@ _PLACE = re.compile(r"\{(prompt|completion|reference)\}")
 
 
 def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
-    """Fill in the template of the question. Filled-in texts are not expanded again, and other braces stay. Pure."""
+    """Fill in the template of the question. Filled-in texts are not expanded again, and other braces are kept. Pure."""
     try:
         reference = json.loads(item.reference_json)
     except (ValueError, RecursionError):

@@ -178,8 +178,8 @@ class RewardPool:
         self._readiness.reason = "" if self._up else NO_WORKER
 
     async def _serve(self, worker: WorkerProcess) -> Loss:
-        """Score items of the queue, one at a time, until the worker is lost, and return the reason. Waits for an item, which a
-        caller adds, for the worker, and for the reward's deadline."""
+        """Score items of the queue, one at a time, until the worker is lost, and return the reason. Waits for callers to add an
+        item, then for the worker's result, at most until the reward's deadline."""
         worker.ended.add_done_callback(lambda _: self._filled.set())
         while True:
             while not self._jobs and not worker.ended.done():
@@ -207,7 +207,7 @@ class RewardPool:
             job.resolve(result)
 
     def _try_again(self, job: Job, gone: WorkerGone) -> None:
-        """Queue an item again, or fail it after too many deaths. If the worker retired, it had not begun the item."""
+        """Queue an item again, or fail it after too many deaths. Retirement does not count, since the item had not begun."""
         if gone.loss != "retirement":
             job.deaths += 1
             log.warning("reward worker died on %s (time %d): %s", job.item.sequence_id, job.deaths, gone)

@@ -137,7 +137,7 @@ def main() -> int:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items. Return `RETIRED` if a reward left processes or too little memory. Raises `EOFError` if the pipe ends."""
+    """Score items. Return `RETIRED` if processes of a reward remain or memory is short. Raises `EOFError` if the pipe ends."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

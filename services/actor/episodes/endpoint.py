@@ -218,7 +218,8 @@ class Endpoint:
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read the whole body, even if it is too large, because a client may miss an answer while it sends. Raises `Refused`."""
+    """Read the whole body, even if it is too large, because a client that is still sending may not read the answer. Raises
+    `Refused`."""
     chunks, size = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
@@ -453,7 +454,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return the turn with the longest history that `history` continues; among equal ones, one that no other turn extends."""
+    """Return the turn with the longest history that `history` continues; of several, one that no turn extends, if any."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

@@ -1,9 +1,10 @@
 """Record episodes as tokens, serve the turns that environments request, and have verifiers run the environments.
 
-Turns that extend each other's tokens form a branch. A turn begins a new branch, whose prompt is the turn's context, if it
-extends no other turn, or only one that an earlier turn already extends. An environment runs again if its verifier died or if
-another actor continues the episode. At the start of a run, no turn counts as served; a request with the context of a recorded
-turn gets that turn. Turns that the last run did not request are dropped.
+A turn extends another if its context begins with the other's context and sampled tokens. Turns that extend each other form a
+branch. A turn begins a new branch, whose prompt is the turn's context, if it extends no turn or one that an earlier turn
+already extends. An environment runs again if its verifier died or if another actor continues the episode. Then no turn counts
+as served, and a request with the context of a recorded turn gets that turn. Turns that the last run did not request are
+dropped.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ log = logging.getLogger(__name__)
 CALL_SLACK_S = 30.0
 """Time that a verifier has to answer after an episode's deadline, before it is presumed dead."""
 MOST_RUNS = 5
-"""An episode fails after this many runs whose verifier was lost after a turn; its environment may crash verifiers."""
+"""An episode fails when this many runs of its environment have requested turns and lost their verifiers, perhaps by a crash."""
 NO_TURNS = "no_turns: the environment ended without requesting a turn"
 _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
 Sample = Callable[[TokenIds, Completion, SamplingParams, int], Awaitable[Completion]]
 """`sample(context_token_ids, made, sampling, number)` continues the turn `made`, which may have no tokens yet, to its end or to
-an interruption (`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` is the number of this episode's
-earlier calls. The function waits for a decoding slot. If cancelled, it aborts the request. Raises `EngineError`."""
+an interruption (`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts this episode's earlier
+calls. The function waits for a decoding slot. If cancelled, it aborts the request. Raises `EngineError`."""
 
 
 class Refused(PipelineRLError):
@@ -184,8 +185,8 @@ class Episode:
         return turn
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
-        """Return the first recorded turn with this context and the same sampling parameters that is not served in this run.
-        For a turn that another actor began, only its length is compared."""
+        """Return the first recorded turn with this context and the same sampling parameters that is not served in this run. If
+        another actor began a turn, its parameters are unknown; it must then only be within the request's maximum length."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = not turn.served and (is_short if turn.asked is None else turn.asked == sampling)
@@ -194,7 +195,7 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest turn that the context extends. If parallel requests sampled equal turns, return one that no other
+        """Return the longest turn that the context extends. If parallel requests sampled equal turns, prefer one that no other
         turn extends."""
         extended = {id(turn.extends) for turn in self.turns if turn.served}
         known = [(turn, turn.token_ids) for turn in self.turns if turn.served and turn.is_finished]
@@ -358,8 +359,8 @@ class Episodes:
 
 
 def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResult]:
-    """Return why the episode cannot be used, or "", and its result. If the environment fails after the policy exceeded its
-    turns or length, the reward is 0. Pure."""
+    """Return the reason why the episode cannot be used ("" if it can), and its result. If the environment crashes after the
+    policy exceeded its turns or length, the result is a reward of 0. Pure."""
     if episode.failure:
         return episode.failure, result
     if result.status == VERIFY_STATUS_CRASHED and episode.policy_fault:
@@ -376,7 +377,7 @@ def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResul
 def sequence_of_episode(
     group: PromptGroup, sample: PartialSequence, episode: Episode, result: VerifyResult, actor: str
 ) -> sequences.Sequence:
-    """Return the episode as a sequence with its reward, or with the reason of its failure. Texts are the first branch's."""
+    """Return the episode as a sequence with its reward or the reason for its failure. Its texts show the first branch."""
     failure, result = verdict_of(episode, result)
     branches, last = episode.result(), episode.finish_reason
     if failure or not branches or last is None:

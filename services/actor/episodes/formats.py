@@ -59,9 +59,9 @@ class ChatFormat(Protocol):
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """Return `prompt_ids` and `sampled_ids`, the unchanged tokens of the first `num_known` messages, followed by the tokens
-        of the other messages, up to the start of the model's next turn. Return None if this format would now write the known
-        messages differently. Raises `Unrenderable`."""
+        """Return `prompt_ids` and `sampled_ids` (the unchanged tokens of the first `num_known` messages), followed by the
+        tokens of the other messages, up to the start of the model's next turn. Return None if this format would now write the
+        known messages differently. Raises `Unrenderable`."""
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         """Read a sampled turn as a message. `tools`: the tools that the turn may call."""
@@ -154,8 +154,9 @@ class RendererTokenizer:
 
 class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. Some renderers take `variables` of
-    the chat template as settings. If a template drops the thoughts of turns before a user's message, its renderer extends no
-    turn by that message. This class extends turns without thoughts nevertheless, since only their white space can change."""
+    the chat template as settings. Some templates drop the thoughts before a user's message; their renderers refuse to extend
+    turns by such a message. This class still extends a turn, such as one without thoughts, if a new rendering differs only in
+    white space."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -222,9 +223,9 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class TemplateFormat:
-    """Any chat template. A recorded turn is extended by the text that the template writes after it, if the template leaves the
-    text before that unchanged. Tool calls have the form of Hermes models. If the template does not support tools, this module
-    describes them in a text."""
+    """Any chat template. A recorded turn is extended by the text that the template writes after the turn, provided that later
+    messages do not change what the template writes before. Tool calls have the form of Hermes models. If the template does not
+    support tools, a message describes them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
@@ -280,7 +281,8 @@ class TemplateFormat:
             raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
-        """Return the token that the template writes after an assistant's content, or None, and the text after that token."""
+        """Return the template's token after an answer, or None, and the text after it. `asked_again`: a user's message
+        follows."""
         tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""

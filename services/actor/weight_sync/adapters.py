@@ -112,8 +112,8 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """The vLLM layer for the adapter of a checkpoint's layer. `shard`: vLLM's name of a fused layer's part; None = not
-    fused."""
+    """Where the adapter of a checkpoint's layer belongs: a vLLM layer, or a part of a fused one. `shard`: vLLM's name of that
+    part; None = not fused."""
 
     name: str
     layer: LinearBase
@@ -162,7 +162,7 @@ def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> 
 
 
 class AdapterLoader:
-    """Stages new A and B beside those in use, and copies them over during the pause."""
+    """Stages new A and B beside those in use, and copies them into place during the pause."""
 
     mode = "adapter"
 
@@ -182,7 +182,7 @@ class AdapterLoader:
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Compare rank and scaling with those of the engine's start, and load zeros on trial, which checks all shapes."""
+        """Check rank and scaling against those at the start of the engine, and all shapes by loading zeros as a trial."""
         specs = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
         for item in manifest.low_rank:
             method = self._items[item.a].method

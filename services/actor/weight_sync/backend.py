@@ -58,7 +58,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._whole: dict[bool, tuple[Loader, str]] = {}
-        """By `force_paused`: the loader of whole weights, and the reason why it is not the shadow loader."""
+        """The loader of whole weights and why it is not the shadow loader, by the `force_paused` for which it was chosen."""
         self._worker: TransferWorker | None = None
         self._places = install(model, vllm_config, device)
         self._base_replaced = False

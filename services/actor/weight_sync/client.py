@@ -45,8 +45,8 @@ class WeightLoading:
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """Figures of a version that is received, checked and held beside the live weights. The trainer compares `checksum`, 64 bits
-    over all received bytes. If there are several ranks, the times are those of the slowest one."""
+    """Figures of a version that is received, checked and held beside the live weights. The trainer compares `checksum` (64 bits
+    over all received bytes) with its own. If there are several ranks, the times are those of the slowest one."""
 
     checksum: int
     num_bytes: int

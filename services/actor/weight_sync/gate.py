@@ -54,7 +54,7 @@ class ServingGate:
         self._update()
 
     def announce(self, version: PolicyVersion) -> None:
-        """Note the trainer's newest version. Older ones, which a joiner's side group receives, are ignored."""
+        """Note the newest announced version. Ignore older ones, which are announced to an actor that has just joined."""
         if self.announced is None or version > self.announced:
             self.announced = version
         self._update()

@@ -32,8 +32,8 @@ class UpdateListener:
     """Consumes the trainer's control messages in stream order and answers `joined`, `staged`, `serving` or `failed`.
 
     A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
-    Messages are ignored if they are out of order, or from another incarnation or an epoch without this process. During a NATS
-    outage, the listener waits. `serving` is locked during a commit; lock it elsewhere to prevent commits for a while.
+    Messages are ignored if they are out of order, come from another incarnation, or belong to an epoch without this process.
+    During a NATS outage, the listener waits. `serving` is locked during a commit; other code may lock it to prevent commits.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class UpdateListener:
         self._staged: PolicyVersion | None = None
         self.epoch: EpochStart | None = None
         self._alone = False
-        """True if the epoch belongs to a side group, which serves only this actor."""
+        """True if the epoch is a side group, which consists of the trainer and this actor alone."""
         self.serving = asyncio.Lock()
 
     @property
@@ -124,8 +124,9 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
-        """Join an epoch that includes this process. `alone` means that the epoch is a side group for this actor only. A side
-        group outlives epochs without this process. It ends if an epoch includes this process or if the trainer ends it."""
+        """Join an epoch that includes this process. `alone` means that the epoch is a side group of the trainer and this actor.
+        It continues while epochs without this process begin, and ends if an epoch includes this process or the trainer ends
+        it."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:

@@ -283,7 +283,7 @@ class TransferWorker:
                 self._aborted.clear()
 
     def _abort(self) -> None:
-        """Abort orders until a Discard is performed. After the connection's end, none is performed, so that all orders fail."""
+        """Make orders fail until all Discards received so far have been performed, or for good if the connection has ended."""
         with self._discarding:
             self._discards += 1
             self._aborted.set()

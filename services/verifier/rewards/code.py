@@ -106,8 +106,8 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the program in an answer, and a text that says where it was: the last fenced block marked as Python, even if the
-    block is cut; else the last block without a mark; else the whole answer."""
+    """Return the program in an answer, and a text that says where it was. The program is the last fenced block marked as
+    Python, even if the block is cut; else the last block without a mark; else the whole answer."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -213,7 +213,8 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test of a call. Arguments in a text are JSON, one per line; the result is then JSON, too."""
+    """Return the test of a call. Arguments that are a text have one JSON value per line; an expected result that is a text is
+    then parsed as JSON as well."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
@@ -339,7 +340,7 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs, ignoring white space at the ends of lines. A line with an expected decimal is compared as numbers."""
+    """Compare outputs, ignoring white space at line ends. If a line should have a decimal, its numbers count by value."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))

@@ -36,11 +36,11 @@ from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 MOST_TERMS, TERM_CHARACTERS = 128, 100
 """Maximum number of terms of a user's function, and length of their names. Both are stored with each sequence."""
 _ALMOST = 1e-9
-"""Tolerance below 1 within which a score counts as right, for rounding errors."""
+"""A score that is below 1 by at most this much counts as right, since it may have rounding errors."""
 
 
 class ComposedReward:
-    """A recipe's reward. With `graded`, for a user's function or a judge, the scorer's number counts even with `binary`."""
+    """A recipe's reward. `graded` (a user's function or a judge): the scorer's number counts even with `reward.binary`."""
 
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer
@@ -52,8 +52,8 @@ class ComposedReward:
     def find_answer(self, completion: str) -> str | None:
         """Return group 1 of the last match of `answer_pattern`, stripped; without a pattern, the whole completion; None if
         nothing matches, or if the group is not part of the last match. In a first search, `.` does not match line ends, so that
-        `Answer: (.*)` takes only its line. After its last match, a second search in which `.` matches line ends follows, so
-        that `<answer>(.*)</answer>` finds an answer of several lines."""
+        `Answer: (.*)` takes only its line. A second search begins after the last match of the first. In it, `.` matches line
+        ends, so that `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
         answer, end = None, 0
@@ -101,9 +101,9 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """Return the soft overlong penalty, `penalty` times equation 13 of DAPO (arXiv 2503.14476): 0 up to `max_tokens -
-    buffer_tokens`, -1 from `max_tokens` on, linear in between. L_max is `max_tokens`, at which completions are cut; L_cache is
-    `buffer_tokens` (at least 1), at most L_max."""
+    """Return the soft overlong penalty: `penalty` times equation 13 of DAPO (arXiv 2503.14476). It is 0 up to `max_tokens -
+    buffer_tokens`, `-penalty` from `max_tokens` on, and linear in between. The paper's L_max is `max_tokens`, at which
+    completions are cut. Its L_cache is the smaller one of `buffer_tokens` (at least 1) and `max_tokens`."""
     zone = min(buffer_tokens, max_tokens)
     over = completion_tokens - (max_tokens - zone)
     return 0.0 - penalty * min(max(over / zone, 0.0), 1.0)
@@ -216,7 +216,7 @@ def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 
 def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
-    """Return lists of one element. Prompt and completion are messages if the task is a chat, and texts otherwise."""
+    """Return TRL's arguments, lists of one element. For a chat task, prompt and completion are messages; otherwise, texts."""
     row, prompt, completion = _row(item, task), item.prompt, item.completion
     columns = {str(name): [value] for name, value in row.items() if name not in ("prompt", "completion")}
     if task.prompt_style != "chat" and not task.is_episodic:

@@ -533,7 +533,7 @@ def _opaque(name: str, value: Number) -> Number:
 
 
 def _logarithm(value: Number, base: Number = Fraction(1237, 211)) -> Number:
-    """Return a logarithm. The default base is neither e nor 10, since conventions differ."""
+    """Return a logarithm. The default base is neither e nor 10, since `log` may mean either."""
     return mp.log(inexact(value)) / mp.log(inexact(base))
 
 

@@ -128,7 +128,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last expression, with its unit, of the last sentence that has one; empty if it is no answer."""
+    """Return the last expression, with its unit, of the last sentence that has one; empty if this is no answer."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -241,7 +241,7 @@ def _is_label(node: Node) -> bool:
 
 
 def _variants(node: Node) -> list[Node]:
-    """Return both values of an expression with a plus-minus sign, or only the expression."""
+    """Return an expression twice, with the upper and the lower sign of each ± and ∓, or once if it has neither."""
 
     def turned(part: Any, signs: dict[str, str]) -> Any:
         if not isinstance(part, Node):
@@ -388,7 +388,7 @@ def _ratio(a: Number, b: Number) -> Number:
 
 
 def _same_relation(a: Node, b: Node) -> bool:
-    """Compare relations up to a factor, which must be positive for inequalities."""
+    """Compare equations and inequalities up to a factor, which must be positive for <, ≤, > and ≥."""
     ordered = _ascending(a), _ascending(b)
     signs, sides = [names for names, _ in ordered], [parts for _, parts in ordered]
     if signs[0] != signs[1]:

@@ -1,9 +1,9 @@
 """Score answers with the scorers of reasoning-gym's families. The entries of problems have been converted to JSON and back.
 
 Some families' scorers call `eval` on text that a model wrote, directly or through SymPy's parser. These families have a guard,
-a function that parses the answer with Python's parser and runs nothing; only accepted answers are scored. These call only
-known mathematical functions and access no attribute. The worker's deadline limits the time of their evaluation. Many families
-give a little credit to wrong answers; `reward.binary` decides whether that counts.
+a function that parses the answer with Python's parser and runs nothing. Only answers that the guard accepts are scored; they
+call only known mathematical functions and access no attribute. The worker's deadline limits the time of their evaluation. Many
+families give a little credit to wrong answers; `reward.binary` decides whether that counts.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _judge(score_answer: AnswerScorer, answer: str, entry: dict[str, Any]) -> Score:
-    """Score an answer. An answer for which the family's scorer raises is wrong, such as a word for prime_factorization. If the
+    """Score an answer. An answer for which the family's scorer raises, such as a word for prime_factorization, is wrong. If the
     scorer also raises for the entry's own answer, the entry is at fault."""
     try:
         return Score(float(score_answer(answer=answer, entry=entry)))
