@@ -30,7 +30,7 @@ STATE_FORMAT = 3
 
 
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""Space that a run needs to start beside a first checkpoint, and space that it leaves to other programs."""
+"""Space that a run needs to start, in addition to a first checkpoint; and space that it leaves to other programs."""
 
 
 @dataclass

@@ -348,8 +348,7 @@ def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
 
 
 def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
-    """Return the configuration of the membership bucket: an entry expires, and watchers are then notified (nats-server
-    2.11)."""
+    """Return the configuration of a bucket whose entries expire; watchers are told when they do (nats-server 2.11)."""
     return KeyValueConfig(
         bucket=subjects.members_bucket,
         history=1,

@@ -203,12 +203,11 @@ class Connection(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        """Send a request and return the answer, at half the cost of nats-py's method (no task, no random token), which this one
-        replaces. Any number of tasks may wait at once.
+        """Send a request and return the answer, at half the cost of nats-py's method (no task, no random token).
 
-        Raises `NotPermitted` as soon as the server refuses the subject or the answers. Raises nats-py's errors if nobody
-        answers, if no answer comes in time (by default `request_timeout_s`), and if the connection is lost. In the last two
-        cases, the message may have been received.
+        Any number of tasks may wait at once. Raises `NotPermitted` as soon as the server refuses the subject or the answers.
+        Raises nats-py's errors if nobody answers, if no answer comes in time (by default `request_timeout_s`), and if the
+        connection is lost. In the last two cases, the message may have been received.
         """
         if self._unanswered:
             raise self._no_answers()

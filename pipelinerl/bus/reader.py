@@ -312,11 +312,9 @@ _TIME_OVER = ("404", "408")
 
 
 class PromptDelivery:
-    """A prompt group that was delivered to this actor. If it is not acknowledged within `ack_wait_s`, it is delivered again.
-
-    `position` in the queue is the same for each delivery. `num_deliveries` is 1 at the first; each hand-back and each missed
-    deadline adds one. All methods raise `BusError`; all but `in_progress` wait for the server's confirmation.
-    """
+    """A prompt group that was delivered to this actor. If it is not acknowledged within `ack_wait_s`, it is delivered again, at
+    the same `position` in the queue. `num_deliveries` is 1 at first; each hand-back and each missed deadline adds one. All
+    methods raise `BusError`; all but `in_progress` wait for the server's confirmation."""
 
     def __init__(self, connection: Connection, message: Msg) -> None:
         self._connection, self._reply = connection, message.reply

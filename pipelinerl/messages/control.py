@@ -1,7 +1,6 @@
 """The control channel's messages (membership and the weight-update protocol), as the protobuf classes of `control.proto`.
 
-docs/weight-updates.md describes the exchange. The state machines, not this module, decide whether a message's epoch or version
-is current.
+docs/weight-updates.md describes the exchange. The state machines decide whether a message's epoch or version is current.
 """
 
 from __future__ import annotations

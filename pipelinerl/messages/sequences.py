@@ -59,9 +59,8 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings for sampling completions; μ is the distribution after all of them. A completion ends with the model's
-    end-of-sequence token, with one of `stop_token_ids`, with the token that completes one of the texts `stop`, or after
-    `max_tokens`."""
+    """Settings for sampling completions; μ is the distribution after all of them. A completion ends with the end-of-sequence
+    token, one of `stop_token_ids`, or the token that completes one of the texts `stop`; or it is cut at `max_tokens`."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -235,8 +234,7 @@ _SAME_IN_GROUP = (
 
 
 def encode_sequence(sequence: Sequence) -> bytes:
-    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it; the caller then publishes it as a
-    failure."""
+    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it; then publish it as a failure."""
     _check_sequence(sequence)
     fields = vars(sequence)
     with building(_SEQUENCE):
