@@ -86,8 +86,8 @@ class RunDir:
         return None
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
-        """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`.
-        Return 0 while one is being written or an old one removed, since a removal frees the same space."""
+        """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`
+        without one. Return 0 while one is being written or an old one removed, since a removal frees the same space."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 

@@ -71,8 +71,7 @@ class RunTotals:
         reduce_step(self.reduced, record, events=False)
 
     def add_events(self, record: Record) -> None:
-        """Add figures of events, such as evaluations. The trainer calls this for each event, the runner for each step's
-        record."""
+        """Add figures of events, such as evaluations: by the trainer for each event, by the runner for each step's record."""
         reduce_step(self.reduced, record, events=True)
         if evaluation := evaluation_of(record):
             self.heldout.append(evaluation)
@@ -178,8 +177,8 @@ _END_BYTES = 1 << 20
 
 
 def jsonl_ends(path: Path, each: int) -> list[dict[str, Any]]:
-    """Return the objects of the first and the last `each` lines of a .jsonl file that lie in its first and last MiB; empty if
-    the file does not exist."""
+    """Return the objects of the first `each` and the last `each` lines of a .jsonl file, if they lie in its first and last MiB;
+    empty if the file does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -229,7 +228,8 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 class RunFiles:
     """Append to the run directory's files. Use it as a context manager. Each line is flushed, so a killed run is complete up to
-    its last step. `keep_steps`: last step that counts in a resumed run; later lines move to `<name>-undone.jsonl`."""
+    its last step. `keep_steps`, in a resumed run: the last step that counts; lines of later steps move to
+    `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         self.run_dir = run_dir

@@ -342,7 +342,7 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
     """Return the sequences in the log that were never issued. Unless the run came to its end, sequences of reserved groups are
-    left out, because such a group may have been published already."""
+    left out, because such a group may have been published before the journal recorded its issue."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:

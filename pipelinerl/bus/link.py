@@ -145,8 +145,9 @@ _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"
 
 
 class Connection(Client):
-    """nats-py's client, connected within `opened`. It calls `pullers` after reconnections and refusals. It also reconnects when
-    the server ends a connection with an error, such as changed users; nats-py would close its client for good."""
+    """nats-py's client, connected inside a block of `opened`. It notifies `pullers` of reconnections and refusals. It also
+    reconnects after the server ended a connection with an error, such as changed users; nats-py would close its client for
+    good."""
 
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0

@@ -105,9 +105,9 @@ _PULL_ENDED = ("408", "409")
 
 
 class OrderedReader(Puller, Generic[_Item]):
-    """Async iterator over the converted messages of one stream, without a gap, for an `async with` block. Cancelling `anext`
-    loses nothing. At the end of the stream, it waits for new messages. Raises `BusError` if the stream does not exist or was
-    deleted, and `NotPermitted` if this user may not read it."""
+    """Async iterator over the messages of one stream, without a gap, each converted by `convert`. Use it in an `async with`
+    block. Cancelling `anext` loses nothing. At the end of the stream, it waits for new messages. Raises `BusError` if the
+    stream does not exist or was deleted, and `NotPermitted` if this user may not read it."""
 
     def __init__(
         self,

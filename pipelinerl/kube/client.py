@@ -83,8 +83,8 @@ class KubeError(PipelineRLError):
 
 @dataclass(frozen=True)
 class KubeBackoff(Backoff):
-    """Delays between attempts at the API. After a refusal, which only a person can end, the delay is `denied_s`. `failures` is
-    the number of failures in a row, this one included."""
+    """Delays between attempts at the API. After a refusal, which lasts until a person changes something, the delay is
+    `denied_s`. `failures` is the number of failures in a row, including the present one."""
 
     first_s: float = 0.5
     most_s: float = 30.0
@@ -170,8 +170,7 @@ class KubeClient:
         await self._ask(permission, _SCALE[permission], name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
     async def may(self, permission: Permission, name: str = "") -> bool:
-        """Return whether the ServiceAccount has this permission in its namespace, on object `name` or (empty) on all
-        objects."""
+        """Return whether the ServiceAccount has this permission in its namespace, on object `name` or (empty) on all."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
@@ -317,7 +316,7 @@ ENDED_PHASES = ("Succeeded", "Failed")
 @dataclass(frozen=True)
 class PodEnd:
     """End of a pod. `still_running`: it was told to end and may use its grace period; otherwise its processes are gone. `final`
-    False: the pod may instead have lost the labels by which it is watched."""
+    False: the pod may still run, without the labels by which it is watched."""
 
     name: str
     uid: str

@@ -91,9 +91,9 @@ class Completion:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Branch(Completion):
-    """Tokens of an episode that extend each other: a prompt, then turns with an environment's observations between them.
+    """Part of an episode, as one row of tokens: a prompt, then turns with an environment's observations between them.
 
-    prompt_token_ids int32[prompt]: input of its first turn. The completion reaches from the first turn to the last one;
+    prompt_token_ids int32[prompt]: input of the first turn. The completion reaches from the first turn to the last one;
     behaviour_logprobs and `spans` leave out the observations. Without `turns`, the whole completion is one turn.
     """
 

@@ -93,8 +93,9 @@ class VerifierClient:
     def __init__(
         self, target: str, *, tls_dir: Path | None = None, on_failed_try: Callable[[str], None] = lambda code: None
     ) -> None:
-        """`tls_dir`: certificates (`pipelinerl.service.tls`), which may be renewed there. None = plain text. `on_failed_try`:
-        called with the gRPC status (`FAILURE_CODES`) of each failed attempt, also of a final refusal."""
+        """`tls_dir`: folder of the certificates (`pipelinerl.service.tls`), which may be renewed; None = plain text.
+        `on_failed_try`: called with the gRPC status (one of `FAILURE_CODES`) of each failed attempt, including a final
+        refusal."""
         self.target, self._tls_dir, self._on_failed_try = target, tls_dir, on_failed_try
 
     async def __aenter__(self) -> VerifierClient:
@@ -107,8 +108,7 @@ class VerifierClient:
         await self._channel.close()
 
     async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
-        """Return one result per item, in order. The reward of a result is within ±`MOST_REWARD` if its status is OK, and 0
-        otherwise.
+        """Return one result per item, in order. A reward is within ±`MOST_REWARD` if the result's status is OK, else 0.
 
         Retries without end while the verifier is unreachable, full or late; cancel the task to stop it. Raises `ServiceError`
         when the verifier refuses the call, `MessageError` when the answer does not fit the items.
@@ -121,8 +121,8 @@ class VerifierClient:
         return _results(items, await self._call_until_answered(request))
 
     async def run_episode(self, request: pb.EpisodeRequest, timeout_s: float) -> pb.VerifyResult:
-        """Run an episode by one call, and return its result. Raises `VerifierAway` if another call may succeed, `ServiceError`
-        if the verifier refuses it, `MessageError` if the answer is for another item."""
+        """Run an episode in one call, and return its result. Raises `VerifierAway` if another call may succeed, `ServiceError`
+        if the verifier refuses the call, `MessageError` if the answer is for another item."""
         try:
             with self._tries() as stub:
                 result: pb.VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)

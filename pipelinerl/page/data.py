@@ -30,7 +30,7 @@ _DIGITS = 6
 
 
 class ThinnedSeries:
-    """Keeps evenly spaced items, and all of the last `newest`: at most 2 · `limit` + `newest` in total."""
+    """Keeps evenly spaced items, and also all of the last `newest` items: at most 2 · `limit` + `newest` in total."""
 
     def __init__(self, limit: int, newest: int) -> None:
         self._limit, self._stride, self._count = limit, 1, 0
@@ -69,7 +69,7 @@ class RunHistory:
         self._lengths: dict[str, list[int]] = {}
         self._mismatch: float | None = None
         self._parity_failures = 0
-        """`_mismatch` is the difference at the last comparable probe, in nats. Failures are counted over all probes."""
+        """Number of failures over all probes. `_mismatch`: difference at the last comparable probe, in nats."""
         self._ess: defaultdict[str, float] = defaultdict(float)
         self._ess_steps: Counter[str] = Counter()
         """Sum of the ESS, and number of steps, by lag bucket."""
@@ -164,8 +164,7 @@ def _short(value: Any) -> Any:
 
 
 def shown_sample(sample: Record) -> dict[str, Any]:
-    """Return a line of samples.jsonl with clipped texts. Old lines lack some keys. `num_tokens` counts clipped tokens as
-    well."""
+    """Return a line of samples.jsonl with clipped texts. Old lines lack some keys. `num_tokens` includes clipped tokens."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)

@@ -165,7 +165,7 @@ def leave(code: int) -> NoReturn:
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Call `run` and return the exit code. Prints a user's mistake; logs others, with a traceback if the text is not enough."""
+    """Call `run` and return the exit code. Print a user's mistake; log other errors, if needed with a traceback."""
     try:
         run()
     except asyncio.CancelledError:

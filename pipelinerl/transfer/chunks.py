@@ -45,8 +45,7 @@ def checksum(chunk: Tensor) -> int:
 
 
 def device_checksum(chunk: Tensor) -> int:
-    """Return a checksum of sums that torch computes on the device. Waits for 8 KiB, and 8 bytes per row, to be copied to the
-    host.
+    """Return a checksum of sums that torch computes on the device. Copies 8 KiB, and 8 bytes per row, to the host.
 
     The bytes are laid out as rows of 1024 words of 64 bits, and the last row is filled with zeros. All row sums and all column
     sums, modulo 2^64, are hashed with the number of bytes. Every change of one, two or three words is found, as is every

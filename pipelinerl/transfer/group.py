@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """The memory of chunks: a device with a separate torch.cuda.Stream, or host memory, without torch.cuda."""
+    """Where the chunks are: on a device, with a separate torch.cuda.Stream; or in host memory, where torch.cuda is not used."""
 
     device: torch.device
     stream: Any = None
