@@ -232,7 +232,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 
 
 def _check_tokens(path: Path, audit: Audit) -> None:
-    """Check each step's record: it counts exactly the tokens that, by the journal, were trained in the step to that version."""
+    """Check that each step's record counts exactly the tokens that were trained in that step according to the journal."""
     known = audit.replay.tokens_by_version
     steps = [record for record in read_jsonl(path) if record.get("step") in known]
     if not steps:
