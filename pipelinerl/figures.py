@@ -38,11 +38,11 @@ class Figure:
     """True if the metric keeps its value at a step without the figure. If False, it has no series after such a step."""
     on_page: bool = False
     event: type | None = None
-    """Type of the value without events if the figure describes events since the previous step; None if it does not."""
+    """Type whose empty value means that no event happened, if the figure describes events since the previous step; or None."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json; `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
-    """Path of the weight in the record; empty = 1."""
+    """Key, in the record, of the weight for `mean` and `rate`; `a.b` is the key `b` of the object `a`. Empty = weight 1."""
     trained: bool = False
     """True if the summary ignores skipped steps."""
 
@@ -180,7 +180,7 @@ FIGURES = (
     Figure("trainer_busy_fraction", "Share of the time since the trainer was ready that went into optimizer steps.",
            "trainer_busy_ratio", on_page=True),
 )  # fmt: skip
-"""In the order of docs/run-directory.md."""
+"""Every figure, in the order of docs/run-directory.md."""
 
 ON_PAGE = tuple(figure.key for figure in FIGURES if figure.on_page)
 
@@ -199,7 +199,7 @@ RUN_FIGURES = {key: (reduction, figure) for figure in FIGURES for key, reduction
 """Figures of the run by their key in summary.json."""
 
 Reduced = dict[str, list[float]]
-"""By key in summary.json: the combined value, and the sum of the weights."""
+"""Combined value and sum of the weights, by key in summary.json."""
 
 _COMBINED: Mapping[Reduction, Callable[[float, float, float], float]] = {
     "sum": lambda total, value, weight: total + value,
@@ -213,7 +213,7 @@ _COMBINED: Mapping[Reduction, Callable[[float, float, float], float]] = {
 
 
 def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) -> None:
-    """Add one record to `reduced`: if `events`, the figures of events, else all others. Leave out non-finite numbers."""
+    """Add one record's finite numbers to `reduced`: the figures of events if `events` is true, the others if it is false."""
     for key, (reduction, figure) in RUN_FIGURES.items():
         value, is_event = record.get(figure.key), figure.event is not None
         if is_event is not events or value is None or not math.isfinite(value) or (figure.trained and record.get("skipped")):

@@ -36,7 +36,7 @@ def is_built(model: ModelConfig) -> bool:
 
 
 def built_name(recipe: Recipe, run: str) -> str:
-    """Return the model's folder in a cache. A checkpoint has one for each run, since its name may later mean another one."""
+    """Return the name of a model's folder in a cache. It depends on the run, unless all runs load the same weights."""
     if recipe.model.source == "smollm2":
         return f"smollm2-{_FORMAT}"
     text = json.dumps({"format": _FORMAT, "model": recipe.model.name, "run": run}, sort_keys=True)

@@ -178,7 +178,7 @@ def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control
 
 
 def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> str:
-    """Render the problem with instruction and system prompt. Only text from a row is split by marks, not the recipe's."""
+    """Render the problem with instruction and system prompt. Marks split only text from the row, not text from the recipe."""
     given = control.parted(problem.messages or ({"role": "user", "content": problem.question},))
     messages = conversation(given, config)
     if config.prompt_style != "chat":
@@ -192,8 +192,8 @@ def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: Contr
 def refusal(
     problem: Problem, config: TaskConfig, messages: list[Any], error: Exception, write: Callable[[list[Any]], object]
 ) -> FieldError:
-    """Return the error for a prompt that the chat template does not `write`; it blames the system message if the rest is
-    accepted."""
+    """Return the error for a prompt that the chat template refused, as `error` says. It blames the system message if `write`
+    accepts the other messages."""
     if messages[0]["role"] == "system" and len(messages) > 1:
         with contextlib.suppress(Exception):  # if this fails too, the system message is not the cause
             write(messages[1:])

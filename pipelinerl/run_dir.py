@@ -30,7 +30,7 @@ STATE_FORMAT = 3
 
 
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""Space that a run needs to start beside a first checkpoint, and space that it leaves to other programs."""
+"""Space that a run needs to start, in addition to a first checkpoint; and space that it leaves to other programs."""
 
 
 @dataclass
@@ -86,8 +86,8 @@ class RunDir:
         return None
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
-        """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`.
-        Return 0 while one is being written or an old one removed, since a removal frees the same space."""
+        """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`
+        without one. Return 0 while one is being written or an old one removed, since a removal frees the same space."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 

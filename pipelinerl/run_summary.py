@@ -43,13 +43,13 @@ class RunTotals:
     transfer_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
     join_s: list[float] = field(default_factory=list)
-    """Seconds in which a side group brought an actor to the served version."""
+    """Seconds that each side group (the trainer and one actor) took to bring the actor to the served version."""
     compute_s: float = 0.0
     steps: int = 0
     steps_skipped: int = 0
 
     def to_state(self) -> dict[str, Any]:
-        """Return a JSON-able state. Lists, which grow with the run, are copied as wholes."""
+        """Return a state that JSON can represent. Later changes of the totals do not change it."""
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value.copy() if isinstance(value, list | dict) else value for name, value in own.items()}
 
@@ -60,7 +60,7 @@ class RunTotals:
         return cls(**{**state, "lag_histogram": lags})
 
     def add_step(self, record: Record) -> None:
-        """Add a step's own work and training data. A key that the record lacks adds nothing."""
+        """Add the figures of a step, without those of events. A key that the record lacks adds nothing."""
         self.steps += 1
         self.steps_skipped += bool(record.get("skipped"))
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
@@ -71,7 +71,7 @@ class RunTotals:
         reduce_step(self.reduced, record, events=False)
 
     def add_events(self, record: Record) -> None:
-        """Add figures of events. The trainer calls this for each event, the runner for each step's record."""
+        """Add figures of events, such as evaluations: by the trainer for each event, by the runner for each step's record."""
         reduce_step(self.reduced, record, events=True)
         if evaluation := evaluation_of(record):
             self.heldout.append(evaluation)
@@ -81,7 +81,7 @@ class RunTotals:
         self.join_s += [join["join_s"] for join in record.get("joins") or []]
 
     def add_update(self, num_bytes: int, transfer_s: float, stalls_s: Iterable[float]) -> None:
-        """Add a version that is served. `stalls_s`: seconds for which each actor stopped generating because of it."""
+        """Add the update to a served version. `stalls_s`: seconds for which each actor stopped generating because of it."""
         self.update_bytes += num_bytes
         self.transfer_s.append(transfer_s)
         self.stall_s.extend(stalls_s)
@@ -142,7 +142,7 @@ def evaluation_of(record: Record) -> dict[str, Any] | None:
 
 
 def add_ended(ended: dict[str, list[int]], record: Record) -> None:
-    """Add a record's `ended_by_length`: {longest: [trained, dropped as stale]}."""
+    """Add a record's sequences [trained, dropped as stale] to `ended`, by the upper end of the length bucket."""
     for longest, counts in (record.get("ended_by_length") or {}).items():
         ended[longest] = [known + more for known, more in zip(ended.get(longest, (0, 0)), counts, strict=True)]
 
@@ -177,8 +177,8 @@ _END_BYTES = 1 << 20
 
 
 def jsonl_ends(path: Path, each: int) -> list[dict[str, Any]]:
-    """Return the objects of the first and the last `each` lines of a .jsonl file that lie in its first and last MiB; empty if
-    the file does not exist."""
+    """Return the objects of the first `each` and the last `each` lines of a .jsonl file, if they lie in its first and last MiB;
+    empty if the file does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -228,7 +228,8 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 class RunFiles:
     """Append to the run directory's files. Use it as a context manager. Each line is flushed, so a killed run is complete up to
-    its last step. `keep_steps`: last step that counts in a resumed run; later lines move to `<name>-undone.jsonl`."""
+    its last step. `keep_steps`, in a resumed run: the last step that counts; lines of later steps move to
+    `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         self.run_dir = run_dir
@@ -252,7 +253,7 @@ class RunFiles:
         self._open[name].flush()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Replace the summary atomically: after a crash the previous one is left, or none."""
+        """Replace the summary atomically: a crash leaves the previous summary, if there was one."""
         write_json(self.run_dir / "summary.json", _finite(summary))
 
 

@@ -1,4 +1,4 @@
-"""Audit a run's files, then its streams, and both again if a live run may have moved sequences meanwhile; and report the audit.
+"""Audit a run's files, then its streams, and report the result. A live run may move sequences meanwhile; then repeat both.
 
 The run may be live, so the journal is read up to the length that it has at the beginning. From checkpoints, run.json and the
 ids in sequences.pb are read, but no tensors. Nothing is written, acknowledged or purged.
@@ -112,7 +112,7 @@ class StreamLook:
     repeated: int = 0
     """Messages beyond the first of their sequence: repetitions by an actor, which the trainer recognises."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """Message id by position. The sequence published under that id has no other message."""
+    """Message ids of unreadable messages, by position. The message id of a sequence is the sequence's id."""
     prompts: frozenset[str] = frozenset()
     dead_letters: int = 0
 
@@ -232,7 +232,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 
 
 def _check_tokens(path: Path, audit: Audit) -> None:
-    """Check that each step's record counts exactly the tokens that the journal trained into that version."""
+    """Check that each step's record counts exactly the tokens that were trained in that step according to the journal."""
     known = audit.replay.tokens_by_version
     steps = [record for record in read_jsonl(path) if record.get("step") in known]
     if not steps:
@@ -244,7 +244,7 @@ def _check_tokens(path: Path, audit: Audit) -> None:
 
 
 def _check_summary(path: Path, audit: Audit) -> None:
-    """Check the trainer's own summary, once it has ended. A summary that the runner wrote instead has no reasons."""
+    """Check the summary that the trainer wrote at its end. Skip a summary by the runner, which has no `sequence_reasons`."""
     summary, replay = read_json(path), audit.replay
     if audit.history.end is None or summary.get("sequence_reasons") is None:
         audit.findings[Check.SUMMARY].skipped = "no trainer has ended and left one"
@@ -307,7 +307,7 @@ def _skip_streams(audit: Audit, why: str) -> None:
 
 
 async def _look(bus: Bus, durable: int) -> StreamLook:
-    """Read SEQUENCES up to its present end, and PROMPTS before and after that. Raises `BusError`."""
+    """Read SEQUENCES up to its present end, PROMPTS before and after that, and count the dead letters. Raises `BusError`."""
     prompts_before = await bus.pending_prompts()
     info = await bus.sequences_info()
     seen = StreamLook(info, durable)
@@ -342,7 +342,7 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
     """Return the sequences in the log that were never issued. Unless the run came to its end, sequences of reserved groups are
-    left out, because such a group may have been published already."""
+    left out, because such a group may have been published before the journal recorded its issue."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:

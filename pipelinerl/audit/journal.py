@@ -81,7 +81,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """Return the event in a line, or None if it has none."""
+    """Return the event in a line, or None if the line is not a valid event."""
     try:
         event = json.loads(line)
     except ValueError:

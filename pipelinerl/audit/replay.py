@@ -223,8 +223,8 @@ _OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
 
 @dataclass
 class Start:
-    """A trainer's start: the version it began at, the bytes of the journal that counted for it (`keep`), and the numbers
-    of ledger events that it undid, from `keep` to `offset`: steps, groups issued, ended sequences."""
+    """A trainer's start: the version from which it continued, the bytes of the journal that it kept (`keep`), and the numbers
+    of events that it undid, from `keep` to `offset`: steps, groups issued, ended sequences."""
 
     offset: int
     keep: int

@@ -1,7 +1,7 @@
 """The streams of a run over NATS JetStream: four streams, one durable consumer and one key-value bucket.
 
-A process has one connection. Existing streams are not changed. A stream that is full or unreachable raises `BusError`, and the
-caller keeps its message; publishing a message with an id again stores it once.
+A process has one connection. Existing streams are not changed. If a stream is full or unreachable, publishing raises
+`BusError`, and the caller keeps its message. A message that is published again with the same id is stored once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def connect(
     """Connect to the streams of `run` at `url`, which may list several servers of a cluster, separated by commas.
 
     NATS's monitoring shows `name`. `credentials` and `tls_dir` are as in `BusSettings`. Raises `BusError` with the url if no
-    server answers in time, and `FieldError` for a bad run name or file.
+    server answers in time, and `FieldError` for an invalid run name or an unusable file.
     """
     subjects = Subjects(run)
     connection = Connection(url, credentials, tls_dir, request_timeout_s)
@@ -88,8 +88,8 @@ async def connect(
 async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
-    """Connect a service to its run, and wait for NATS, which may start later. Raises `StartStopped` if `stop` is set meanwhile,
-    and errors that waiting does not heal."""
+    """Connect a service to its run. If NATS has not started yet, wait for it. Raises `StartStopped` if `stop` is set meanwhile,
+    and every error that waiting does not heal."""
     async with contextlib.AsyncExitStack() as stack:
 
         def opened() -> Awaitable[Bus]:
@@ -111,9 +111,9 @@ async def service_bus(
 class Bus:
     """The streams of one run, opened by `connect`.
 
-    Every call is bounded in time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user may not
-    make it. A published `msg_id` that is repeated within the window is stored once. Iterators are used in `async with` blocks,
-    and wait without a limit, also across reconnections. Cancelling a wait, even inside `anext`, never loses a message.
+    Every call ends within a bounded time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user
+    may not make it. Of messages with the same `msg_id` within `duplicate_window_s`, only the first is stored. Iterators are
+    used in `async with` blocks, and wait without a limit, also across reconnections. Cancelling `anext` never loses a message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -123,11 +123,11 @@ class Bus:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Size of the largest message, headers included. A message id takes about 30 bytes more than its length."""
+        """Size of the largest message, headers included. A message id adds about 30 bytes and its own length to the headers."""
         return self.connection.max_payload
 
     async def close(self) -> None:
-        """Hand back a prompt group that was delivered but not taken. `connect` calls it."""
+        """Hand back a prompt group that was delivered but not taken. `connect` calls this method at its end."""
         await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
@@ -173,8 +173,8 @@ class Bus:
                 await js.add_consumer(subjects.prompts_stream, actors_consumer(self.limits))
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Publish a prompt group and return its position in the queue. A group that is handed over needs a new `msg_id`. Raises
-        `PayloadTooLarge`, `BusError`."""
+        """Publish a prompt group and return its position in the queue. An actor that hands a group over needs a new `msg_id`.
+        Raises `PayloadTooLarge`, `BusError`."""
         return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id, headers)
 
     async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
@@ -182,8 +182,8 @@ class Bus:
         return await self._queue.next(timeout_s)
 
     async def pending_prompts(self) -> dict[str, int]:
-        """Return the positions of all unfinished groups of the queue by message id, in order, delivered or not. A group that is
-        acknowledged or published meanwhile may be missing."""
+        """Return the unfinished groups in the order of the queue, whether delivered or not: the position of each by its message
+        id. A group that is acknowledged or published during the call may be missing."""
         found = await stored_messages(self.connection, self._subjects.prompts_stream, self._subjects.prompts)
         return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
 
@@ -296,16 +296,16 @@ def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
 _UNLIMITED = -1
 _SHORTEST_NOTICE_S = 1.0
 _MAX_ACTORS = 16_384
-"""Maximum number of actors. Each waits for a prompt group, and follows the control channel by its own consumer. The server's
-defaults are 512 waiting pulls and, from 2.15 on, 1,000 consumers of a stream."""
+"""Maximum number of actors. Each has an open request for a prompt group, and a consumer of its own on the control channel. The
+server's default limits are lower: 512 open requests and, from 2.15 on, 1,000 consumers of a stream."""
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
     """Return the configurations with which a run's streams PROMPTS, SEQUENCES, CONTROL and DEAD are created.
 
-    PROMPTS is a work queue: an acknowledged message is removed. The others are logs: SEQUENCES keeps messages until they are
-    purged, CONTROL keeps the last one of each subject, DEAD the newest ones, for people. A full stream refuses the next
-    message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is not larger than the one
+    PROMPTS is a work queue: an acknowledged message is removed. SEQUENCES keeps its messages until they are purged, CONTROL
+    keeps the last message of each subject, and DEAD keeps the newest messages, for people to read. A full stream refuses the
+    next message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is not larger than the one
     that it replaces.
     """
     small = limits.max_bytes(1 / 16)
@@ -348,7 +348,7 @@ def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
 
 
 def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
-    """Return a bucket whose entries expire, with a notice to watchers when they do (nats-server 2.11)."""
+    """Return the configuration of a bucket whose entries expire; watchers are told when they do (nats-server 2.11)."""
     return KeyValueConfig(
         bucket=subjects.members_bucket,
         history=1,

@@ -145,13 +145,14 @@ _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"
 
 
 class Connection(Client):
-    """nats-py's client, connected within `opened`. It calls `pullers` after reconnections and refusals. It also reconnects when
-    the server ends a connection with an error, such as changed users; nats-py would close its client for good."""
+    """nats-py's client, connected inside a block of `opened`. It notifies `pullers` of reconnections and refusals. It also
+    reconnects after the server ended a connection with an error, such as changed users; nats-py would close its client for
+    good."""
 
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0
     ) -> None:
-        """Take one server, or several separated by commas. Raises `FieldError` if a file cannot be used."""
+        """`url`: one server, or several separated by commas. Raises `FieldError` if a file cannot be used."""
         super().__init__()
         self.url, self.request_timeout_s = redacted(url), request_timeout_s
         self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir
@@ -203,11 +204,11 @@ class Connection(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        """Replace nats-py's request at half its cost (no task, no random token). Any number of tasks may wait at once.
+        """Send a request and return the answer, at half the cost of nats-py's method (no task, no random token).
 
-        Raises `NotPermitted` as soon as the server refuses the subject or the answers. Raises nats-py's errors if nobody
-        answers, if no answer comes in time (by default `request_timeout_s`), and if the connection is lost: the message may
-        then have been received.
+        Any number of tasks may wait at once. Raises `NotPermitted` as soon as the server refuses the subject or the answers.
+        Raises nats-py's errors if nobody answers, if no answer comes in time (by default `request_timeout_s`), and if the
+        connection is lost. In the last two cases, the message may have been received.
         """
         if self._unanswered:
             raise self._no_answers()
@@ -228,7 +229,7 @@ class Connection(Client):
         return message
 
     async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Return JetStream's answer. Raises nats-py's errors, as `request` does, and if the answer is an error."""
+        """Return JetStream's answer. Raises what `request` raises, and nats-py's `APIError` if the answer reports an error."""
         answer: dict[str, Any] = json.loads((await self.request(subject, payload, headers=headers)).data)
         if "error" in answer:
             raise nats.js.errors.APIError.from_error(answer["error"])
@@ -363,8 +364,8 @@ class Connection(Client):
 
 
 class Puller(ABC):
-    """Request messages from a consumer of a stream, which arrive in an inbox, and wait for them. Waiting ends if no message can
-    come: the connection was lost, or the server refused a user without permission."""
+    """Base class that requests messages from a stream's consumer and waits for them at an inbox. The wait ends early if no
+    message can come, because the connection was lost or the server denied the request for lack of permission."""
 
     def __init__(self, connection: Connection, stream: str, consumer: str = "") -> None:
         self._connection, self._stream, self._consumer = connection, stream, consumer
@@ -399,8 +400,8 @@ class Puller(ABC):
         await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Wait until something happens, and return False after the timeout. Raises `BusError` or `NotPermitted` if it was an
-        error."""
+        """Wait for a message or another event, and return whether one came within the timeout. Raises `BusError` or
+        `NotPermitted` if the event was an error."""
         self._woken.clear()
         if self._error is None:
             with contextlib.suppress(TimeoutError):

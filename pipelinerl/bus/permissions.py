@@ -1,8 +1,9 @@
 """Permissions on a run's NATS: the subjects that each service publishes and subscribes to, as lists for nats-server.
 
 The functions are pure; the command `python -m pipelinerl.bus.permissions RUN` prints the users for people who bring their own
-NATS. Streams are single tokens (`PROMPTS_<run>`), in which NATS has no wildcards, so the lists are for one run's name. Nothing
-here sets up passwords or accounts, or changes a server. docs/security.md says what NATS does not check.
+NATS. The lists are for one run's name: it is part of a stream's name (`PROMPTS_<run>`), which is a single token of a subject,
+and NATS has no wildcards inside a token. Nothing here sets up passwords or accounts, or changes a server. docs/security.md says
+what NATS does not check.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ _LEAST_BOUND_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError` with the limit; only
-    dead letters, which only people read, are dropped."""
+    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError` with the limit, except
+    to DEAD, which only people read: it drops its oldest message."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
@@ -136,7 +136,7 @@ class Subjects:
 FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "abort", "end")
 FROM_ACTOR = ("joined", "staged", "serving", "failed")
 TO_ONE_ACTOR = ("epoch", "announce", "commit", "abort")
-"""Orders that the trainer may address to one actor, on its side group."""
+"""Orders that the trainer may also address to one actor, for a side group (the trainer and this actor alone)."""
 EVERY_ACTOR = "*"
 
 

@@ -1,9 +1,9 @@
-"""Read streams: one stream's messages in order, all messages that it holds, a run's members, and the work queue.
+"""Readers of streams: an iterator over a stream, a list of its present messages, a watch on members, and the work queue.
 
-An ephemeral pull consumer without acknowledgements delivers the messages of an `OrderedReader`. If it is lost (reconnection,
-restart of the server, silence, a gap), another one continues after the last message received. Reading ahead is bounded.
-nats-py's own ordered consumer is not used: it is a push consumer that answers flow control every 250 ms and drops messages that
-it cannot buffer. This module decodes no payloads, does not limit redeliveries, and stores no positions.
+`OrderedReader` receives its messages from an ephemeral pull consumer without acknowledgements. If the consumer is lost
+(reconnection, restart of the server, silence, a gap), another one continues after the last message received. Reading ahead is
+bounded. nats-py's own ordered consumer is not used: it is a push consumer that answers flow control every 250 ms and drops
+messages that it cannot buffer. This module decodes no payloads, does not limit redeliveries, and stores no positions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Item = TypeVar("_Item")
 
 MSG_ID = "Nats-Msg-Id"
 _WALKS = 64
-"""Maximum number of simultaneous reads, since each returns a payload."""
+"""Maximum number of parts of a stream that are read at the same time. It is bounded because each read returns a payload."""
 _MESSAGE_NOT_FOUND = 10037
 
 
@@ -47,7 +47,7 @@ async def stream_info(connection: Connection, stream: str) -> StreamInfo:
 
 
 async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
-    """Return the messages of `subject` in order, read without a consumer, because a work queue refuses a second one. Raises
+    """Return the messages of `subject` in order. They are read without a consumer, because a work queue allows only one. Raises
     `BusError`. Each message costs one round trip. A message that is removed or added meanwhile may be missing."""
     info = await stream_info(connection, stream)
     first, end = info.first_position, info.last_position + 1
@@ -81,7 +81,7 @@ async def _walk(connection: Connection, stream: str, subject: str, start: int, e
 
 
 def headers_given(message: Msg) -> Headers:
-    """Return the publisher's headers, without those that the server and the bus added."""
+    """Return the headers that the publisher gave, without those that the server and the bus added."""
     given = {name: value for name, value in (message.headers or {}).items() if not name.startswith("Nats-")}
     return given or NO_HEADERS
 
@@ -105,9 +105,9 @@ _PULL_ENDED = ("408", "409")
 
 
 class OrderedReader(Puller, Generic[_Item]):
-    """Async iterator over the converted messages of one stream, without a gap, for an `async with` block. Cancelling `anext`
-    loses nothing. At the end of the stream, it waits for new messages. Raises `BusError` if the stream does not exist or was
-    deleted, and `NotPermitted` if this user may not read it."""
+    """Async iterator over the messages of one stream, without a gap, each converted by `convert`. Use it in an `async with`
+    block. Cancelling `anext` loses nothing. At the end of the stream, it waits for new messages. Raises `BusError` if the
+    stream does not exist or was deleted, and `NotPermitted` if this user may not read it."""
 
     def __init__(
         self,
@@ -256,8 +256,8 @@ _DOUBT_AFTER_TTLS = 2.0
 class MemberWatch(OrderedReader[MemberEvent]):
     """Async iterator over membership events: registrations, heartbeats and removals, as entries of the membership bucket.
 
-    The server announces an expiry with a marker (nats-server 2.11). A client that was disconnected or busy may miss it, so this
-    iterator asks the bucket about each member without a heartbeat for two TTLs.
+    The server announces an expiry with a marker (nats-server 2.11). A client that was disconnected or busy may miss the marker,
+    so this iterator asks the bucket about each member that has sent no heartbeat for two TTLs.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, ttl_s: float) -> None:
@@ -312,9 +312,9 @@ _TIME_OVER = ("404", "408")
 
 
 class PromptDelivery:
-    """A prompt group that was delivered to this actor. Without acknowledgement, it is delivered to another one after
-    `ack_wait_s`. `position` in the queue is the same for each delivery. `num_deliveries` is 1 at first, and counts hand-backs
-    and expired deadlines. All methods raise `BusError`; all but `in_progress` wait for the server's confirmation."""
+    """A prompt group that was delivered to this actor. If it is not acknowledged within `ack_wait_s`, it is delivered again, at
+    the same `position` in the queue. `num_deliveries` is 1 at first; each hand-back and each missed deadline adds one. All
+    methods raise `BusError`; all but `in_progress` wait for the server's confirmation."""
 
     def __init__(self, connection: Connection, message: Msg) -> None:
         self._connection, self._reply = connection, message.reply

@@ -83,8 +83,8 @@ class KubeError(PipelineRLError):
 
 @dataclass(frozen=True)
 class KubeBackoff(Backoff):
-    """Delays between attempts at the API. After a refusal, which only a person can end, the delay is `denied_s`. `failures` is
-    the number of failures in a row, this one included."""
+    """Delays between attempts at the API. After a refusal, which lasts until a person changes something, the delay is
+    `denied_s`. `failures` is the number of failures in a row, including the present one."""
 
     first_s: float = 0.5
     most_s: float = 30.0
@@ -99,8 +99,8 @@ BACKOFF = KubeBackoff()
 
 @dataclass(frozen=True)
 class Pod:
-    """`terminating`: its deletion was requested. `deleted`: it is gone, or no longer selected. `cause`: reason for its phase,
-    if the API gives one."""
+    """State of a pod. `terminating`: its deletion was requested. `deleted`: it is gone, or the selector no longer matches it.
+    `cause`: reason for its phase, if the API gives one."""
 
     name: str
     uid: str
@@ -166,11 +166,11 @@ class KubeClient:
         return int(raw["spec"].get("replicas", 0))  # the API leaves a zero out
 
     async def scale(self, permission: Permission, name: str, replicas: int) -> None:
-        """Scale like `kubectl scale`. `permission`: the one for the kind of `name`."""
+        """Scale the object `name` like `kubectl scale`. `permission`: the one to scale objects of its kind."""
         await self._ask(permission, _SCALE[permission], name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
     async def may(self, permission: Permission, name: str = "") -> bool:
-        """Return whether the ServiceAccount has this permission in its namespace, on the object `name` or on all."""
+        """Return whether the ServiceAccount has this permission in its namespace, on object `name` or (empty) on all."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
@@ -316,7 +316,7 @@ ENDED_PHASES = ("Succeeded", "Failed")
 @dataclass(frozen=True)
 class PodEnd:
     """End of a pod. `still_running`: it was told to end and may use its grace period; otherwise its processes are gone. `final`
-    False: the pod may instead have lost the labels by which it is watched."""
+    False: the pod may still run, without the labels by which it is watched."""
 
     name: str
     uid: str
@@ -326,7 +326,7 @@ class PodEnd:
 
 
 class PodWatch:
-    """List pods, follow every change from there, and report two `PodEnd`s of a pod: it was told to end, and it has ended.
+    """List pods, follow every change from there, and call `on_end` when a pod is told to end and again when it has ended.
 
     It waits out an outage, lists again when a watch has expired, and rarely repeats a call that was refused. `selector`: as
     `kubectl get pods -l` takes it. `without`: consequence of not watching, for the log.

@@ -3,8 +3,8 @@
 Nothing here decides that a run is finished. The state is a ConfigMap of the release, whose `data.phase` is `Running`,
 `Finished` or `Failed`. A finished run is scaled to zero: first its actors, whose number is stored in that ConfigMap until the
 run continues, then the trainer. Scaling through the subresource leaves no field manager, so an upgrade can set the replicas
-again without a conflict. A process that is stopped meanwhile begins again, so each action may run twice. All calls wait until
-the API answers.
+again without a conflict. A process that is stopped before it is done begins again, so each action may run twice. All calls wait
+until the API answers.
 """
 
 from __future__ import annotations

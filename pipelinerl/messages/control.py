@@ -1,4 +1,4 @@
-"""The control channel's messages, membership and the weight-update protocol, as the protobuf classes of `control.proto`.
+"""The control channel's messages (membership and the weight-update protocol), as the protobuf classes of `control.proto`.
 
 docs/weight-updates.md describes the exchange. The state machines decide whether a message's epoch or version is current.
 """
@@ -20,7 +20,7 @@ Control = (
 _Control = TypeVar("_Control", bound=Control)
 
 _MAX_RANKS = 1023
-"""Limit for one actor: far above any use, and small enough that a corrupt number does no harm."""
+"""Maximum number of ranks of one actor: far above any use, and small enough that a corrupt number does no harm."""
 _REQUIRED = {
     *("actor", "process", "grpc_address", "store_address", "manifest_id"),
     *("incarnation", "ranks", "first_rank", "world_size", "deadline_s"),

@@ -2,8 +2,8 @@
 
 Algorithms work on the dataclasses here, with NumPy arrays that are read-only views of the decoded message, without a copy. An
 actor's messages are checked when they are encoded, so that an invalid one can be published as a failure with its reason; every
-message is checked where it enters a process. Every problem is a `MessageError` with the message, the field and the fault. The
-trainer checks whether a version exists or a group was issued.
+message is checked where it enters a process. A `MessageError` names the message, the field and the problem. Whether a version
+exists or a group was issued is checked by the trainer, not here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings for sampling completions; μ is the distribution after all of them. A completion ends with the model's
-    end-of-sequence token, with one of `stop_token_ids`, or with the token that completes one of the texts `stop`."""
+    """Settings for sampling completions; μ is the distribution after all of them. A completion ends with the end-of-sequence
+    token, one of `stop_token_ids`, or the token that completes one of the texts `stop`; or it is cut at `max_tokens`."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -79,8 +79,8 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """Tokens that the policy sampled, with the end-of-sequence token. behaviour_logprobs float32[tokens]: log μ of each token,
-    nats, after temperature and truncation. `spans` cover the tokens without gap or overlap. `finish_reason` None: it was
+    """Tokens that the policy sampled, including the end-of-sequence token. behaviour_logprobs float32[tokens]: log μ of each
+    token, nats, after temperature and truncation. `spans` cover the tokens without gap or overlap. `finish_reason` None: it was
     interrupted and is to be continued."""
 
     completion_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
@@ -91,9 +91,9 @@ class Completion:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Branch(Completion):
-    """Tokens of an episode that extend each other: a prompt, then turns with an environment's observations between them.
+    """Part of an episode, as one row of tokens: a prompt, then turns with an environment's observations between them.
 
-    prompt_token_ids int32[prompt]: input of its first turn. The completion reaches from the first turn to the last one;
+    prompt_token_ids int32[prompt]: input of the first turn. The completion reaches from the first turn to the last one;
     behaviour_logprobs and `spans` leave out the observations. Without `turns`, the whole completion is one turn.
     """
 
@@ -116,8 +116,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that an actor had generated when it left. If it is finished, only its reward and publication are
-    missing. An episode has only `branches`: their turns are served again if its environment repeats its requests."""
+    """Tokens that an actor had generated of one sample when it left. If the sample is finished, only its reward and publication
+    are missing. An episode has only `branches`: their turns are served again if its environment repeats its requests."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -151,7 +151,7 @@ class PromptGroup:
     done_samples: tuple[int, ...] = ()
     episodic: bool = False
     token: bytes = b""
-    """Proof that an actor was handed the group: its sequences carry the token back."""
+    """Proof that an actor received the group: its sequences carry the token back."""
 
     def sequence_id(self, sample_index: int) -> str:
         return f"{self.group_id}.{sample_index}"
@@ -159,8 +159,8 @@ class PromptGroup:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequence(Branch):
-    """One finished sequence, which is its own first branch; only an episode has further `branches`. `failure` is empty if the
-    sequence succeeded. `finish_reason`: that of the latest turn."""
+    """One finished sequence, which is also the first of its branches; only an episode has more, in `branches`. `failure` is
+    empty if the sequence succeeded. `finish_reason` is that of the latest turn."""
 
     run: str
     sequence_id: str
@@ -201,7 +201,7 @@ class Sequence(Branch):
 
     @property
     def reported(self) -> dict[str, float]:
-        """Return the numbers that environment and reward report, by name; for an episode, `turns` too."""
+        """Return the numbers that environment and reward report, by name. An episode also has the number of its `turns`."""
         turns = {"turns": float(self.num_turns)} if self.turns else {}
         return {**turns, **self.metrics, **self.reward_components}
 
@@ -211,9 +211,9 @@ class Sequence(Branch):
 
 
 EMPTY_COMPLETION = "empty_completion"
-"""Failure that is the policy's own fault. It makes a held-out answer wrong."""
+"""Failure for which the policy is to blame. A held-out answer with it counts as wrong."""
 MAX_SAMPLES = 65_536
-"""Limit for the samples of one group: far above any use, and small enough that a corrupt count does no harm."""
+"""Maximum number of samples of one group: far above any use, and small enough that a corrupt count does no harm."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -234,7 +234,7 @@ _SAME_IN_GROUP = (
 
 
 def encode_sequence(sequence: Sequence) -> bytes:
-    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it: the caller turns it into a failure."""
+    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it; then publish it as a failure."""
     _check_sequence(sequence)
     fields = vars(sequence)
     with building(_SEQUENCE):
@@ -270,8 +270,8 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Return id and group token of a sequence message of `run`, even if `decode_sequence` refuses it; empty if it names
-    none."""
+    """Return id and group token of a sequence message, even if `decode_sequence` refuses it. Both are empty if the message does
+    not parse or is not of `run`."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
@@ -308,7 +308,7 @@ def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
 
 def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
     """Return the identity of a group that `decode_group` refuses, as a group of `run` without a prompt; None if the message
-    does not contain that much. It serves to account for samples that cannot be generated, not to generate them."""
+    does not contain that much. The result is for recording that the group's samples failed, not for generating them."""
     try:
         message = parse(pb.PromptGroup(), data, _GROUP)
     except MessageError:

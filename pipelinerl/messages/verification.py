@@ -53,7 +53,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 def judged(sequence: Sequence, result: pb.VerifyResult) -> Sequence:
-    """Return the sequence with the verifier's result, whose status is OK."""
+    """Return the sequence with the verifier's result, which must have the status OK."""
     return replace(
         sequence,
         reward=result.reward,
@@ -87,14 +87,15 @@ class VerifierAway(ServiceError):
 
 
 class VerifierClient:
-    """Calls the verifier at `target` (`host:port`; the addresses of a name are used in turn). Use it as an async context
-    manager; any number of calls may run at once."""
+    """Client of the verifier at `target` (`host:port`; if the name has several addresses, they are used in turn). Use it as an
+    async context manager; any number of calls may run at once."""
 
     def __init__(
         self, target: str, *, tls_dir: Path | None = None, on_failed_try: Callable[[str], None] = lambda code: None
     ) -> None:
-        """`tls_dir`: certificates (`pipelinerl.service.tls`), which may be renewed there. None = plain text. `on_failed_try`:
-        called with the gRPC status (`FAILURE_CODES`) of each failed attempt, also of a final refusal."""
+        """`tls_dir`: folder of the certificates (`pipelinerl.service.tls`), which may be renewed; None = plain text.
+        `on_failed_try`: called with the gRPC status (one of `FAILURE_CODES`) of each failed attempt, including a final
+        refusal."""
         self.target, self._tls_dir, self._on_failed_try = target, tls_dir, on_failed_try
 
     async def __aenter__(self) -> VerifierClient:
@@ -107,7 +108,7 @@ class VerifierClient:
         await self._channel.close()
 
     async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
-        """Return one result per item, in order. If its status is OK, its reward is within `MOST_REWARD`, otherwise 0.
+        """Return one result per item, in order. A reward is within ±`MOST_REWARD` if the result's status is OK, else 0.
 
         Retries without end while the verifier is unreachable, full or late; cancel the task to stop it. Raises `ServiceError`
         when the verifier refuses the call, `MessageError` when the answer does not fit the items.
@@ -120,8 +121,8 @@ class VerifierClient:
         return _results(items, await self._call_until_answered(request))
 
     async def run_episode(self, request: pb.EpisodeRequest, timeout_s: float) -> pb.VerifyResult:
-        """Run an episode by one call, and return its result. Raises `VerifierAway` if another call may succeed, `ServiceError`
-        if the verifier refuses it, `MessageError` if the answer is for another item."""
+        """Run an episode in one call, and return its result. Raises `VerifierAway` if another call may succeed, `ServiceError`
+        if the verifier refuses the call, `MessageError` if the answer is for another item."""
         try:
             with self._tries() as stub:
                 result: pb.VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)
@@ -161,9 +162,9 @@ class VerifierClient:
 
     @contextmanager
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
-        """Report a failed call, and open another channel if the certificates were renewed. A channel keeps the certificates
-        that it was opened with, and once they have expired, new connections are refused. Calls in progress end on the old
-        channel, which is freed with the last of them: closing it would cancel these calls and the tasks that wait for them."""
+        """Yield the stub for one call. If the call fails, report it, and open another channel if the certificates were renewed:
+        a channel keeps the certificates that it was opened with, and makes no new connections once they have expired. The old
+        channel is not closed, because that would cancel the calls in progress on it; it is freed with the last of them."""
         channel = self._channel
         try:
             yield verifier_pb2_grpc.VerifierServiceStub(channel)

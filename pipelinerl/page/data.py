@@ -25,12 +25,12 @@ NEWEST = 20
 SAMPLES_SHOWN = 8
 _MAX_TEXT = 4000
 _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
-"""Limits of a shown episode: branches, turns and observations of a branch, characters of each of these."""
+"""Maximum numbers for a shown episode: its branches; turns and observations of a branch; characters of each of these."""
 _DIGITS = 6
 
 
 class ThinnedSeries:
-    """Keeps evenly spaced items, and all of the last `newest`: at most 2 · `limit` + `newest` in total."""
+    """Keeps evenly spaced items, and also all of the last `newest` items: at most 2 · `limit` + `newest` in total."""
 
     def __init__(self, limit: int, newest: int) -> None:
         self._limit, self._stride, self._count = limit, 1, 0
@@ -54,7 +54,7 @@ class ThinnedSeries:
 
 
 NEWEST_OF_A_KIND = SAMPLES_SHOWN // 2
-"""Number of newest held-out samples, and of newest trained ones, that are kept besides the first of the run."""
+"""Number of newest held-out samples, and of newest trained samples, that are kept in addition to the run's first samples."""
 _TIMES_KEPT = 256
 
 
@@ -69,7 +69,7 @@ class RunHistory:
         self._lengths: dict[str, list[int]] = {}
         self._mismatch: float | None = None
         self._parity_failures = 0
-        """`_mismatch` is the difference at the last comparable probe, in nats. Failures are counted over all probes."""
+        """Number of failures over all probes. `_mismatch`: difference at the last comparable probe, in nats."""
         self._ess: defaultdict[str, float] = defaultdict(float)
         self._ess_steps: Counter[str] = Counter()
         """Sum of the ESS, and number of steps, by lag bucket."""
@@ -134,7 +134,7 @@ class RunHistory:
 
 
 def shown_evaluation(one: Record, time_s: float | None) -> dict[str, Any]:
-    """Return one of the evaluations in summary.json as the views draw it, at the policy version that was measured."""
+    """Return an evaluation from summary.json as the views draw it, at the policy version that was evaluated."""
     accuracy = {"accuracy": one["accuracy"], "lower_bound": one.get("lower_bound")}
     return {"step": one["version"], "time_s": time_s, **accuracy, "sets": one.get("sets") or {}}
 
@@ -164,7 +164,7 @@ def _short(value: Any) -> Any:
 
 
 def shown_sample(sample: Record) -> dict[str, Any]:
-    """Return a line of samples.jsonl with clipped texts. Old lines lack some keys. `num_tokens` is the whole number."""
+    """Return a line of samples.jsonl with clipped texts. Old lines lack some keys. `num_tokens` includes clipped tokens."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)

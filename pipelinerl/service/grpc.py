@@ -39,8 +39,8 @@ Options = Sequence[tuple[str, Any]]
 
 
 class ErrorBoundary(aio.ServerInterceptor):
-    """Convert errors of handlers to statuses: `UserError` to INVALID_ARGUMENT, all others to INTERNAL with name and start of
-    the text. A handler's own abort passes unchanged, and so do services of the grpc library."""
+    """Convert errors of handlers to statuses: `UserError` to INVALID_ARGUMENT, others to INTERNAL with the error's name and the
+    start of its text. A handler's own abort is not changed, and neither are the errors of the grpc library's services."""
 
     async def intercept_service(
         self,

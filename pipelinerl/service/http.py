@@ -1,8 +1,8 @@
 """HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that has other work.
 
-On a loopback interface, a request is only answered if its Host header names this service. Browsers let a site read answers from
-its own name, and its owner may point that name at this machine (DNS rebinding); but no site can have a name that is accepted
-here. This is not a login: a program that reaches the port may send any Host header.
+On a loopback interface, a request is only answered if its Host header names this service. A browser lets a web site read
+answers from the site's own name, and the site's owner may point that name at this machine (DNS rebinding). Only names that no
+site can have are accepted here. This is not a login: a program that reaches the port may send any Host header.
 
 The size of a request's head is limited. The time that a request takes to arrive is not, since uvicorn has no setting for it: a
 client that sends nothing holds a connection until the process ends.
@@ -108,8 +108,9 @@ async def serve_http(
     """Serve `app` and yield the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
 
     `names`: further hosts that a request's Host header may name if `host` is a loopback interface. `on_this_loop`: run the
-    application on this event loop, because they share data; otherwise it runs in its own thread, and answers even while this
-    loop is blocked. Raises `ServiceError` if the port cannot be bound or the application does not start.
+    application on this event loop, because it shares data with the loop's other work; otherwise it runs in its own thread, and
+    answers even while this loop is blocked. Raises `ServiceError` if the port cannot be bound or the application does not
+    start.
     """
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})

@@ -112,7 +112,7 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
-"""Function that serves until the event is set, then ends. It sets the context's policy version, if it has one."""
+"""Function that serves until the event is set, then ends. A service with a policy version sets it in the context."""
 
 
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:
@@ -165,7 +165,7 @@ def leave(code: int) -> NoReturn:
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Call `run` and return the exit code. Prints a user's mistake; logs others, with a traceback if the text is not enough."""
+    """Call `run` and return the exit code. Print a user's mistake; log other errors, if needed with a traceback."""
     try:
         run()
     except asyncio.CancelledError:
@@ -182,7 +182,7 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def sole_error(error: BaseException) -> BaseException:
-    """Return the error inside nested task groups, even if several tasks met it. Keep a group of different errors."""
+    """Return the error inside nested task groups if all failed tasks met the same one, else the group itself."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [sole_error(one) for one in error.exceptions]
@@ -191,7 +191,7 @@ def sole_error(error: BaseException) -> BaseException:
 
 @contextmanager
 def stop_event(on_stop: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
-    """Yield an event that SIGTERM and SIGINT set, after calling `on_stop`. A second signal cancels the task that entered."""
+    """Yield an event that SIGTERM and SIGINT set, after calling `on_stop`. A second signal cancels the calling task."""
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
 

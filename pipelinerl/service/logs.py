@@ -62,7 +62,7 @@ def configure_logging(context: LogContext, *, log_format: Literal["text", "json"
 
 _REPETITIVE = ("uvicorn.error", "opentelemetry.")
 AGGREGATED = {"aggregated": True}
-"""`extra` of a line that other parties can cause at will."""
+"""`extra` of a log line that other parties can cause at will; `RepetitionFilter` limits these lines."""
 AGGREGATE_S = 60.0
 
 
@@ -97,7 +97,7 @@ def take_over(*libraries: str) -> None:
 
 
 class ContextFormatter(logging.Formatter):
-    """Format a record as one line of JSON, where a context field wins over an extra of the same name; or as text.
+    """Format a record as text, or as one line of JSON, in which a context field replaces an extra field of the same name.
 
     Text looks like `10:45:01.123 INFO run verifier/verifier-0 v8 logger: message key=value`; a traceback follows on separate
     lines.

@@ -1,4 +1,4 @@
-"""The retry helper: it repeats an operation that something outside the process refuses for a while, until it succeeds.
+"""The retry helper: it repeats an operation that fails for a while because of something outside the process, until it succeeds.
 
 It retries errors that can heal (an outage, a full stream) and raises others at once (a message that is too large, no
 permission, our own mistakes). It stores nothing: the caller keeps its message. Cancel the task to stop it.
@@ -59,8 +59,8 @@ async def retry_forever(
 ) -> _Result:
     """Return the result of the first `attempt()` that succeeds; raise the first error for which `retried` is false.
 
-    `action` is for the log ("publish g1.0"). Each new reason, in the words of `explain`, is logged with `level`, a repeated one
-    every minute, and the end of the waiting once.
+    `action` is for the log ("publish g1.0"). Each new reason, in the words of `explain`, is logged with `level`, and a repeated
+    one at most once a minute. The end of the waiting is logged, too.
     """
     failures, waiting_since_s = 0, time.monotonic()
     logged_at_s: dict[str, float] = {}

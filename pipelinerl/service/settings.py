@@ -152,7 +152,7 @@ class VerifierSettings(ServiceSettings):
 
 
 class StreamsSettings(BaseSettings):
-    """Defaults for commands that read a run's streams. In a pod of the run, they are the settings of its service."""
+    """Defaults for commands that read a run's streams. In a pod of the run, they are the settings of the pod's service."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 

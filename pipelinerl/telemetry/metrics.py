@@ -43,7 +43,7 @@ class BoundedLabels:
 Value = float | None
 """Value of a series; None removes the series."""
 Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
-"""Value of a metric; one with labels has values by label value, or by tuples of label values."""
+"""Value of a metric without labels, or values by label value (by the tuple of them if the metric has several labels)."""
 
 
 class Reading(Collector):
@@ -87,7 +87,7 @@ Labels = Mapping[str, Sequence[str] | str]
 
 @dataclass(frozen=True)
 class Family:
-    """Description of one exported metric, a `gauge`, `counter` or `histogram`, for the reference. `name` is the one that
+    """Description of one exported metric, a `gauge`, `counter` or `histogram`, for docs/metrics.md. `name` is the one that
     Prometheus stores; a counter's ends with `_total`."""
 
     name: str

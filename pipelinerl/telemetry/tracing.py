@@ -1,6 +1,6 @@
-"""Makes spans, carries traces from one process to the next, and sends spans to a collector (docs/traces.md).
+"""Make spans, carry traces from one process to the next, and send spans to a collector (docs/traces.md).
 
-The sampler decides where a trace begins. Later spans ask whether there is a sampled trace to follow, and cost nothing without
+The sampler decides where a trace begins. Later spans exist only if there is a sampled trace to follow, and cost nothing without
 one. A trace is handed from task to task as data, with its sequence or message, since the next span belongs to another task or
 process. OpenTelemetry's global provider and current span are left alone: libraries that trace by themselves (vLLM) see neither.
 

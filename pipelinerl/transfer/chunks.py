@@ -45,12 +45,12 @@ def checksum(chunk: Tensor) -> int:
 
 
 def device_checksum(chunk: Tensor) -> int:
-    """Return a checksum of sums that torch computes on the device. Copies 8 KiB and 8 bytes per row, and waits for the device.
+    """Return a checksum of sums that torch computes on the device. Copies 8 KiB, and 8 bytes per row, to the host.
 
     The bytes are laid out as rows of 1024 words of 64 bits, and the last row is filled with zeros. All row sums and all column
     sums, modulo 2^64, are hashed with the number of bytes. Every change of one, two or three words is found, as is every
-    exchange of rows, columns or two words; a change is missed only if it preserves the sums of all rows and columns.
-    The checksum guards against corruption and mix-ups, not against an attacker.
+    exchange of rows, columns or two words; a change is missed only if it preserves the sums of all rows and columns. The
+    checksum guards against corruption and mix-ups, not against an attacker.
     """
     sums = tensor_sums(chunk).cpu().numpy().astype("<i8", copy=False)
     num_bytes = chunk.numel().to_bytes(8, "little")
@@ -159,8 +159,8 @@ def version_checksum(manifest_id: str, chunk_checksums: Sequence[int]) -> int:
 class Unpacker:
     """Allocates memory for chunks and turns arrived chunks into tensors, which are views of that memory.
 
-    Call `room` for each chunk in order, and `add` for each in order when it has arrived; two threads may do this. A tensor of
-    several chunks gets one contiguous piece of memory. `take` returns new memory, uint8[the number of bytes asked for].
+    Call `room` for each chunk in order, and `add` in the same order for each chunk that has arrived; two threads may share
+    these calls. A tensor of several chunks gets one contiguous piece of memory. `take(n)` returns new memory, uint8[n].
     """
 
     def __init__(self, manifest: Manifest, take: Callable[[int], Tensor]) -> None:
@@ -196,16 +196,16 @@ def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:
 # --- Reusable memory, and prefetching ----------------------------------------------------------------------------------
 
 _HELD_BY_NOBODY = 2
-"""Reference count of an unused array in the list, as `sys.getrefcount` returns it: the list's and its own argument's."""
+"""What `sys.getrefcount` returns for an unused array: one reference from the list, and one from the function's own argument."""
 
 
 class ReusedMemory:
-    """Host memory that is reused once no tensor in it is held, because new pages cost more than filling them.
+    """Host memory that is reused once no tensor refers to it, because allocating new pages takes longer than filling them.
 
     Each buffer is a NumPy array. A tensor over it, and every view of that tensor, shares one storage with one reference to the
-    array, so the array's reference count says whether any view still exists. A buffer that is still held is not reused; a new
-    one takes its place. Device memory is not handled, since torch's allocator caches it.
-    `most`: number of buffers to keep, the larger ones first. Not thread-safe.
+    array, so the array's reference count says whether any view still exists. A buffer that is still in use is not reused; a new
+    one takes its place. Device memory is not handled, since torch's allocator caches it. `most`: number of buffers to keep, the
+    larger ones first. Not thread-safe.
     """
 
     def __init__(self, most: int) -> None:

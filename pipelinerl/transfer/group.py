@@ -1,10 +1,10 @@
-"""A collective group for one epoch of weight transfer: rank 0 is the trainer, the others receive. This module does not decide
-on membership, and sends any tensors.
+"""A collective group for one epoch of weight transfer: rank 0 is the trainer, and the other ranks receive. It can send any
+tensors. This module does not decide who belongs to a group.
 
 Ranks build a group through a key-value store that the trainer hosts, without torch's global process group, so that several
-groups (of successive epochs, or side groups of joiners) can coexist in one process. Every wait has a deadline. A group that
-failed is unusable: close it, agree on a new epoch and build another. Neither the store nor Gloo authenticates peers
-(docs/security.md).
+groups (of successive epochs, or side groups of the trainer and one joining actor) can coexist in one process. Every wait has a
+deadline. A group that failed is unusable: close it, agree on a new epoch and build another. Neither the store nor Gloo
+authenticates peers (docs/security.md).
 
 Ranks meet in two stages. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
 other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives up the meeting, all
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """The memory of chunks: a device with a separate torch.cuda.Stream, or host memory, without torch.cuda."""
+    """Where the chunks are: on a device, with a separate torch.cuda.Stream; or in host memory, where torch.cuda is not used."""
 
     device: torch.device
     stream: Any = None
@@ -235,12 +235,12 @@ class WeightGroup:
         placement: Placement = HOST,
         patience_s: float | None = None,
     ) -> WeightGroup:
-        """Meet the other `spec.world - 1` ranks. `patience_s`: on rank 0, maximum wait for the next rank after one came, if all
-        ranks are expected at once.
+        """Meet the other `spec.world - 1` ranks. `patience_s`, for rank 0 if all ranks are expected at the same time: maximum
+        wait for the next rank after one has checked in.
 
-        `given_up` ends the wait early; if set on rank 0, for all ranks. With NCCL it also ends later broadcasts at once. Raises
-        DeadlineExceeded if ranks are missing after `timeout_s` (on rank 0 RanksMissing, which names them), TransferAborted if
-        the meeting was given up, and GroupFailed if the store is unreachable.
+        If `given_up` is set, the wait ends early: for this rank, or, if set on rank 0, for all ranks. With NCCL, later
+        broadcasts then end at once. Raises DeadlineExceeded if ranks are missing after `timeout_s` (on rank 0 RanksMissing,
+        which names them), TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
         """
         stop = given_up or threading.Event()
         # A separate thread is needed because torch waits for a store whose host is gone as long as TCP does.

@@ -1,9 +1,9 @@
-"""The manifest, on which both ends of a weight transfer agree, and the errors of a transfer, without torch: dtypes are names.
+"""The manifest, on which both ends of a weight transfer agree, and the errors of a transfer. Without torch: dtypes are names.
 
-The manifest says which tensors are sent, in which form, and how they are cut into chunks. It is fixed for a run, so that an
-update carries only its id; it holds no weights or checksums. The tensors are laid out one after another in a flat stream of
-bytes, each at a multiple of `ALIGNMENT`. A chunk is a piece of the stream with as many whole tensors as fit, or a part of one
-tensor that does not fit.
+The manifest says which tensors are sent, in which form, and how they are cut into chunks. It contains no weights or checksums,
+and is fixed for a run, so that an update carries only the manifest's id. The tensors are laid out one after another in a flat
+stream of bytes, each at a multiple of `ALIGNMENT`. A chunk is a piece of the stream: as many whole tensors as fit, or a part of
+one tensor that does not fit.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ALIGNMENT = 64
 """Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
 DEFAULT_CHUNK_BYTES = 16 * 2**20
 NCCL_CHUNK_BYTES = 128 * 2**20
-"""Larger chunks between devices, where the fixed cost of a chunk weighs more."""
+"""Default size of a chunk between devices, where the fixed cost of a chunk weighs more."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FORMAT = b"4"
 """Version of the layout and of chunks on the wire. It enters the manifest's id, so that different formats do not match."""
