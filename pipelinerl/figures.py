@@ -186,7 +186,7 @@ ON_PAGE = tuple(figure.key for figure in FIGURES if figure.on_page)
 
 
 def no_events() -> dict[str, Any]:
-    """Return the figures of a step before which no event happened."""
+    """Return the values of the figures that describe events, for the case that none has happened since the previous step."""
     return {figure.key: figure.event() for figure in FIGURES if figure.event}
 
 

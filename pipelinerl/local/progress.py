@@ -290,7 +290,7 @@ PLAIN_EVERY_S = 5.0
 QUIET_S = 60.0
 """Time without a step after which a line says so. The next such line comes after twice the time."""
 _PHASE_EVERY_S = 2.0
-"""Minimum time between lines of phases before the first step after a start."""
+"""Minimum time between the lines that report the phase until the first step after a start."""
 
 
 class Display(contextlib.AbstractContextManager["Display"]):

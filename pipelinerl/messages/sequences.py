@@ -347,7 +347,7 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 
 
 def write_completion(message: CompletionMessage, completion: Completion) -> None:
-    """Write tokens, log-probabilities and spans to a message without them."""
+    """Write a completion's tokens, log-probabilities and spans to a message that has none of them yet."""
     message.completion_token_ids = completion.completion_token_ids.tobytes()
     message.behaviour_logprobs = completion.behaviour_logprobs.tobytes()
     for span in completion.spans:  # added in place: half the cost of handing over a list

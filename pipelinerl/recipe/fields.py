@@ -373,7 +373,7 @@ def _label(task: dict[str, Any]) -> str:
 class OverlongConfig(Section):
     """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): linear from 0 to -penalty over the last `buffer_tokens`."""
 
-    buffer_tokens: int = Field(0, ge=0, description="Tokens before the length limit at which the penalty begins; 0 = off.")
+    buffer_tokens: int = Field(0, ge=0, description="The penalty begins this many tokens before the length limit; 0 = off.")
     penalty: float = Field(1.0, ge=0, description="Reward that a completion of the maximum length loses.")
 
 
@@ -452,7 +452,7 @@ class RewardConfig(Section):
     )
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
     memory_mib: int = Field(
-        1024, ge=64, le=262_144, description="Address space for rewards in one worker, MiB, beyond that of its libraries."
+        1024, ge=64, le=262_144, description="Address space, MiB, that rewards in one worker may use besides its libraries."
     )
 
     @property

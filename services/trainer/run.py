@@ -178,7 +178,7 @@ class TrainingRun:
                     return await self.updater.wait_for_members(expected)
             except TimeoutError as error:
                 if not self._settings.linger:
-                    raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise the timeout") from error
+                    raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise that timeout") from error
             log.warning("%s; still waiting", self._too_few(expected))
 
     def _too_few(self, expected: int) -> str:

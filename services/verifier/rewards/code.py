@@ -300,7 +300,7 @@ def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
 
 
 def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
-    """Return what is wrong with the result from the program's process, which does not know the expected result."""
+    """Return what is wrong with the result that the program's process sent, or "". That process never sees the expected one."""
     try:
         kind, *said = json.loads(ended.stdout)
         if kind == "raise":
