@@ -48,7 +48,7 @@ class LedgerCounts:
 
     @property
     def discrepancy(self) -> int:
-        """Return issued sequences minus all others. Anything but 0 is a defect."""
+        """Return the issued sequences minus the sum of all other counts. Anything but 0 is a defect."""
         ended = self.trained + self.dropped_stale + self.dropped_filtered + self.failed
         return self.issued - ended - self.in_flight
 
@@ -155,7 +155,7 @@ class SequenceTracker:
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
         """Number of sequences by `length_bucket`, since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
-        """Tokens of the longest sequence trained or dropped as stale, and number of these, since this process began."""
+        """Tokens of the longest sequence trained or dropped as stale, and the number of such sequences, since process start."""
         self.open_groups: dict[str, OpenGroup] = {}  # by id, in order of issue
         self.issued_groups = 0
         self.lost_groups = 0
