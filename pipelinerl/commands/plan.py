@@ -58,7 +58,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def size_of(text: str) -> float:
-    """Return the number of parameters. Raises `FieldError`."""
+    """Return the number of parameters in a text such as `7.6B`. Raises `FieldError`."""
     found = _SIZE.fullmatch(text)
     if not found or not 0 < float(found[1]) < math.inf:
         raise FieldError("--parameters", text, "give a number with M, B or T, such as 7.6B")
@@ -84,8 +84,8 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     """Return the lengths of a run's completions in the second half of its steps, stale ones included, and a text with their
-    number. metrics.jsonl counts them by power-of-two bucket, in which they are distributed as in samples.jsonl. Raises
-    `FieldError`."""
+    number. Numbers per power-of-two bucket are from metrics.jsonl; within a bucket, lengths are as in samples.jsonl, or even.
+    Raises `FieldError`."""
     if not run_dir.is_dir():
         fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)

@@ -82,7 +82,7 @@ def validate(args: argparse.Namespace) -> int:
 
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
-    """Return (name, value) rows about the user's files, and warnings about too long prompts and files without problems."""
+    """Return (name, value) rows about the user's files, and warnings about overlong prompts and files without problems."""
     rows, warnings, limit = [], [], recipe.model.max_context
     sets = list(files_in(sources))
     count = token_counter(recipe.model) if sets else None

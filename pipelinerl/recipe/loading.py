@@ -127,7 +127,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text` if a field of this type allows it, else a list with `text` (empty for ""); None if neither is allowed."""
+    """Return `text`, or a list of it (empty for ""), whichever a field of type `kind` allows first; None if neither."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)

@@ -140,7 +140,7 @@ class StepPlan:
 Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Divisors: a piece has at most budget / divisor tokens; 0 = each sequence alone. With several ranks, all are tried.
+"""Divisors: a piece has at most budget / divisor tokens; 0 = each sequence alone. With several ranks, all divisors are tried.
 
 Small pieces can be spread evenly; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
