@@ -166,7 +166,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
 
 
 def settings(split: Split) -> str:
-    """Return the `pipelinerl run` options for this split. On a cluster, the chart's replicas and GPUs decide."""
+    """Return the `pipelinerl run` options for this split. On a cluster, the Helm chart sets replicas and GPUs."""
     changes = {
         "actor.count": split.num_generators,
         "actor.sequences_in_progress": split.sequences_in_progress,

@@ -40,7 +40,7 @@ _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECAS
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """In a name such as 17B-16E, 17B counts the parameters that one token uses, not those of all experts."""
 _ROUNDED = 1.1
-"""Names round down: a "7B" has 7.6 billion parameters."""
+"""Factor for a size that is read from a name. Names round down: a "7B" has 7.6 billion parameters."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 120
 

@@ -364,7 +364,7 @@ def lives(pid: int, folder: Path) -> bool:
 
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
-    """Return `living`. Raises `FieldError` if no run is going on there."""
+    """Return what `living` returns. Raises `FieldError` if that is nothing: no run is going on there."""
     check_folder(run_dir.path, "--run-dir")
     if pids := living(run_dir):
         return pids

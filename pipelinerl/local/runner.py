@@ -1,9 +1,9 @@
 """One run on this machine, from NATS to the trainer's end: start the services in order, restart them, stop them in order.
 
-Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: the trainer, which writes its checkpoint
-(minutes, if that is large); meanwhile the actors, then the verifier; last NATS, which all of them need. Like the pods of a
-Deployment, a process that ends is restarted, even after exit code 0: a bounded number of times in a row, with growing delays.
-Only the trainer's summary says that the run is finished. `ending` writes the run's results.
+Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: first the trainer, which writes its checkpoint
+(this takes minutes if it is large). Meanwhile the actors stop, then the verifier. NATS is last, since all others need it. Like
+the pods of a Deployment, a process that ends is restarted, even after exit code 0: a bounded number of times in a row, with
+growing delays. Only the trainer's summary says that the run is finished. `ending` writes the run's results.
 """
 
 from __future__ import annotations
@@ -588,8 +588,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised` if all are ours or of a full disk. Raises `raised` if any other is in it: a bug.
-        """
+        """Return the first error in `raised` if all are ours or of a full disk. Raises `raised` if it has any other: a bug."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
         full = (errno.ENOSPC, errno.EDQUOT)
         ours, others = group.split(

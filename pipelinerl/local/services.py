@@ -132,7 +132,7 @@ class ServiceLaunches:
     placement: Placement | None = None
     """GPUs of trainer and actors; None = no GPU is used."""
     nats_url: str = ""
-    """This URL and the next two texts are set as soon as they are known, before actors and trainer are started."""
+    """`nats_url`, `verifier_address` and `model_dir` are set when they are known, before actors and trainer are started."""
     verifier_address: str = ""
     model_dir: str = ""
     """Folder of the initial policy; empty = a hub model, which the services fetch."""

@@ -247,7 +247,7 @@ def no_template_file(path: str) -> FieldError:
 
 
 def set_value(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value in plain data, and create missing sections. Raises `FieldError` for a position beyond a list."""
+    """Set a value in plain data, and create missing sections. Raises `FieldError` for a position beyond the end of a list."""
     section: Any = data
     for name, inner in zip(path, [*path[1:], None], strict=True):
         key: Any = name

@@ -59,7 +59,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 
 def longest_context(folder: Path) -> int | None:
-    """Return the context of a model in tokens. Return None if its config.json does not give the context, or scales it."""
+    """Return the context of a model in tokens. Return None if its config.json gives no context or extends it by scaling."""
     config = json.loads((folder / "config.json").read_bytes())
     text = config.get("text_config")
     config |= text if isinstance(text, dict) else {}

@@ -65,7 +65,7 @@ class Call:
 
 
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set with a source. Return calls and errors. Only Linux makes calls."""
+    """Call the rewards on `num_rows` problems of each set with a source. Return calls and errors. Calls need Linux."""
     sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}

@@ -54,7 +54,7 @@ STORES = ("s3", "gs", "hf", "file")
 
 
 def wrong_url(url: str) -> str:
-    """Return why this is not the URL of a folder in a store; empty if it is."""
+    """Return why `url` is not that of a folder in one of `STORES`; empty if it is."""
     parts = urlsplit(url)
     if parts.scheme not in STORES or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in STORES)}..."

@@ -34,7 +34,7 @@ def pass_at(k: int, answers: int, right: int) -> float:
 
 
 def means_of(reported: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each number over the answers that report it, for the `MOST_REPORTED` most frequent names."""
+    """Return each number's mean over the answers that report it, by name, for the `MOST_REPORTED` most frequent names."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for numbers in reported:
         for name, value in numbers.items():
@@ -84,8 +84,8 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy, or None without any verdict. `verdicts` has the same number for each problem: True if the answer
-    is right, None if it has no verdict."""
+    """Return the accuracy, or None without any verdict. `verdicts`: equally many for each problem, one per answer: True =
+    right, False = wrong, None = no verdict."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)
     known = [[one for one in answers if one is not None] for answers in problems]

@@ -72,7 +72,8 @@ WAIT_SHARE = 0.02
 
 class IssueBounds:
     """The staleness bound and, in pipeline mode, the freshness limit. `begin_step` is called when an optimizer step begins.
-    `unlost`: groups issued and not lost since the start of the run. `version`: the oldest version that an actor serves."""
+    Arguments: `unlost`: groups issued and not lost since the start of the run. `version`: the oldest version that an actor
+    serves."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe

@@ -136,7 +136,7 @@ class OpenGroup:
 
     num_samples: int
     queue_position: int | None = None
-    """Stream position of the group's newest message on PROMPTS, consumed or not; None before the group is published."""
+    """Position of the group's newest message in the stream PROMPTS, consumed or not; None before the group is published."""
     members: dict[int, Sequence] = field(default_factory=dict)
 
 
@@ -171,7 +171,7 @@ class SequenceTracker:
         self._record({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
 
     def published(self, group_id: str, position: int) -> None:
-        """Note the group's position on PROMPTS. The group may already be complete."""
+        """Record the position of the group's message in PROMPTS. The group may already be complete."""
         if group_id in self.open_groups:
             self.open_groups[group_id].queue_position = position
 

@@ -31,8 +31,8 @@ from pipelinerl.rl.simulator import Simulation, Timing, simulate
 from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split
 
 BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
-"""Share of the data sheet's memory bandwidth, and of its FLOP/s, that decoding reaches; it fits the paper's curve for a 7B
-model on H100."""
+"""Share of the data sheet's memory bandwidth, and of its FLOP/s, that decoding reaches; it fits the PipelineRL paper's curve
+for a 7B model on H100."""
 TRAINING_EFFICIENCY = 0.4
 """MFU of training."""
 NETWORK = 12.5e9

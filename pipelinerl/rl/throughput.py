@@ -1,4 +1,5 @@
-"""Compute the highest throughput of both of the paper's methods in closed form (its appendix A), and their largest lag.
+"""Compute in closed form the highest throughput of both methods of the PipelineRL paper (its appendix A), and their largest
+lag.
 
 A generator with h sequences in progress makes U(h) tokens per unit of time, a decode step takes h / U(h), and one rank trains
 on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, so U is a utilisation;
