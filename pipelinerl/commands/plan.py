@@ -84,8 +84,8 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     """Return the lengths of a run's completions in the second half of its steps, stale ones included, and a text with their
-    number. Numbers per power-of-two bucket are from metrics.jsonl; within a bucket, lengths are as in samples.jsonl, or even.
-    Raises `FieldError`."""
+    number. metrics.jsonl has the numbers by power-of-two bucket. Within a bucket, lengths are spread as in samples.jsonl, or
+    evenly if that has none. Raises `FieldError`."""
     if not run_dir.is_dir():
         fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)

@@ -90,7 +90,7 @@ _HUNG_AFTER = 10
 _SCALED_GRACE_S = 15.0
 """Grace period of an actor that is scaled away, in which it hands over finished sequences."""
 _ENDED_GRACE_S = 1.0
-"""Grace period for the children of a process that ended by itself, which does not start the time limit `STOP_WITHIN_S`."""
+"""Grace period for the children of a process that ended by itself. Its end does not start the time limit `STOP_WITHIN_S`."""
 _LONGEST_FOLDER = 70
 """Longest path of the folder for temporary files. vLLM's sockets are in it, and a socket's path has at most 107 characters."""
 TRAINER = "trainer"

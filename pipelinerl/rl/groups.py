@@ -342,8 +342,8 @@ def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
-    """Return (Σ w)² / (N Σ w²), in (0, 1] and 1 when on-policy, where w = exp of the log weights [tokens]: at least one, all
-    finite. Weights are not clamped, but divided by the largest one, so that even e^±1000 neither overflow nor vanish."""
+    """Return (Σ w)² / (N Σ w²), in (0, 1] and 1 when on-policy, with w = exp(log weight), for N >= 1 finite log weights
+    [tokens]. Weights are not clamped, but divided by the largest one, so that even e^±1000 neither overflow nor vanish."""
     weights = np.exp(log_weights - log_weights.max())
     return min(1.0, float(weights.sum() ** 2 / (weights.size * (weights * weights).sum())))
 

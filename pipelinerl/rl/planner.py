@@ -38,7 +38,7 @@ TRAINING_EFFICIENCY = 0.4
 NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
 CONTROL_S = 0.25e-3
-"""Seconds per actor for an update's messages (benchmarks/README.md, control_channel, 1,000 members)."""
+"""Seconds per actor for an update's messages (measured in benchmarks/README.md, control_channel, with 1,000 members)."""
 AS_FAST = 0.99
 """Splits with at least this share of the highest rate count as equally fast, since the model is not more exact."""
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
