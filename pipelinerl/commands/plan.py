@@ -58,7 +58,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def size_of(text: str) -> float:
-    """Return the number of parameters. Raises `FieldError`."""
+    """Return the number of parameters in a text such as `7.6B`. Raises `FieldError`."""
     found = _SIZE.fullmatch(text)
     if not found or not 0 < float(found[1]) < math.inf:
         raise FieldError("--parameters", text, "give a number with M, B or T, such as 7.6B")
@@ -84,8 +84,8 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     """Return the lengths of a run's completions in the second half of its steps, stale ones included, and a text with their
-    number. metrics.jsonl counts them by power-of-two bucket, in which they are distributed as in samples.jsonl. Raises
-    `FieldError`."""
+    number. metrics.jsonl has the numbers by power-of-two bucket. Within a bucket, lengths are spread as in samples.jsonl, or
+    evenly if that has none. Raises `FieldError`."""
     if not run_dir.is_dir():
         fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
@@ -166,7 +166,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
 
 
 def settings(split: Split) -> str:
-    """Return the `pipelinerl run` options for this split. On a cluster, the chart's replicas and GPUs decide."""
+    """Return the `pipelinerl run` options for this split. On a cluster, the Helm chart sets replicas and GPUs."""
     changes = {
         "actor.count": split.num_generators,
         "actor.sequences_in_progress": split.sequences_in_progress,

@@ -127,9 +127,9 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
 def resume(
     run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
 ) -> tuple[Recipe, list[str]]:
-    """Prepare the folder for a new start with its own recipe or another `recipe`; return that, and notes for the user. Raises
-    `UserError`, with nothing changed, if the run is running or finished, or if recipe or machine do not allow it to
-    continue."""
+    """Prepare the folder for a new start with its own recipe, or with `recipe` if given. Return the recipe used, and notes for
+    the user. Raises `UserError`, with nothing changed, if the run is running or finished, or if recipe or machine do not allow
+    it to continue."""
     old = read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
         set_value(old, field.split("."), "auto")  # as it was before a placement replaced it by a number

@@ -140,8 +140,8 @@ _STOP_WITHIN_S = 5.0
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
-    """Return a function that opens the streams of `run` on the server that the arguments, the folder or the environment name,
-    or None if none of them does. Raises `FieldError` for an invalid run name."""
+    """Return a function that opens the streams of `run`, or None without streams. The arguments name a NATS server or a folder
+    of a local run; else the environment names a server. Raises `FieldError` for an invalid run name."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and _holds_streams(args.run_dir):
@@ -154,7 +154,7 @@ def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
 
 
 def _holds_streams(run_dir: Path) -> bool:
-    """Return whether the folder belongs to a local run, which keeps its streams there."""
+    """Return whether the folder has streams, as that of a local run has."""
     return (run_dir / "nats" / _STORE).is_dir()
 
 

@@ -40,7 +40,7 @@ _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECAS
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """In a name such as 17B-16E, 17B counts the parameters that one token uses, not those of all experts."""
 _ROUNDED = 1.1
-"""Names round down: a "7B" has 7.6 billion parameters."""
+"""Factor for a size that is read from a name. Names round down: a "7B" has 7.6 billion parameters."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 120
 
@@ -82,7 +82,7 @@ def validate(args: argparse.Namespace) -> int:
 
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
-    """Return (name, value) rows about the user's files, and warnings about too long prompts and files without problems."""
+    """Return (name, value) rows about the user's files, and warnings about overlong prompts and files without problems."""
     rows, warnings, limit = [], [], recipe.model.max_context
     sets = list(files_in(sources))
     count = token_counter(recipe.model) if sets else None

@@ -30,7 +30,7 @@ class Credentials:
         self.tls_dir = folder / "tls"
         """Folder in the layout of `pipelinerl.service.tls`: one self-signed certificate for NATS and all services."""
         self.page_key = folder / "page-key"
-        """File with the key that begins the live page's path."""
+        """File with the key, which is the first part of the path of the live page."""
         self._folder = folder
 
     def nats(self, user: str) -> Path:

@@ -76,8 +76,8 @@ EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a run. `wall_s`: seconds since its latest start, at version `begun`; `restarts`: by service, without zeros;
-    `unread`: it was interrupted because its output was closed."""
+    """How a run ended. `wall_s`: seconds since its latest start, which was at version `begun`. `restarts`: number by service,
+    without zeros. `unread`: the run was interrupted because its output was closed."""
 
     wall_s: float
     restarts: Mapping[str, int] = field(default_factory=dict)

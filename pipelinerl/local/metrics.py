@@ -25,7 +25,7 @@ SERVICES = ("trainer", "actor", "verifier", "nats")
 
 
 class RunnerMetrics:
-    """The runner's metrics. `living`: names of the processes that are alive, called at each scrape."""
+    """The runner's metrics. `living`: returns the names of the processes that are alive; called at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, living: Callable[[], Collection[str]] = tuple) -> None:
         metrics = MetricSet("pipelinerl_runner", registry)  # no label `service`: the one that /targets sets would override it

@@ -1,8 +1,8 @@
 """Processes of a local run: start a service, wait until it serves, stop it with everything it started, decide on restarts.
 
 A service has its own session, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order. A
-service gets SIGTERM when the runner dies. Its workers stay in its session, even those in their own process group and those that
-outlive a killed parent. Sessions are read from /proc on Linux; elsewhere only the process group is. `runner` restarts services.
+service gets SIGTERM when the runner dies. Its workers stay in its session, even in a process group of their own or after their
+parent is killed. Linux lists sessions in /proc; elsewhere only the process group is known. `runner` restarts services.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ServiceProcess:
         return await self.until(answers, timeout_s, f"is not ready (http://{address.http}/readyz)")
 
     async def until(self, probe: Callable[[], Awaitable[T | None]], timeout_s: float, failure: str) -> T:
-        """Call `probe` until its result is not None, and return that. Raises as `address` does."""
+        """Call `probe` until its result is not None, and return the result. Raises as `address` does."""
         exited = asyncio.ensure_future(self.wait())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -364,7 +364,7 @@ def lives(pid: int, folder: Path) -> bool:
 
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
-    """Return `living`. Raises `FieldError` if no run is going on there."""
+    """Return what `living` returns. Raises `FieldError` if that is nothing: no run is going on there."""
     check_folder(run_dir.path, "--run-dir")
     if pids := living(run_dir):
         return pids

@@ -67,7 +67,7 @@ Metrics = Mapping[str, Any]
 
 _RATE_STEPS = 20
 _UNSTEADY_S = 10.0
-"""Pause between steps, in seconds, that may still be chance."""
+"""Pauses between steps up to this many seconds may be chance: the remaining time is still shown."""
 _HISTORY_STEPS = 400
 
 
@@ -93,7 +93,7 @@ class RunState:
     furthest: int = 0
     """The highest step so far, including steps that a restart undid."""
     heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
-    """(step, seconds since the runner's start when it was reported) of the newest steps."""
+    """(step, seconds from the runner's start until its report) of the newest steps."""
     actors: Mapping[str, ActorState | str] = field(default_factory=dict)
     """By name: each actor's state, or the reason why it is unknown."""
     sequences: Mapping[str, int] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class RunState:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """Record an optimizer step that was reported `elapsed_s` after the start, or None if it was taken before and does not
+        """Record an optimizer step that was reported `elapsed_s` after the start; None = it was taken earlier and does not
         count for the pace. If this step is already known, a restart undid it and all later steps, which are then removed."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
@@ -164,7 +164,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Return how long ago the newest step was, and the services' states; "" if under a minute or three steps' time."""
+    """Return how long ago the newest step was, and the services' states; "" within `QUIET_S` or the time of three steps."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -294,7 +294,7 @@ _PHASE_EVERY_S = 2.0
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Plain progress, in a with block: a line per step, at most one every `every_s`, and phases before a start's first step."""
+    """Plain lines: each step, but at most one per `every_s`; phases before the first step and while stopping; long silences."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s

@@ -1,9 +1,9 @@
 """One run on this machine, from NATS to the trainer's end: start the services in order, restart them, stop them in order.
 
-Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: the trainer, which writes its checkpoint
-(minutes, if that is large); meanwhile the actors, then the verifier; last NATS, which all of them need. Like the pods of a
-Deployment, a process that ends is restarted, even after exit code 0: a bounded number of times in a row, with growing delays.
-Only the trainer's summary says that the run is finished. `ending` writes the run's results.
+Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: first the trainer, which writes its checkpoint
+(this takes minutes if it is large). Meanwhile the actors stop, then the verifier. NATS is last, since all others need it. Like
+the pods of a Deployment, a process that ends is restarted, even after exit code 0: a bounded number of times in a row, with
+growing delays. Only the trainer's summary says that the run is finished. `ending` writes the run's results.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ STOP_WITHIN_S = 12.0
 """Time limit after Ctrl-C for every process with nothing to save, and for the trainer without its checkpoint."""
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
-"""Part of `STOP_WITHIN_S` that must be left for the services that stop later."""
+"""By kind of process: seconds of `STOP_WITHIN_S` that must be left for the kinds that stop later."""
 _VERIFIER_READY_S = 120.0
 _REFRESH_S = 0.5
 _DISK_S = 1.0
@@ -90,7 +90,7 @@ _HUNG_AFTER = 10
 _SCALED_GRACE_S = 15.0
 """Grace period of an actor that is scaled away, in which it hands over finished sequences."""
 _ENDED_GRACE_S = 1.0
-"""Grace period for children of a process that ended by itself. It does not begin the time limit of an orderly stop."""
+"""Grace period for the children of a process that ended by itself. Its end does not start the time limit `STOP_WITHIN_S`."""
 _LONGEST_FOLDER = 70
 """Longest path of the folder for temporary files. vLLM's sockets are in it, and a socket's path has at most 107 characters."""
 TRAINER = "trainer"
@@ -106,7 +106,7 @@ def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
 class LocalRun:
     """The processes of one run. `run` starts all of them and always ends all of them. An actor that cannot be kept running is
     given up with a note; the run ends when all actors are given up. With zero actors the trainer waits. `environment` is
-    inherited by the services; `commands` and `restarts` let tests replace the programs."""
+    inherited by the services; tests replace `commands` and `restarts`."""
 
     recipe: Recipe
     run_dir: RunDir
@@ -117,7 +117,7 @@ class LocalRun:
     """Limits of restarts, of which each service gets a copy."""
     placement: Placement | None = None
     page_port: int | None = 0
-    """Like `placement`, see `ServiceLaunches`."""
+    """`ServiceLaunches` describes this field and `placement`."""
     metrics_port: int = 0
     """Port of /metrics and /targets on this machine; 0 = any free port."""
     refresh_s: float = _REFRESH_S
@@ -307,7 +307,7 @@ class LocalRun:
         await asyncio.gather(self._stop(TRAINER), beside_the_checkpoint())
 
     async def _stop(self, kind: str) -> None:
-        """Terminate the processes of that kind, including those that are being scaled away."""
+        """Terminate the processes of one kind, such as `actor`, including actors that are being scaled away."""
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
         within_s, beside = _ENDED_GRACE_S, AsyncExitStack()
         if any(process.returncode is None for process in running):
@@ -427,7 +427,7 @@ class LocalRun:
         self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
     def _finished(self) -> bool:
-        """Return whether the run is finished by the trainer's summary, after which the trainer needs no other service."""
+        """Return whether the trainer's summary says that the run is finished. The trainer then needs no other service."""
         return is_finished(read_json(self.run_dir.summary))
 
     # Actors: their number can change while the run is running.
@@ -588,7 +588,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return our own first error in `raised`, or one for a full disk. Raises `raised` if it has any other error: a bug."""
+        """Return the first error in `raised` if all are ours or of a full disk. Raises `raised` if it has any other: a bug."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
         full = (errno.ENOSPC, errno.EDQUOT)
         ours, others = group.split(

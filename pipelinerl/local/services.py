@@ -1,5 +1,5 @@
-"""Start parameters of each service of a local run: its command, its environment (the settings that a pod gets), its share of
-the cores, and the folder of the initial policy, which is built once and cached for the next run.
+"""Start parameters of each service of a local run: its command, its environment (the settings that a pod gets) and its share of
+the cores. Also build the folder of the initial policy, once, and cache it for later runs.
 
 In pipeline mode trainer and actors compute at the same time, and more threads than cores would slow both down, because a
 parallel region waits for its slowest thread. With GPUs these threads only launch kernels.
@@ -32,12 +32,12 @@ from pipelinerl.service.settings import ServiceAddress, split_host_port
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _POLL_S = 0.2
 PROGRESS = "initial model: "
-"""Marks progress lines of the builder that users should see. Its errors are reported once, at its end."""
+"""Prefix of the lines of the initial model's builder that users see as progress. Its errors are reported once, at its end."""
 
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """Compute threads of the trainer and of each rank of an actor's engine."""
+    """Numbers of compute threads: of the trainer, and of each rank of an actor's engine."""
 
     trainer: int
     engine: int
@@ -50,9 +50,9 @@ class ThreadPlan:
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. Numbers above
-    0 are the recipe's own. `take_turns`: the two sides never compute at the same time, so that each gets all cores; each actor
-    leaves one core of its share to the process that feeds its engine."""
+    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. Thread
+    numbers above 0 are the recipe's and are kept. `take_turns`: the two sides never compute at the same time, so each side gets
+    all cores, and an actor leaves one core of its share to the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -71,7 +71,7 @@ def available_cores() -> int:
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS if it is unset and the container's CPU quota is below its visible cores, which torch would use."""
+    """Set OMP_NUM_THREADS if it is unset and the CPU quota is below the visible cores: torch would use all of these."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 
@@ -115,7 +115,7 @@ COMMANDS = {
     "actor": (sys.executable, "-m", "services.actor"),
     "model": (sys.executable, "-m", "services.trainer.initial_model"),
 }
-"""Commands of the containers, for this interpreter; `model` unpacks or copies the initial model."""
+"""The commands of the containers, run by this interpreter. `model` unpacks or copies the initial model."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class ServiceLaunches:
     placement: Placement | None = None
     """GPUs of trainer and actors; None = no GPU is used."""
     nats_url: str = ""
-    """This URL and the next two texts are set as soon as they are known, before actors and trainer are started."""
+    """`nats_url`, `verifier_address` and `model_dir` are set when they are known, before actors and trainer are started."""
     verifier_address: str = ""
     model_dir: str = ""
     """Folder of the initial policy; empty = a hub model, which the services fetch."""
@@ -203,7 +203,7 @@ def _port(address: str) -> str:
 
 
 RunProcess = Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]]
-"""Starts a process, and stops it at the end of the block."""
+"""Function for a with block: starts a process, and stops it at the end of the block."""
 
 
 async def initial_model(

@@ -106,7 +106,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return known paths that resemble `path`: with the same last name, with these initials in its section, or similar ones."""
+    """Return known paths like `path`: with the same last name, with these initials (`ab` for a_b), or with similar letters."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -190,7 +190,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a check for a regular expression. `group`: name of the text that its group must find; empty = no group needed."""
+    """Return a check for a regular expression. `group`: what its group finds, for the error text; empty = no group needed."""
 
     def checked(value: str) -> str:
         try:
@@ -562,7 +562,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO arXiv 2402.03300; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section
-3.1. CISPO bounds weights only from above, by a value that is not published; here the bound is 5, like the paper's c."""
+3.1. CISPO bounds weights only from above, by an unpublished value; here it is 5, like c in the PipelineRL paper."""
 
 
 class AlgorithmConfig(Section):

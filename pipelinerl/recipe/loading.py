@@ -127,7 +127,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text` if a field of this type allows it, else a list with `text` (empty for ""); None if neither is allowed."""
+    """Return `text`, or a list of it (empty for ""), whichever a field of type `kind` allows first; None if neither."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -247,7 +247,7 @@ def no_template_file(path: str) -> FieldError:
 
 
 def set_value(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value in plain data, and create missing sections. Raises `FieldError` for a position beyond a list."""
+    """Set a value in plain data, and create missing sections. Raises `FieldError` for a position beyond the end of a list."""
     section: Any = data
     for name, inner in zip(path, [*path[1:], None], strict=True):
         key: Any = name

@@ -59,7 +59,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 
 def longest_context(folder: Path) -> int | None:
-    """Return the context of a model in tokens. Return None if its config.json does not give the context, or scales it."""
+    """Return the context of a model in tokens. Return None if its config.json gives no context or extends it by scaling."""
     config = json.loads((folder / "config.json").read_bytes())
     text = config.get("text_config")
     config |= text if isinstance(text, dict) else {}
@@ -96,7 +96,7 @@ def _some(names: list[str]) -> str:
 
 
 def header_of(path: Path) -> Mapping[str, Any]:
-    """Return shape, dtype and position of each tensor of a safetensors file. Raises `ValueError` if it is invalid or cut."""
+    """Return shape, dtype and position of each tensor of a safetensors file. Raises `ValueError` if invalid or truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -146,7 +146,7 @@ def hub_parameters(model: ModelConfig) -> int:
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Return a function that counts the tokens of the longest of some texts; None without a tokenizer on this machine."""
+    """Return a function from texts to the longest one's number of tokens; None if this machine does not have the tokenizer."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:

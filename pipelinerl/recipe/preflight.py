@@ -63,7 +63,8 @@ except ValueError as error:
 sys.exit({_IMPORTED})
 """
 VERIFIERS = Path(sys.prefix, "verifiers")
-"""Folder that `make verifiers` fills with verifiers and its dependencies, whose releases differ from this environment's."""
+"""Folder that `make verifiers` fills with the library `verifiers` and its dependencies, whose releases differ from this
+environment's."""
 VERIFIERS_MISSING = (
     "the package is not installed here; run make verifiers or, in an environment without vLLM, pip install "
     "'pipelinerl[verifiers]'"

@@ -1,10 +1,10 @@
 """Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems. Also render
 its prompts as the policy will see them, and check its chat template.
 
-No model is loaded. The completions are each problem's reference answer and an empty text; mathematics is in a box, and has near
-misses, too. A process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything. Three
-kinds of rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers are known
-to work. Another process renders prompts (`services.actor.preview`) if the tokenizer is on this machine.
+No model is loaded. Completions are the reference answers and an empty text. Mathematics answers are in a box, and wrong ones
+like them are tried. A process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything.
+Three kinds of rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers are
+known to work. Another process renders prompts (`services.actor.preview`) if the tokenizer is on this machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BARE = ("task", "exact", "code", *_MATHEMATICS)
 @dataclass(frozen=True)
 class Call:
     """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong answer that looks like it.
-    `forms` are pairs (completion, wanted answer). The first one whose answer the reward finds gives the completion."""
+    `forms`: pairs (possible completion, answer in it). The first one whose answer the reward finds gives the completion."""
 
     place: str
     problem: Problem
@@ -65,7 +65,7 @@ class Call:
 
 
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set with a source; return calls and problems (none except on Linux)."""
+    """Call the rewards on `num_rows` problems of each set with a source. Return calls and errors. Calls need Linux."""
     sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}
@@ -119,7 +119,7 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return completions with `answer` in the forms that `answer_pattern` and a box need, each with the answer to be found."""
+    """Return pairs (completion, answer to find in it), with `answer` in the forms that `answer_pattern` and a box need."""
     pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
     pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first alternative
     before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
@@ -202,7 +202,7 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning for each mathematics reference without full marks or in prose, and for each near miss with full marks."""
+    """Yield a warning for each mathematics reference that lacks full marks or is prose, and each near miss with full marks."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
@@ -228,8 +228,8 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """`rows`: (name, value) for people. `mistakes`: field, value and fix of each. `control`: control tokens, as which
-    texts of rows are never encoded. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
+    """`rows`: (name, value) for people. `mistakes`: field, value and fix of each. `control`: control tokens, whose spelling in
+    a row stays plain text. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
 
     rows: Sequence[tuple[str, str]] = ()
     mistakes: Sequence[tuple[str, Any, str]] = ()
@@ -289,7 +289,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
-    """Yield warnings about the chat template, and about rows that spell control tokens."""
+    """Yield warnings about the chat template, and about rows with the text of a control token."""
     model, spellings = recipe.model, Spellings(set(found.control))
     if found.unread:
         fix = f"the chat template never reads {', '.join(found.unread)}; correct the name, or leave it out"

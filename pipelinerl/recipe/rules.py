@@ -43,7 +43,7 @@ def check_rules(recipe: Recipe) -> None:
 
 
 def value_at(recipe: Recipe, field: str) -> Any:
-    """Return the value of a dotted field, in which a number is a position in a list."""
+    """Return the value of a dotted field. A number in `field` is a position in a list."""
     value: Any = recipe
     for name in field.split("."):
         value = value[int(name)] if name.isdecimal() else getattr(value, name)
@@ -54,7 +54,7 @@ STORES = ("s3", "gs", "hf", "file")
 
 
 def wrong_url(url: str) -> str:
-    """Return why this is not the URL of a folder in a store; empty if it is."""
+    """Return why `url` is not that of a folder in one of `STORES`; empty if it is."""
     parts = urlsplit(url)
     if parts.scheme not in STORES or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in STORES)}..."
@@ -93,7 +93,7 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield problems by field of `TaskConfig`. A task that the recipe's small model cannot read is the first."""
+    """Yield (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, that is the first problem."""
     if recipe.model.source == "package" and recipe.model.name in PACKAGED:
         source, name = PACKAGED[recipe.model.name]
         other = "set model.source to another one: hub, path, checkpoint or smollm2"

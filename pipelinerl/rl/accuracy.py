@@ -1,8 +1,8 @@
 """Compute accuracy on held-out problems with one or more answers each: mean, pass@k and 95 % intervals. Pure.
 
-Intervals are Wilson's (1927), which also hold near 0 and 1. They count problems, because answers to one problem are not
-independent trials; with several answers per problem they are conservative, because the variance of a share between 0 and 1 is
-at most p (1 - p).
+Intervals are Wilson's (1927), which also hold near 0 and 1. One trial is one problem, because answers to the same problem are
+not independent. With several answers per problem, a trial's result is a share, which varies less than a right or wrong answer,
+so the intervals are then conservative.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Z = 1.959964
 
 
 def wilson_interval(share: float, trials: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share in [0, 1] over at least one trial."""
+    """Return the 95 % confidence interval of a `share` in [0, 1] that was found in `trials` trials, at least one."""
     spread = _Z * _Z / trials
     middle = share + spread / 2
     half = _Z * math.sqrt((share * (1 - share) + spread / 4) / trials)
@@ -34,7 +34,7 @@ def pass_at(k: int, answers: int, right: int) -> float:
 
 
 def means_of(reported: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each number over the answers that report it, for the `MOST_REPORTED` most frequent names."""
+    """Return each number's mean over the answers that report it, by name, for the `MOST_REPORTED` most frequent names."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for numbers in reported:
         for name, value in numbers.items():
@@ -63,7 +63,7 @@ class Accuracy:
 
     `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share of right answers if the
     `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of
-    answers to each problem, over problems with at least k verdicts. `reported`: `means_of` the numbers that answers report.
+    answers per problem, each over problems with at least k verdicts. `reported`: `means_of` the numbers that answers report.
     """
 
     mean: Estimate
@@ -84,8 +84,8 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy, or None without any verdict. `verdicts` has the same number for each problem: True if the answer
-    is right, None if it has no verdict."""
+    """Return the accuracy, or None without any verdict. `verdicts`: equally many for each problem, one per answer: True =
+    right, False = wrong, None = no verdict."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)
     known = [[one for one in answers if one is not None] for answers in problems]

@@ -1,17 +1,17 @@
-"""Compute how many actors would keep the trainer busy within the lag bound, for an autoscaler of the actors to follow. Pure.
+"""Compute for an autoscaler of the actors how many of them would keep the trainer busy within the lag bound. Pure.
 
 **Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds, waits for
 sequences excluded. Without waiting the trainer would consume `C = n / s` a second. C is the median over the last steps.
 
-**Production.** A busy actor finishes `p` sequences per second with at most H in progress. Its rate with all H is measured when
-its slots are nearly full, and kept until they are full again, since it finishes fewer if the lag bound gives it less work. With
-a share `o` of the slots in use, p is too low by a factor between 1 (already saturated) and 1 / o (batching costs nothing).
-Until the actors have once been full, the estimate is the middle, `p / sqrt(o)`: fewer actors are then wanted, their slots fill
-up, and the next measurement is better.
+**Production.** A busy actor finishes `p` sequences per second with at most H in progress. The rate of a full actor is measured
+while nearly all H slots are in use. That value is kept until the slots are full again, since a lower p then only means that the
+lag bound gives the actor less work. With a share `o` of the slots in use, p is below the rate of a full actor by a factor
+between 1 (already saturated) and 1 / o (batching costs nothing). Until the actors have once been full, the estimate is the
+(geometric) middle, `p / sqrt(o)`. If that makes fewer actors wanted, their slots fill up, and the next measurement is better.
 
 **Replicas.** If P is the rate of a full actor, `C / P` actors keep up with the trainer. More than `ceil(M / H)` would leave
 slots empty, where M is the number of sequences that the lag bound allows in flight: (1 + max_lag) * B, or G * B in conventional
-mode. At least one actor is wanted.
+mode, with B sequences per step and G steps per phase. At least one actor is wanted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FEWEST_BUSY_S = 60.0
 FULL = 0.85
 """Share of used slots above which an actor counts as full. Less than 1, because a slot is empty between two sequences."""
 _UP, _DOWN = 0.1, 0.1
-"""Hysteresis: number of lacking actors, and share of surplus actors, that leave the wanted number unchanged."""
+"""Hysteresis of the wanted number: how many actors may be lacking, and what share may be surplus (see `replicas_wanted`)."""
 
 
 Production = NDArray[np.float64]
@@ -42,8 +42,8 @@ Production = NDArray[np.float64]
 
 
 def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:
-    """Return the sequences per second of a busy actor, and its mean sequences in progress, over just enough of the newest
-    production for `fewest` sequences and a busy minute. Older production is removed. Return None if there is too little."""
+    """Return the sequences per second of a busy actor, and its mean sequences in progress. Only the newest production with
+    `fewest` sequences and `FEWEST_BUSY_S` busy seconds counts; older is removed. Return None if there is too little."""
     total = np.zeros(3)
     for number, one in enumerate(reversed(produced), start=1):
         total += one

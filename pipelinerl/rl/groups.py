@@ -7,23 +7,24 @@ is lost if none of its samples is trained on (stale, filtered or failed), and an
 
 With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
 number `(v + 1 + max_lag) * K` in order of issue, so a trainer that consumes in that order uses it in step `v + max_lag` or
-before: tokens sampled at v or later have lag <= max_lag when they are used. Groups finish out of order, so a long one can be
-overtaken; the trainer checks every sequence. Since a group that became too old leaves N, the bound never starves the trainer. v
-is the oldest version that actors serve, so that the bound also holds for tokens that an actor samples from an older version.
+before: tokens sampled at v or later have lag <= max_lag when they are used. Groups finish out of order, so the trainer checks
+the lag of every sequence. A group that became too old is lost and leaves N, so the bound never starves the trainer. v is the
+oldest version that any actor serves, so that the bound holds even for tokens of actors that are behind.
 
 In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
 
 **Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, and every sequence would wait
-there until it is as old as the bound allows. In pipeline mode a limit therefore keeps no more samples in flight than both sides
-need. A sample is in flight if its group was issued and not lost, and the step that uses it has not begun. A sample that has
-arrived and waits for others of its group does not count, since it occupies no slot of an actor and no step can use it.
+there until it is as old as the bound allows. Therefore pipeline mode has a freshness limit: no more samples in flight than
+actors and trainer need. A sample is in flight if its group was issued and not lost, and the step that uses it has not begun. A
+sample that has arrived and waits for others of its group does not count, since it occupies no slot of an actor and no step can
+use it.
 
-With A actors of H slots, `A * (H + n) + B` samples are always enough: a batch waits, all slots are busy, and each actor finds a
-next group. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait. A change has taken effect
-when every group that was issued before it is complete. If complete groups are then left over at each of `limit / B + 1` steps,
-they are a standing queue, which only makes sequences older: the limit falls by a quarter of the queue, if that is more than one
-group. When an actor leaves, the limit returns to its ceiling: the actor's samples stay in flight for up to half a minute, and
-without more samples the other actors would run out of work.
+With A actors of H slots, `A * (H + n) + B` samples are always enough: B for a waiting batch, A * H for full slots, and a next
+group of n for each actor. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait. A change has
+taken effect when all groups issued before it are complete. If each of the next `limit / B + 1` steps then leaves complete
+groups over, the smallest number left over is a standing queue, which only makes sequences older. If it is more than one group,
+the limit falls by a quarter of it. When an actor leaves, the limit returns to its ceiling: the actor's samples stay in flight
+for up to half a minute, and without more samples the other actors would run out of work.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no longer
@@ -71,7 +72,8 @@ WAIT_SHARE = 0.02
 
 class IssueBounds:
     """The staleness bound and, in pipeline mode, the freshness limit. `begin_step` is called when an optimizer step begins.
-    `unlost`: groups issued and not lost since the start of the run. `version`: the oldest version that an actor serves."""
+    Arguments: `unlost`: groups issued and not lost since the start of the run. `version`: the oldest version that an actor
+    serves."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -89,7 +91,7 @@ class IssueBounds:
         """Number of optimizer steps that have received their batch."""
 
     def by_version(self, version: int, unlost: int) -> int:
-        """Return how many groups the staleness bound allows."""
+        """Return how many more groups the staleness bound allows to be issued."""
         return max(0, issue_limit(self._recipe, version) - unlost)
 
     def held_by_max_lag(self, version: int, unlost: int) -> bool:
@@ -118,7 +120,7 @@ class IssueBounds:
 
     @property
     def holds_actors_back(self) -> bool:
-        """True if actors that outrun the trainer get less work than they could do."""
+        """True if the freshness limit gives actors less work than they could do, because they are faster than the trainer."""
         return self._held_back > 0 and not self._waited
 
     def begin_step(
@@ -132,11 +134,11 @@ class IssueBounds:
         issued: int,
         oldest_open: int,
     ) -> None:
-        """Adapt the limit when a step has its batch. Groups are numbered in order of issue, from 0.
+        """Adapt the freshness limit when a step has its batch. Groups are numbered in order of issue, from 0.
 
-        `num_open`: number of incomplete groups. `oldest_open`: number of the oldest of them. `issued`: number of the next
-        group. `wait_share`: share of the time since the previous step in which the trainer waited for sequences.
-        `for_max_lag`: the staleness bound caused this wait, which a higher limit would not shorten."""
+        `num_open`: how many groups are incomplete. `oldest_open`: number of the oldest of these. `issued`: number of the next
+        group. `wait_share`: share of the time since the previous step in which the trainer waited for sequences. `for_max_lag`:
+        the staleness bound caused this wait, which a higher limit would not shorten."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:
@@ -192,7 +194,7 @@ def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) ->
 
 
 class StaleReason(StrEnum):
-    """Reasons for `dropped_stale`, by which the ledger counts."""
+    """Reasons for the outcome `dropped_stale`. The ledger counts sequences by reason."""
 
     LAG = "lag above max_lag"
     UNDONE = "version undone by a restart"
@@ -340,8 +342,8 @@ def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
-    """Return (Σ w)² / (N Σ w²), in (0, 1] and 1 when on-policy, for at least one log weight [tokens], finite and in nats.
-    Weights are unclamped, and scaled by the largest, so that e^±1000 neither overflow nor vanish."""
+    """Return (Σ w)² / (N Σ w²), in (0, 1] and 1 when on-policy, with w = exp(log weight), for N >= 1 finite log weights
+    [tokens]. Weights are not clamped, but divided by the largest one, so that even e^±1000 neither overflow nor vanish."""
     weights = np.exp(log_weights - log_weights.max())
     return min(1.0, float(weights.sum() ** 2 / (weights.size * (weights * weights).sum())))
 

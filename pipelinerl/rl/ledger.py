@@ -48,7 +48,7 @@ class LedgerCounts:
 
     @property
     def discrepancy(self) -> int:
-        """Return issued sequences minus all others. Anything but 0 is a defect."""
+        """Return the issued sequences minus the sum of all other counts. Anything but 0 is a defect."""
         ended = self.trained + self.dropped_stale + self.dropped_filtered + self.failed
         return self.issued - ended - self.in_flight
 
@@ -136,7 +136,7 @@ class OpenGroup:
 
     num_samples: int
     queue_position: int | None = None
-    """Stream position of the group's newest message on PROMPTS, consumed or not; None before the group is published."""
+    """Position of the group's newest message in the stream PROMPTS, consumed or not; None before the group is published."""
     members: dict[int, Sequence] = field(default_factory=dict)
 
 
@@ -155,7 +155,7 @@ class SequenceTracker:
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
         """Number of sequences by `length_bucket`, since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
-        """Tokens of the longest sequence trained or dropped as stale, and number of these, since this process began."""
+        """Tokens of the longest sequence trained or dropped as stale, and the number of such sequences, since process start."""
         self.open_groups: dict[str, OpenGroup] = {}  # by id, in order of issue
         self.issued_groups = 0
         self.lost_groups = 0
@@ -171,7 +171,7 @@ class SequenceTracker:
         self._record({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
 
     def published(self, group_id: str, position: int) -> None:
-        """Note the group's position on PROMPTS. The group may already be complete."""
+        """Record the position of the group's message in PROMPTS. The group may already be complete."""
         if group_id in self.open_groups:
             self.open_groups[group_id].queue_position = position
 

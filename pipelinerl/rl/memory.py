@@ -1,8 +1,8 @@
 """Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
 
-An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training. Estimates depend on the
-model's size alone. Activations get a reserve: `ENGINE_GIB` of an actor, and all but `MODEL_STATE_SHARE` of a rank. Quantised
-weights, replicated tensors and other processes on the device are not counted.
+An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training. Estimates know a model only by
+its size. Memory is left for activations: `ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's.
+Quantised weights, replicated tensors and other processes on the device are not counted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Model:
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None) -> Model:
         """Return the recipe's model. If `kv_bytes` is None, it is estimated for a dense 16-bit model with grouped-query
-        attention: Llama 3's 128 KiB at 8B, scaled by the square root of the size (379 KiB at 70B, where Llama 3 has 320).
-        Qwen2.5-7B has 56."""
+        attention: 128 KiB per token at 8B, as in Llama 3, scaled by the square root of the size. This gives 379 KiB at 70B,
+        where Llama 3 has 320. Other models can need less: Qwen2.5-7B has 56 KiB."""
         usual = 128 * 1024 * math.sqrt(parameters / 8e9)
         return cls(parameters, usual if kv_bytes is None else kv_bytes, 4 if recipe.model.dtype == "float32" else 2)
 
@@ -125,8 +125,8 @@ def update_shortage(weights_bytes: int, free_bytes: int, total_bytes: int, share
 
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
-    """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 masters and gradients,
-    two moments, and 16-bit weights if the model is in 16 bits."""
+    """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
+    moments, and 16-bit weights if the model is in 16 bits. With adapters, only the weights count."""
     if recipe.trainer.lora is not None:
         return model.weights_bytes
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
@@ -164,7 +164,7 @@ _TENSOR_DTYPES = frozenset({"bfloat16", "float16"})
 
 
 class Accelerator(NamedTuple):
-    """A row of a data sheet. A plan needs `name`, memory and bandwidth as well; not every row has them."""
+    """The data sheet of an accelerator. A plan needs `name`, `memory_gb` and `bandwidth`, which some data sheets here lack."""
 
     devices: str
     """Regular expression for torch's whole name of the device, without the vendor."""

@@ -9,8 +9,8 @@ best-fit decreasing allows, and nearly equal costs within each slot. Costs are F
 else tokens; planning only needs their proportions.
 
 Sequences of one prompt that share a micro-batch can also share the prompt's tokens, so that each further sequence costs only
-its completion. They are planned as pieces that stay together. Equal inputs give equal plans. Padding to multiples, memory
-traffic and kernels are not modelled.
+its completion. Such sequences are planned as pieces, each of which stays in one micro-batch. Equal inputs give equal plans.
+Padding to multiples, memory traffic and kernels are not modelled.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CostModel:
 
 
 UNIT_COST = CostModel(per_token=1.0)
-"""Cost in tokens, for planning without a known model."""
+"""Costs counted in tokens, for planning if the model is unknown."""
 
 
 def causal_pairs(tokens: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
@@ -140,11 +140,11 @@ class StepPlan:
 Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Divisors: a piece has at most budget / divisor tokens; 0 = each sequence alone. With several ranks, all are tried.
+"""Divisors: a piece has at most budget / divisor tokens; 0 = each sequence alone. With several ranks, all divisors are tried.
 
 Small pieces can be spread evenly; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
-"""Number of copies of a shared token that together take the memory of one token, because they exist only in attention."""
+"""Number of copies of a prompt token that together need the memory of one computed token: copies exist only in attention."""
 
 
 def plan_step(

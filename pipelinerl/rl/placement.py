@@ -46,7 +46,7 @@ AUTOMATIC = ("trainer.nproc", "actor.count", "actor.engine.gpu_memory_utilizatio
 
 
 class Placement(BaseModel):
-    """GPUs by their names in CUDA_VISIBLE_DEVICES. As JSON, it can be given to `pipelinerl run --placement`."""
+    """The GPUs of each process, by their names in CUDA_VISIBLE_DEVICES. `pipelinerl run --placement` accepts it as JSON."""
 
     model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True)
 
@@ -57,7 +57,7 @@ class Placement(BaseModel):
     spare: tuple[tuple[str, ...], ...] = ()
     """The GPUs of each actor that `pipelinerl scale` may add."""
     trainer_share: float = 1.0
-    """Share of a GPU's memory that torch may take for a rank. It is below 1 if an actor uses the GPU, too."""
+    """Share of a GPU's memory that torch may take for a rank. It is below 1 if an actor also uses the GPU."""
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -125,9 +125,9 @@ def place(recipe: Recipe, devices: Sequence[Device], parameters: int) -> Placed:
 
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int) -> Placed:
-    """Return the placement that `text` describes, JSON of a `Placement`; a number means a position in `devices`. Its numbers of
-    ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, an unknown GPU, or a group of the wrong size.
-    """
+    """Return the placement that `text` gives as JSON of a `Placement`, where a GPU may also be named by its position in
+    `devices`. Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, an unknown GPU, or a
+    group of the wrong size."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
@@ -254,7 +254,7 @@ def _islands(devices: Sequence[Device]) -> list[list[Device]]:
 
 
 def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device], parameters: int) -> Placed:
-    """Replace `auto` by numbers. Raises `FieldError` if a GPU lacks memory, or a field does not divide the ranks."""
+    """Replace `auto` by numbers. Raises `FieldError` if the numbers, a related field or the model do not fit the GPUs."""
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
     trainer, engine = changed.trainer, changed.actor.engine
@@ -290,7 +290,7 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
 
 @dataclass(frozen=True)
 class _Room:
-    """Shares of a GPU's memory that vLLM needs (`least`) and may take (`most`), and the GiB that each user of the GPU needs."""
+    """Shares of a GPU's memory that vLLM needs (`least`) and may take (`most`), and the GiB of trainer, update and vLLM."""
 
     device: Device
     least: float
@@ -313,7 +313,7 @@ class _Room:
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Calculate the room on a GPU of an actor, which may be `shared` with a trainer rank. The sums hold for a trainer that
+    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. The numbers hold for a trainer that
     recomputes activations (`trainer.gradient_checkpointing`)."""
     total, free = device.total_bytes / GIB, device.free_bytes / GIB
     if model is None or recipe.actor.engine.quantization:

@@ -31,23 +31,23 @@ from pipelinerl.rl.simulator import Simulation, Timing, simulate
 from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split
 
 BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
-"""Share of the data sheet's memory bandwidth, and of its FLOP/s, that decoding reaches; it fits the paper's curve for a 7B
-model on H100."""
+"""Share of the data sheet's memory bandwidth, and of its FLOP/s, that decoding reaches; it fits the PipelineRL paper's curve
+for a 7B model on H100."""
 TRAINING_EFFICIENCY = 0.4
 """MFU of training."""
 NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
 CONTROL_S = 0.25e-3
-"""Seconds per actor for an update's messages (benchmarks/README.md, control_channel, 1,000 members)."""
+"""Seconds per actor for an update's messages (measured in benchmarks/README.md, control_channel, with 1,000 members)."""
 AS_FAST = 0.99
 """Splits with at least this share of the highest rate count as equally fast, since the model is not more exact."""
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well; engines need milliseconds around each step."""
 _MOST_SPLITS = 4096
-"""Maximum number of different numbers of actors that are tried."""
+"""About how many different numbers of actors are tried, at most."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
-"""Maximum size of a simulation; for a larger system, only a part is simulated."""
+"""Limits of a simulation's version spans and sequences. Of a larger system, only a part is simulated."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Machine:
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
-    """Return the mean KV cache tokens of a sequence in progress: it is half done on average, and long ones stay longer."""
+    """Return the mean KV cache tokens of a sequence in progress: it is half generated on average, and long ones take longer."""
     return prompt_tokens + float(lengths.tokens**2 @ lengths.shares) / (2 * lengths.mean)
 
 
@@ -97,7 +97,7 @@ def longest_prompt(recipe: Recipe) -> int:
 
 
 def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:
-    """Return how many samples of a group fit a micro-batch and share its prompt, copies of the prompt in attention included."""
+    """Return how many samples of a group fit in a micro-batch that has their prompt once, and copies of it in attention."""
     if recipe.trainer.context_parallel > 1:
         return 1
     prompt_tokens, copied = longest_prompt(recipe), longest_prompt(recipe) / COPIES_OF_A_TOKEN
@@ -112,7 +112,7 @@ def weight_update_s(model: Model, num_actors: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A split, its simulation with the simulated `share` of the system, and its reasons. Units are seconds and tokens/s."""
+    """A split, the reasons for it, and its simulation, which covers a `share` of the system. Units are seconds and tokens/s."""
 
     machine: Machine
     lengths: Lengths
@@ -138,7 +138,7 @@ def most_in_progress(recipe: Recipe, model: Model, machine: Machine, lengths: Le
 def misfits(
     recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None = None
 ) -> list[FieldError]:
-    """Return an error for everything that is too small for an actor or the trainer; `h`: given sequences in progress."""
+    """Return an error for each thing that is too small for an actor or the trainer. `h`: sequences in progress, if given."""
     fewest, most = fewest_ranks(recipe, model, machine.memory_gib), most_in_progress(recipe, model, machine, lengths)
     too_large = actor_problem(recipe, model, machine.memory_gib) if machine.name in ACCELERATORS else None
     found = [too_large] if too_large else []
@@ -211,7 +211,7 @@ def make_plan(
 def possible_splits(
     recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None
 ) -> list[Split]:
-    """Return the splits that are tried, with `h` sequences in progress or several numbers of them."""
+    """Return the splits to try: with `h` sequences in progress or, if `h` is None, with all of `IN_PROGRESS` that fit."""
     most = most_in_progress(recipe, model, machine, lengths)
     most_actors = (num_accelerators - fewest_ranks(recipe, model, machine.memory_gib)) // machine.per_actor
     workload = machine.decode, machine.training, lengths, recipe.trainer.batch_size
@@ -311,7 +311,7 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return the actors and groups per step of a part, at least 8 groups, in nearly the proportion of the whole."""
+    """Return the actors and groups per step (8 or more, if the whole has them) of a part with nearly its proportions."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

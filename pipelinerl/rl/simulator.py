@@ -50,8 +50,8 @@ class Simulation:
     """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`.
 
     `sequences` and their completion `tokens` were trained on; `lag_histogram` has these tokens by lag. Shares of time:
-    `actor_idle` with nothing in progress, `empty_slots` (of the slots' time) with no sequence, `trainer_idle` without an
-    optimizer step. Sequences trained or dropped, and of these the stale ones, are counted by `length_bucket`.
+    `actor_idle`, in which an actor has nothing in progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in
+    which no optimizer step runs. Sequences trained or dropped, and of these the stale ones, are counted by `length_bucket`.
     """
 
     steps: int = 0
@@ -103,7 +103,7 @@ class _Group:
 
 
 _Wait = float | Callable[[], bool]
-"""A process of the trainer waits until a time, or for a condition that is checked after each event."""
+"""What a process of the trainer waits for: a time, or a condition that is checked after each event."""
 _Process = Iterator[_Wait]
 
 
@@ -115,7 +115,7 @@ class _Actor:
     """Number of decode steps so far."""
     since: float = 0.0
     step: float = 0.0
-    """Start and duration of the current decode step."""
+    """`since` and `step` are the start and the duration of the current decode step."""
     batch: list[tuple[int, int, int, _Group]] = field(default_factory=list)
     """Heap of sequences in progress: (last step, tie-breaker, first step, group)."""
     joining: list[tuple[int, _Group]] = field(default_factory=list)
@@ -222,7 +222,8 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the end of its step if the next changes something, else the end of a sequence."""
+        """Schedule the actor's next event: the end of this decode step if sequences or a version wait, else the end of a
+        sequence."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)

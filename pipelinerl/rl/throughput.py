@@ -1,4 +1,5 @@
-"""Compute the highest throughput of both of the paper's methods in closed form (its appendix A), and their largest lag.
+"""Compute in closed form the highest throughput of both methods of the PipelineRL paper (its appendix A), and their largest
+lag.
 
 A generator with h sequences in progress makes U(h) tokens per unit of time, a decode step takes h / U(h), and one rank trains
 on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, so U is a utilisation;
@@ -97,7 +98,7 @@ MOST_STALE = 0.01
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
     """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens. Without lengths, all
-    count as equally long, which gives the smallest possible value. All episodes in progress count, decoding or not, as if their
+    count as equally long, which gives the smallest possible value. Episodes count even while they do not decode, as if their
     time were proportional to their tokens."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
@@ -139,8 +140,8 @@ def conventional_rate(
 
 @dataclass(frozen=True)
 class Split:
-    """A pipeline's division of accelerators, I generators with H sequences each, and the rates in closed form that generation,
-    training and weight updates allow, in tokens per unit of time. A step takes at least the time of one update."""
+    """A pipeline's division of accelerators, I generators with H sequences each, and the rates that generation, training and
+    weight updates allow, in tokens per unit of time. A step takes at least as long as one weight update."""
 
     num_generators: int
     num_trainers: int

@@ -19,8 +19,8 @@ class GuessNumber:
         ?  50  >  75  <  62        a hit, which ends the episode
 
     A hit by the first guess earns 1, and each further guess costs 1 / `max_guesses`. An episode without a hit, or with a turn
-    that is not a number of this width, earns 0 and counts `max_guesses` + 1 guesses. An episode counts as right if it needs no
-    more guesses than halving the range needs in the worst case.
+    that is not a number with as many digits as `limit` - 1, earns 0 and counts `max_guesses` + 1 guesses. An episode counts as
+    right if it needs no more guesses than halving the range needs in the worst case.
     """
 
     def __init__(self, limit: int = 100, max_guesses: int = 12) -> None:

@@ -50,7 +50,7 @@ def final_answer(reference: str) -> str:
 
 
 def near_misses(answer: str) -> list[str]:
-    """Return answers that certainly differ from `answer`: its first number, its negation, its two parts exchanged."""
+    """Return wrong answers like `answer` that certainly differ from it: its first number, its negation, its parts exchanged."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)

@@ -69,7 +69,7 @@ class Source(Protocol):
     num_heldout: int
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Return a problem. Any index is valid for training; held-out problems are `num_heldout` in number."""
+        """Return a problem. Any index is valid for training; held-out problems have indexes below `num_heldout`."""
         ...
 
 
@@ -121,8 +121,8 @@ class SeededSource:
 
 
 class Division:
-    """A seeded division of problems into held-out and training ones. Training repeats its own. Raises `FieldError` for too
-    few."""
+    """A seeded division of problems into held-out and training ones. Training shuffles its problems anew for each pass. Raises
+    `FieldError` for too few."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
@@ -155,7 +155,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Problems left out because they repeat a prompt; `num_contradicted` of them have another answer."""
+        """Number of problems left out since they repeat a prompt, the first one's place, and how many have another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
