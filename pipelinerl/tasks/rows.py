@@ -168,7 +168,9 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
 def _whole(path: Path, stream: io.BufferedIOBase) -> bytes:
     content = stream.read(LARGEST_WHOLE + 1)
     if len(content) > LARGEST_WHOLE:
-        raise UserError(f"{path}: holds more than {LARGEST_WHOLE:,} bytes, too many to be read at once; use JSONL or plain Parquet")
+        raise UserError(
+            f"{path}: holds more than {LARGEST_WHOLE:,} bytes, too many to be read at once; use JSONL or plain Parquet"
+        )
     return content
 
 

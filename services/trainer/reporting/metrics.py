@@ -63,7 +63,7 @@ class TaskMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
-        reported = {"figure": f"a term of a reward, a metric of an environment, or turns; only the first {MOST_REASONS} names that occur"}
+        reported = {"figure": f"a reward's term, an environment's metric, or turns; only the first {MOST_REASONS} names"}
         self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences by task; none for a run of one task.", task)}
         for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
             text = f"{plain(figure.text).removesuffix('.')}, by task if there are several."
