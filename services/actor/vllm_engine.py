@@ -178,6 +178,7 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
     # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    import torch
     from vllm import __version__, envs
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -190,7 +191,9 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
     try:
         loggers = None if on_step is None else [step_logger(on_step)]
         config = AsyncEngineArgs(**arguments).create_engine_config()
-        if can_fork(arguments):
+        if "distributed_executor_backend" in arguments and torch.get_num_threads() == 1:
+            # As on a GPU, let the engine process be a fork, which need not import everything again. On a CPU vLLM would spawn
+            # it, since a child cannot use a pool of OpenMP threads that its parent has started. A single thread has no pool.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         prepare_forks()
         llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers, disable_log_stats=True)
@@ -198,15 +201,6 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
         raise EngineError(f"vLLM does not start with model {model!r}: {error}") from error
     log.info("vLLM %s runs with its model runner V%d", __version__, 2 if llm.vllm_config.use_v2_model_runner else 1)
     return llm
-
-
-def can_fork(arguments: Mapping[str, Any]) -> bool:
-    """Return whether vLLM may fork its engine process from this one on a CPU, as it does on a GPU. A forked process imports
-    nothing again, which halves the start. By default, vLLM spawns on CPUs, because a child cannot use an OpenMP thread pool
-    that its parent has started. With a single thread, there is no pool. The workers of several ranks are always spawned."""
-    import torch
-
-    return arguments.get("distributed_executor_backend") is not None and torch.get_num_threads() == 1
 
 
 @cache

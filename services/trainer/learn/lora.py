@@ -222,5 +222,4 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the tensor, detached. Gather it if it is sharded; if `dtype` is given, cast the shards to it first."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    cast = dtype is not None and tensor.is_floating_point()
-    return (tensor.to(dtype) if cast else tensor).full_tensor().detach()
+    return (tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor).full_tensor().detach()
