@@ -220,6 +220,6 @@ def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Paramete
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the tensor, detached. Gather it if it is sharded; if `dtype` is given, cast the shards to it first."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    return (tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor).full_tensor().detach()
+    if isinstance(tensor, DTensor) and dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
