@@ -240,7 +240,6 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
         world=world,
         reference=sharded(frozen) if frozen is not None else None,
         compute_dtype=dtype,
-        served_dtype=None if recipe.weights.wire_dtype == "float32" else dtype,
     )
     if resume is not None:
         restore(learner, resume)

@@ -407,6 +407,8 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(
     with endpoint("Well. SCORE: 7", "SCORE: 9", (403, "no"), "SCORE: 5") as judging:
         reward = {"scorer": "judge", "judge": judge | {"url": judging.url}}
         several[0]["reward"] = reward | {"truncated": "zero"}
+        for one in several:
+            one["task"]["answer_timeout_s"] = LONG_S  # the judge's queue fills up only if both late answers arrive
         async with serving(tmp_path, recipe() | {"task": None, "tasks": several, "reward": reward}, max_queue=1) as address:
             about = {"answer": "half", "prompt_text": "Half?"}
             row = {"prompt": "Half?", "question": "Half?"}
@@ -426,7 +428,7 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(
             late = asyncio.create_task(
                 run(address.grpc, *(episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)))
             )
-            await until(lambda: "max_queue = 1 are waiting" in caplog.text)
+            await until(lambda: "max_queue = 1 are waiting" in caplog.text or late.done())
             judging.slow.set()
             waited = [(status_name(one.status), one.reward) for one in await late]
     assert [(status_name(one.status), one.reward) for one in (*results, cut, unasked)] == [

@@ -120,7 +120,10 @@ async def test_a_reward_in_a_sandbox_gets_out_no_more_than_a_program(tmp_path: P
     (temporary / "file").write_text("password")
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv("PYTHONPATH", str(run_dir.parent))
-    with surroundings_in(tmp_path) as surroundings, verifier(folder, recipe(sandbox=True), private_dir=run_dir) as running:
+    with (
+        surroundings_in(tmp_path) as surroundings,
+        verifier(folder, recipe(sandbox=True, timeout_s=60.0), private_dir=run_dir) as running,
+    ):
         running.wait_until_serving()
         attempts = [f"run {surroundings.filled(ESCAPES[name], running.process.pid)}" for name in sorted(ESCAPES.keys() - MAY)]
         attempts.append(f"run if 'password' in open('{temporary}/file').read(): print('escaped')")

@@ -132,7 +132,11 @@ def test_the_command_prints_a_plan_and_its_reasons(
     assert all(f"  - {reason}\n" in said for reason in plan["reasons"])
     for key, value, problem in (
         ("kv_gib", 1e-9, "does not hold one sequence"),
-        ("trained_tokens_per_s", math.inf, "trained_tokens_per_s = inf: use a number, above 0 (completion tokens of one"),
+        (
+            "trained_tokens_per_s",
+            math.inf,
+            "trained_tokens_per_s = inf: use a number, above 0 (completion tokens per second of one",
+        ),
         ("decode", [[1, math.inf]], "decode.0.1 = inf: Input should be a finite number"),
     ):
         (tmp_path / "mine.json").write_text(json.dumps({**speeds, key: value}).replace("Infinity", "1e999"))

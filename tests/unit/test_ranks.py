@@ -336,9 +336,7 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
         return None
     sender = weight_sender(learner, recipe, "gloo")
     learner.score(np.arange(9))
-    gathered = dict(learner.gather(WEIGHTS))
-    assert {weight.dtype for weight in gathered.values()} == {torch.bfloat16}, "the shards are cast before they travel"
-    snapshot = sender.snapshot(PolicyVersion(1, 0), iter(gathered.items()))
+    snapshot = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS))
     learner.order(END)
     unpacker, sent = Unpacker(sender.manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)), {}
     for chunk in sender.manifest.chunks:

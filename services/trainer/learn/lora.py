@@ -179,12 +179,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
-    weights every rank must iterate to the end, since each item gathers one parameter and its adapter. `dtype`: cast the shards
-    of parameters without an adapter before they are gathered, which halves the bytes for 16-bit actors."""
+    weights every rank must iterate to the end, since each item gathers one parameter and its adapter."""
     for name, parameter, adapter in served_parameters(model):
-        weight = whole(parameter, dtype if adapter is None else None)
+        weight = whole(parameter)
         if adapter is not None:
             a, b = whole(adapter.a), whole(adapter.b)
             weight = add_low_rank(weight, a, b, adapter.scaling, adapter.transposed)
@@ -218,8 +217,6 @@ def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Paramete
         yield f"{owner.removesuffix(BASE)}.{leaf}" if wrapped else name, parameter, of_weight.get(id(parameter))
 
 
-def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor, detached. Gather it if it is sharded; if `dtype` is given, cast the shards to it first."""
-    if isinstance(tensor, DTensor) and dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
+def whole(tensor: Tensor) -> Tensor:
+    """Return the tensor, detached. Gather it if it is sharded."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

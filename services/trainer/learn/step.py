@@ -109,16 +109,13 @@ class Learner:
         world: World | None = None,
         reference: Policy | None = None,
         compute_dtype: torch.dtype | None = None,
-        served_dtype: torch.dtype | None = None,
     ) -> None:
         """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as given.
-        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype. `served_dtype`: dtype to which shards
-        of the weights are cast before they are gathered for actors and checkpoints; None = their own."""
+        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
         self.temperature = temperature
-        self.served_dtype = served_dtype
         self.pad_multiple = policy.row_multiple
         self.world = world or World(RankLayout(), policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
@@ -296,7 +293,7 @@ class Learner:
         the weights that actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer."""
         self.order(kind)
         if kind == WEIGHTS:
-            return served_weights(self.policy.model, self.served_dtype)
+            return served_weights(self.policy.model)
         if kind == ADAPTER:
             return adapter_weights(self.policy.model)
         head = self.policy.value_head
