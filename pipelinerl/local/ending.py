@@ -76,7 +76,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended. `wall_s`: seconds since its latest start, which was at version `begun`. `restarts`: number by service,
+    """The end of a run. `wall_s`: seconds since its latest start, which was at version `begun`. `restarts`: number by service,
     without zeros. `unread`: the run was interrupted because its output was closed."""
 
     wall_s: float

@@ -66,7 +66,7 @@ class Placement(BaseModel):
 
     @property
     def is_shared(self) -> bool:
-        """Whether an actor uses a GPU of the trainer."""
+        """True if an actor uses a GPU of the trainer."""
         return not set(self.trainer).isdisjoint(uuid for group in self.groups for uuid in group)
 
     def actor_environment(self, index: int) -> dict[str, str]:

@@ -103,7 +103,7 @@ class _Group:
 
 
 _Wait = float | Callable[[], bool]
-"""What a process of the trainer waits for: a time, or a condition that is checked after each event."""
+"""Condition for which a process of the trainer waits: a time, or a condition that is checked after each event."""
 _Process = Iterator[_Wait]
 
 

@@ -196,7 +196,7 @@ def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:
 # --- Reusable memory, and prefetching ----------------------------------------------------------------------------------
 
 _HELD_BY_NOBODY = 2
-"""What `sys.getrefcount` returns for an unused array: one reference from the list, and one from the function's own argument."""
+"""Value of `sys.getrefcount` for an unused array: one reference from the list, and one from the function's own argument."""
 
 
 class ReusedMemory:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the chunks are: on a device, with a separate torch.cuda.Stream; or in host memory, where torch.cuda is not used."""
+    """The memory of the chunks: on a device with its own torch.cuda.Stream, or on the host, where torch.cuda stays unused."""
 
     device: torch.device
     stream: Any = None

@@ -54,7 +54,7 @@ class Sampler:
     episodes: Episodes | None = None
     """Required for episodic tasks."""
     metrics: ActorMetrics | None = None
-    """If None, nothing is counted."""
+    """None = nothing is counted."""
     keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None
     """Callback that gets all usable tokens of a sample when the sample finishes or is interrupted."""
     stopped: asyncio.Event = field(default_factory=asyncio.Event)

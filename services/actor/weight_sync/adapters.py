@@ -112,7 +112,7 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the adapter of a checkpoint's layer belongs: a vLLM layer, or a part of a fused one. `shard`: vLLM's name of that
+    """The place for the adapter of a checkpoint's layer: a vLLM layer, or a part of a fused one. `shard`: vLLM's name of that
     part; None = not fused."""
 
     name: str
