@@ -1,8 +1,8 @@
 """Find the initial policy of a run, and name the cache folders of models that a run unpacks or copies.
 
 A cache folder is complete when it has `config.json`. It is renamed into place as a whole, so that no process sees half a model.
-`services.trainer.initial_model` makes it, `services.actor.initial_model` fetches it from the trainer. Nothing here needs torch
-or the network.
+`services.trainer.initial_model` makes such a folder, and `services.actor.initial_model` fetches it from the trainer. Nothing
+here needs torch or the network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK_BYTES = 1024**2
 _FORMAT = 2
 """Part of a cache folder's name. Increase it when the same source gives other weights."""
 _ABANDONED_S = 24 * 3600
-"""A partial folder that was not modified for so long was left by a killed process."""
+"""Seconds without a change after which a partial folder must have been left by a killed process."""
 
 
 def is_built(model: ModelConfig) -> bool:
@@ -62,7 +62,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def why_unwritable(folder: Path) -> str:
-    """Return why no file can be made in the folder, which need not exist yet; empty if one can be made. Changes nothing."""
+    """Return why no file can be made in the folder, or an empty text. The folder need not exist yet. Changes nothing."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there} is not a folder"

@@ -91,7 +91,7 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pyt
     monkeypatch.setattr("pipelinerl.run_dir.LEAST_FREE_BYTES", 10**18)
     for given in ({}, {"name": "new"}, {"path": Path("deep/new")}):
         with pytest.raises(
-            FieldError, match=r"--run-dir = .*: its disk has [0-9,]+ MB free, and a run needs 1,000,000,000,000 MB"
+            FieldError, match=r"--run-dir = .*: its disk has [0-9,]+ MB free, but a run needs at least 1,000,000,000,000 MB"
         ):
             create_run_dir("arithmetic", NOW, **given)  # type: ignore[arg-type]
     assert sorted(path.name for path in Path().rglob("*") if path.is_dir() and path.parent.name != "mine") == sorted(
