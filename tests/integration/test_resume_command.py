@@ -80,7 +80,7 @@ def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Calla
     code, said = run("mine.yaml", "--run-dir", "run", "--name", "my-run", FAKE_STEP_S="0.2")
     meanwhile.join()
     assert (code, refused) == (130, [2])
-    assert "--resume = 'run': another command runs in it" in said
+    assert "--resume = 'run': another command is using it" in said
     assert "continue with      pipelinerl run --resume run" in said
     taken, before = len(steps(there)), read(there / "run.json")
     log = (there / "logs" / "trainer.log").read_text()

@@ -105,7 +105,7 @@ def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on()
     (elsewhere := Path("elsewhere")).mkdir()
     (elsewhere / "kept").touch()
     (failed.path / "models").symlink_to(elsewhere.resolve())
-    with failed.locked(), pytest.raises(FieldError, match="--name = 'runs/mine': another command runs in it"):
+    with failed.locked(), pytest.raises(FieldError, match="--name = 'runs/mine': another command is using it"):
         create_run_dir("arithmetic", NOW, name="mine")
     assert (failed.path / ".running").stat().st_mode & 0o777 == 0o600
     again = create_run_dir("arithmetic", NOW, name="mine")
