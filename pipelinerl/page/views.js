@@ -18,7 +18,7 @@ const PrlViews = (() => {
     if (sets.length === 1) return sets.map(([, of]) => `; 95 % interval ${percent(of.accuracy.low)} to ${percent(of.accuracy.high)}${passed(of)}`).join("");
     return sets.map(([name, of]) => `; ${name} ${percent(of.accuracy.value)}${passed(of)}`).join("");
   }
-  const heldoutNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} with unanswered problems as wrong`) + setsNote(one);
+  const heldoutNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} if unanswered problems count as wrong`) + setsNote(one);
   const COLOR = ["var(--series-1)", "var(--series-2)", "var(--series-3)", "var(--series-4)"];
   const RECENT = 20;
 
@@ -68,7 +68,7 @@ const PrlViews = (() => {
     const accuracy = pick(data.heldout, axis, (one) => one.accuracy);
     const bounds = pick(data.heldout, axis, lowerBound).filter((p) => p[1] !== null);
     const evaluations = [{ name: "accuracy", color: COLOR[0], points: accuracy, dots: accuracy.length < 40 }];
-    if (bounds.length) evaluations.push({ name: "with unanswered problems as wrong", color: COLOR[1], points: bounds, dots: true });
+    if (bounds.length) evaluations.push({ name: "if unanswered problems count as wrong", color: COLOR[1], points: bounds, dots: true });
     const names = [...new Set(data.heldout.flatMap((one) => Object.keys(one.sets)))];
     const ofSet = (name, label, value) => ({ name: label, color: COLOR[2 + (names.indexOf(name) % 2)], dots: true,
       points: pick(data.heldout, axis, (one) => (one.sets[name] ? value(one.sets[name]) : null)).filter((p) => p[1] !== null && p[1] !== undefined) });
