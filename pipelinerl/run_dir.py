@@ -39,7 +39,7 @@ class RunDir:
 
     path: Path
     name: str
-    """Name of the run: prefix of its subjects."""
+    """Name of the run, with which its NATS subjects begin."""
 
     def __post_init__(self) -> None:
         self.recipe = self.path / "recipe.yaml"

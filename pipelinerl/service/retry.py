@@ -1,7 +1,7 @@
-"""The retry helper: it repeats an operation that fails for a while because of something outside the process, until it succeeds.
+"""Repeat an operation that fails for a while because of something outside the process, until it succeeds.
 
-It retries errors that can heal (an outage, a full stream) and raises others at once (a message that is too large, no
-permission, our own mistakes). It stores nothing: the caller keeps its message. Cancel the task to stop it.
+Errors that can pass (an outage, a full stream) are retried. Others (a message that is too large, a missing permission, our own
+mistakes) are raised at once. Nothing is stored: the caller keeps its message. Cancel the task to stop the retries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 """Seconds between two log lines with the same reason for waiting."""
 MOST_REASONS = 8
-"""Maximum number of different reasons logged in that time, since texts may contain a port or a duration."""
+"""Maximum number of different reasons logged in that time. Texts that contain a port or a duration all differ."""
 
 _Result = TypeVar("_Result")
 
@@ -35,7 +35,7 @@ class Backoff:
     jitter: float = 0.0
 
     def delay_s(self, failures: int) -> float:
-        """Seconds to wait after `failures` tries in a row have failed (at least 1)."""
+        """Return the seconds to wait after `failures` (at least 1) tries in a row have failed."""
         delay_s = min(self.most_s, self.first_s * 2 ** min(failures - 1, 30))
         return delay_s * random.uniform(1 - self.jitter, 1)
 
@@ -59,8 +59,8 @@ async def retry_forever(
 ) -> _Result:
     """Return the result of the first `attempt()` that succeeds; raise the first error for which `retried` is false.
 
-    `action` is for the log ("publish g1.0"). Each new reason, in the words of `explain`, is logged with `level`, and a repeated
-    one at most once a minute. The end of the waiting is logged, too.
+    `action` is for the log ("publish g1.0"). The reason of a failure, in the words of `explain`, is logged with `level`, the
+    same reason at most once a minute. The success after a failure is logged, too.
     """
     failures, waiting_since_s = 0, time.monotonic()
     logged_at_s: dict[str, float] = {}
