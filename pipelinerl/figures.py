@@ -42,8 +42,7 @@ class Figure:
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json, with their rules; `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
-    """Key of the weight for `mean` and `rate` in the step's record; `a.b` is the key `b` of the object `a`. Empty = weight
-    1."""
+    """Key of the weight for `mean` and `rate`, in the step's record; `a.b` is the key `b` of object `a`. Empty = weight 1."""
     trained: bool = False
     """True if the summary ignores skipped steps."""
 

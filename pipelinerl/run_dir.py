@@ -86,9 +86,8 @@ class RunDir:
         return None
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
-        """Return the free space that the next checkpoint needs if `keep` others stay: the size of the newest, or `first_bytes`
-        if there is none. Return 0 while a checkpoint is written or an old one is removed, since the removal frees the same
-        space."""
+        """Return the free space that the next checkpoint needs beside `keep` others: the newest one's size, or `first_bytes` if
+        there is none. Return 0 while one is written or an old one is removed, since the removal frees the same space."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 
@@ -113,8 +112,7 @@ class RunDir:
             yield
 
     def open_to_others(self) -> FieldError | None:
-        """Return a warning if other users can read the run's files, because the folder existed with another owner or a wider
-        mode."""
+        """Return a warning if other users can read the run's files. That is so if the folder existed before."""
         state, value = self.path.stat(), str(self.path)
         if state.st_uid != os.geteuid():
             return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
@@ -209,8 +207,7 @@ _UNSTARTED = {
 
 
 def _make_empty(run: RunDir, option: str) -> None:
-    """Make the folder, or remove what a run left whose trainer never started. Raises `FieldError` on the `option` that chose
-    it."""
+    """Make the folder, or empty it if its run's trainer never started. Raises `FieldError` on the `option` that chose it."""
     path, value = run.path, str(run.path)
     if path.exists() and not path.is_dir():
         raise FieldError(option, value, "is a file; give a folder that is new or empty")
@@ -285,7 +282,7 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 
 
 def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the content of the newest checkpoint's run.json; None without a checkpoint. Raises `ValueError` if it is not
+    """Return the content of the newest checkpoint's run.json, or None if there is none. Raises `ValueError` if it is no
     JSON."""
     found = resumable(run_dir)
     if not found:

@@ -135,8 +135,7 @@ class Audit:
     checkpoint: Checkpoint | None = None
     """The newest checkpoint, from which a restart would continue."""
     stepped: bool = False
-    """True if the latest trainer has taken a step or ended. Until then, it may not yet have taken over all sequences in
-    flight."""
+    """True if the latest trainer has taken a step or ended. Until then, some sequences in flight may not be taken over yet."""
     run: str = ""
     at_work: bool = False
     """True if a live trainer may be moving sequences at this moment."""
@@ -175,8 +174,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Replay every event that counts. When the replay reaches a checkpoint's journal length, compare it with that
-    checkpoint."""
+    """Replay every event that counts. Compare each checkpoint with the replay at the point where it was written."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque(checkpoint for checkpoint in checkpoints if _counts(checkpoint, history, findings))
@@ -247,8 +245,7 @@ def _check_tokens(path: Path, audit: Audit) -> None:
 
 
 def _check_summary(path: Path, audit: Audit) -> None:
-    """Check the summary that the trainer wrote at its end. A summary by the runner has no `sequence_reasons`, and is not
-    checked."""
+    """Check the summary that the trainer wrote at its end. One that the runner wrote has no `sequence_reasons`; skip it."""
     summary, replay = read_json(path), audit.replay
     if audit.history.end is None or summary.get("sequence_reasons") is None:
         audit.findings[Check.SUMMARY].skipped = "no trainer has ended and left one"
@@ -311,8 +308,7 @@ def _skip_streams(audit: Audit, why: str) -> None:
 
 
 async def _look(bus: Bus, durable: int) -> StreamLook:
-    """Read SEQUENCES up to its present end, read PROMPTS before and after that, and count the dead letters. Raises
-    `BusError`."""
+    """Read SEQUENCES to its present end, read PROMPTS before and after that, and count the dead letters. Raises `BusError`."""
     prompts_before = await bus.pending_prompts()
     info = await bus.sequences_info()
     seen = StreamLook(info, durable)

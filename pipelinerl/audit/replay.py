@@ -112,8 +112,7 @@ class Replay:
                     yield group, sample
 
     def apply(self, offset: int, event: Event) -> None:
-        """Apply one event that counts, of the kinds issue, close and step; other kinds change nothing. Findings quote
-        `offset`."""
+        """Apply one event that counts. Only issue, close and step change anything. Findings quote `offset`."""
         kind = event["event"]
         try:
             if kind == "issue":
@@ -260,8 +259,7 @@ class History:
 
 
 def read_history(path: Path, findings: Findings) -> History:
-    """Read the starts from the lines that the file has now, except an unfinished last one. A missing file is an empty
-    history."""
+    """Read the starts from the whole lines that the file has now. If there is no file, the history is empty."""
     history = History()
     floor, positions = 0, dict[int, int]()  # positions in SEQUENCES: of the last checkpoint, and by version
     for offset, line in read_lines(path):

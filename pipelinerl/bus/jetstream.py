@@ -1,8 +1,7 @@
 """The streams of a run over NATS JetStream: four streams, one durable consumer and one key-value bucket.
 
 A process has one connection. Existing streams are not changed. If a stream is full or unreachable, publishing raises
-`BusError`, and the caller must keep the message and retry. A message that is published again with the same id is stored only
-once.
+`BusError`, and the caller must keep the message and retry. A message that is published twice with one id is stored once.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ class Bus:
 
     Every call ends within a bounded time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user
     may not make the call. Of messages with the same `msg_id` within `duplicate_window_s`, only the first is stored. Iterators
-    are used in `async with` blocks. They wait without a limit, also across reconnections, and cancelling `anext` never loses a
-    message.
+    are used in `async with` blocks. They wait without a limit, also across reconnections. Cancelling `anext` loses no message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:

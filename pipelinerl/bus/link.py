@@ -38,7 +38,7 @@ _CREDENTIALS, _TLS_DIR = "nats_credentials", "nats_tls_dir"
 
 
 def read_login(credentials: Path | None) -> dict[str, str]:
-    """Return nats-py's login options from a .creds file or a file with `user:password`. Raises `FieldError` on
+    """Return nats-py's login options for a .creds file, or one with `user:password`. Raises `FieldError` on
     `nats_credentials`."""
     if credentials is None:
         return {}
@@ -381,8 +381,7 @@ class Puller(ABC):
     async def _on_message(self, message: Msg) -> None: ...
 
     def on_refusal(self, lowered: str) -> None:
-        """Raise `NotPermitted` in the waiting task if the server refused this consumer's subject. `lowered`: the refused
-        subject."""
+        """Raise `NotPermitted` in the waiting task if `lowered`, the refused subject, is that of this consumer."""
         if lowered == self._asked.lower():
             self._error = NotPermitted(self._connection.user, self._asked)
             self._woken.set()

@@ -102,8 +102,7 @@ def check_actor_name(actor: str) -> str:
 
 
 def group_id_of(msg_id: str) -> str:
-    """Return the group of a message id on PROMPTS. The id of `g12` is `g12` at first, and `g12/...` when it is published
-    again."""
+    """Return the group of a message id on PROMPTS. For group g12, the id is `g12` at first, and later `g12/...`."""
     return msg_id.partition("/")[0]
 
 

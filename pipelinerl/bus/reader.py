@@ -2,9 +2,9 @@
 
 `OrderedReader` receives its messages from an ephemeral pull consumer without acknowledgements. If the consumer is lost
 (reconnection, restart of the server, silence, a gap), another one continues after the last message received. The number of
-messages read ahead is bounded. nats-py's own ordered consumer is not used, because it is a push consumer that answers flow
-control only every 250 ms and drops messages that it cannot buffer. This module decodes no payloads, does not limit
-redeliveries, and stores no positions.
+messages read ahead is bounded. nats-py's own ordered consumer is not used: a push consumer, it answers flow control only every
+250 ms and drops messages that it cannot buffer. This module decodes no payloads, limits no redeliveries, and stores no
+positions.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ _MESSAGE_NOT_FOUND = 10037
 
 
 async def stream_info(connection: Connection, stream: str) -> StreamInfo:
-    """Ask the server for the state of a stream, including the oldest message's time, which nats-py leaves out. Raises
-    `BusError`."""
+    """Return a stream's state, including the time of its oldest message, which nats-py leaves out. Raises `BusError`."""
     with bus_errors(f"looking at {stream} at {connection.url}"):
         state = (await connection.ask(f"$JS.API.STREAM.INFO.{stream}"))["state"]
     messages, last = state["messages"], state["last_seq"]

@@ -66,8 +66,8 @@ def size_of(text: str) -> float:
 
 
 def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
-    """Return the completion lengths that `text` gives as bars of a histogram or as a run's folder, and their source in words.
-    Raises `FieldError`."""
+    """Return the completion lengths given by bars of a histogram or by a run's folder, and their source. Raises
+    `FieldError`."""
     max_tokens = recipe.max_tokens
     given = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
     if not all(given):

@@ -1,8 +1,7 @@
 """`pipelinerl validate RECIPE`: check a recipe, and list everything that is wrong with it.
 
 A recipe for a cluster can be checked on a laptop: if this machine lacks something that the run needs, such as a GPU, a note
-says so, and the recipe still counts as valid. With `--gpu-memory`, the command also compares the memory that the recipe needs
-with GPUs of that size.
+says so, and the recipe still counts as valid. With `--gpu-memory`, the command also adds up the needed memory.
 """
 
 from __future__ import annotations

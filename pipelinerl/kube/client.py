@@ -150,8 +150,7 @@ class KubeClient:
             await api.api_client.close()
 
     async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
-        """Set the given keys of a ConfigMap, remove those whose value is None, and keep the others. Return the whole
-        content."""
+        """Set these keys of a ConfigMap, remove those whose value is None, and keep the others. Return all keys and values."""
         body = {"data": dict(data)}
         raw = await self._ask(PATCH_CONFIG, "patch_namespaced_config_map", name=name, body=body, _content_type=_MERGE)
         return dict(raw.get("data") or {})
@@ -392,7 +391,7 @@ class PodWatch:
             self._on_end(PodEnd(pod.name, pod.uid, reason, still_running=False, final=final))
 
     def _log_away(self, error: KubeError) -> None:
-        """Warn once, and again when the reason changes. A first failure to connect is not reported: the next attempt may
+        """Warn once, and again when the reason changes. Ignore a first failure to connect, since the next attempt may
         succeed."""
         why = (error.permission, error.status) if error.denied else (error.denied,)
         if why == self._logged or (self._failures == 1 and not error.denied):

@@ -38,8 +38,7 @@ class Credentials:
         return self._folder / f"nats-{user}"
 
     def make(self, run: str) -> dict[str, Any]:
-        """Write all files. Return the part of nats-server's configuration that contains the passwords and names the
-        certificate."""
+        """Write all files. Return the part of nats-server's configuration for the passwords and the certificate."""
         from pipelinerl.service.tls import CA, CERTIFICATE, KEY
 
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -44,8 +44,7 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
 
 
 def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None) -> None:
-    """Write the placement, and the names of the fields that are `auto` in `recipe`. It must be the recipe as the user wrote
-    it."""
+    """Write the placement, and the names of the fields that are `auto` in `recipe`, the recipe as the user wrote it."""
     automatic = [field for field in AUTOMATIC if value_at(recipe, field) in (None, "auto")]
     run_dir.placement.unlink(missing_ok=True)
     if placement is not None or automatic:

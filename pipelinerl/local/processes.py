@@ -149,8 +149,7 @@ class ServiceProcess:
     async def terminate(self, grace_s: float) -> int:
         """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and everything it started. Return the exit code.
         Workers get no SIGTERM, since the process stops them in its own order; those that outlive it get SIGKILL a second later.
-        The wait is bounded even if the kernel takes a long time to end them, for instance because it must free gigabytes of
-        swapped memory."""
+        The wait is bounded even if the kernel takes long to end them, for instance because it must free swapped memory."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         if self.returncode is None:
@@ -171,8 +170,7 @@ class ServiceProcess:
         kill_session(self.pid)
 
     async def kill_and_wait(self) -> int:
-        """Kill the process and everything it started. Raises `ServiceError` if one survives because it hangs in a device or
-        disk."""
+        """Kill the process and everything it started. Raises `ServiceError` if one survives, for instance in a hung device."""
         if await self._killed():
             return await self.wait()
         raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")

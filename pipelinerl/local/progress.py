@@ -113,9 +113,8 @@ class RunState:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """Record an optimizer step that was reported `elapsed_s` after the runner's start. None: it was taken before, and does
-        not count for the pace. If the step is already known, a restart undid it and all later steps, so these are removed
-        first."""
+        """Record an optimizer step that was reported `elapsed_s` after the runner's start (None: it was taken earlier, and does
+        not count for the pace). If the step is already known, a restart undid it, so it and all later ones are removed."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
@@ -149,8 +148,7 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the time to the run's final step at the pace of the newest steps; None if that is unknown, or if the last step was
-    too long ago."""
+    """Return the seconds to the final step at the newest steps' pace; None if that is unknown or the last step is too old."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -166,8 +164,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Tell for how long no step was taken, and the services' states; "" within `QUIET_S` or, if longer, the time of three
-    steps."""
+    """Describe a long time without a step and the services' states; "" up to `QUIET_S` or, if longer, the time of 3 steps."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -297,8 +294,7 @@ _PHASE_EVERY_S = 2.0
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Print plain lines: a step, at most every `every_s`; the phase, before the first step and while stopping; a long
-    silence."""
+    """Print plain lines: a step, at most every `every_s`; phases before the first step and while stopping; long silences."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
@@ -363,8 +359,7 @@ class LiveDisplay(Display):
 
 
 def open_display(stream: TextIO | None = None) -> Display:
-    """Return a display for `stream` (standard output if None): live if that is a terminal that can redraw, otherwise plain
-    lines."""
+    """Return a display for `stream` (None: standard output): live on a terminal that can redraw, otherwise plain lines."""
     stream = stream or sys.stdout
     console = Console(file=stream)
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else Display(stream)

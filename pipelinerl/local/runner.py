@@ -161,8 +161,7 @@ class LocalRun:
         self._launches = ServiceLaunches(*launches)
 
     async def run(self) -> Ending:
-        """Run to the end, and return how the run ended. By then, every process is gone. Raises an error only for a bug of our
-        own."""
+        """Run to the end, and return how the run ended. By then, every process is gone. Only a bug of ours raises an error."""
         begun = newest_checkpoint(self.run_dir.path) or 0
         for record in read_jsonl(self.run_dir.metrics) if begun else ():
             if (record.get("step") or 0) <= begun:
@@ -589,8 +588,8 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised` if all are ours or due to a full disk. Raise `raised` if it has another, due to a
-        bug."""
+        """Return the first error in `raised` if all are ours or due to a full disk. Otherwise there is a bug: raise
+        `raised`."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
         full = (errno.ENOSPC, errno.EDQUOT)
         ours, others = group.split(

@@ -32,8 +32,7 @@ from pipelinerl.service.settings import ServiceAddress, split_host_port
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _POLL_S = 0.2
 PROGRESS = "initial model: "
-"""Prefix of the log lines that the builder of the initial model shows to users as progress. Its errors are reported at its
-end."""
+"""Prefix of the builder's log lines that are shown to users as progress. The builder's errors are reported at its end."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,9 @@ class ThreadPlan:
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. A number of
-    threads above 0 is the recipe's and is kept; if only the engines' is given, the trainer gets the rest. `take_turns`: the two
-    sides never compute at the same time, so each gets all cores; an actor leaves one of its share to the process that feeds its
-    engine."""
+    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. Numbers above
+    0 are the recipe's and are kept; if only `engine_threads` is, the trainer gets the rest. `take_turns`: the two sides never
+    compute at the same time, so each gets all cores; an actor leaves one to the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -68,14 +66,12 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use: its CPU affinity's or, if smaller, its cgroup's quota (rounded
-    up)."""
+    """Return how many cores this process may use, by its CPU affinity or, if smaller, its cgroup's quota (rounded up)."""
     return min(_allowed_cores(), _quota_cores() or _allowed_cores())
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS, if unset, to a process's share of the CPU quota if there is one: torch would use all visible
-    cores."""
+    """If a CPU quota applies, set OMP_NUM_THREADS (unless set) to a process's share: torch would use all visible cores."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 
@@ -159,8 +155,7 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. `again`: its address before a restart, whose HTTP port is kept for open pages unless
-        taken."""
+        """Return the trainer's launch. `again`: its address before a restart. Its HTTP port is kept for open pages, if free."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)

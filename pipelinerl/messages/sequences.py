@@ -60,8 +60,8 @@ class VersionSpan:
 @dataclass(frozen=True)
 class SamplingParams:
     """Settings for sampling completions; μ is the distribution with all of them applied. A completion ends with the
-    end-of-sequence token, with one of `stop_token_ids`, or with the token that completes one of the texts in `stop`; otherwise
-    it is cut at `max_tokens`."""
+    end-of-sequence token, one of `stop_token_ids`, or the token that completes a text in `stop`, or it is cut at
+    `max_tokens`."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -235,8 +235,7 @@ _SAME_IN_GROUP = (
 
 
 def encode_sequence(sequence: Sequence) -> bytes:
-    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it; it should then be published as a
-    failure."""
+    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it, so that it must be published as failed."""
     _check_sequence(sequence)
     fields = vars(sequence)
     with building(_SEQUENCE):

@@ -29,8 +29,7 @@ from pipelinerl.v1 import verifier_pb2_grpc
 log = logging.getLogger(__name__)
 
 DEADLINE_S, LONGEST_DEADLINE_S = 120.0, 3600.0
-"""Deadline of a batch's first attempt. Each attempt that exceeds its deadline doubles the next one's, up to the second
-value."""
+"""Deadline of a batch's first attempt. Each attempt that exceeds it doubles it for the next, up to the second value."""
 BACKOFF = Backoff(first_s=0.1, most_s=3.0, jitter=0.5)
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -108,8 +107,7 @@ class VerifierClient:
         await self._channel.close()
 
     async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
-        """Return one result per item, in order. If a result's status is OK, its reward is within ±`MOST_REWARD`; otherwise it
-        is 0.
+        """Return one result per item, in order. A reward is within ±`MOST_REWARD`, and 0 unless the result's status is OK.
 
         Retries without end while the verifier is unreachable, full or late; cancel the task to stop it. Raises `ServiceError`
         if the verifier refuses the call, `MessageError` if the answer does not match the items.
@@ -165,8 +163,7 @@ class VerifierClient:
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
         """Yield the stub for one call. If the call fails, report it, and open another channel if the server was unreachable and
         the certificates were renewed: a channel keeps the certificates that it was opened with, and cannot connect again once
-        they have expired. The old channel is not closed, because that would cancel its calls in progress; it is freed with the
-        last of them."""
+        they have expired. The old one is not closed, because that would cancel its calls; it is freed with the last of them."""
         channel = self._channel
         try:
             yield verifier_pb2_grpc.VerifierServiceStub(channel)

@@ -59,8 +59,7 @@ _TIMES_KEPT = 256
 
 
 class RunHistory:
-    """The run so far, in the form that the page's views draw. `limit`: number of records, and of evaluations, above which they
-    are thinned."""
+    """The run so far, as the page's views draw it. More than about `limit` records, or evaluations, are thinned."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._records = ThinnedSeries(limit, NEWEST)
@@ -165,8 +164,7 @@ def _short(value: Any) -> Any:
 
 
 def shown_sample(sample: Record) -> dict[str, Any]:
-    """Return a line of samples.jsonl with clipped texts. Lines of older versions lack some keys. `num_tokens` counts clipped
-    tokens, too."""
+    """Return a line of samples.jsonl with clipped texts. Old lines lack some keys. `num_tokens` counts clipped tokens, too."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)

@@ -38,13 +38,11 @@ BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Seconds after which the server closes an idle connection. Most clients do so earlier, so that no request meets a closing
-one."""
+"""Seconds until the server closes an idle connection. Most clients do so earlier, so no request meets a closed one."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
-    """Answer only requests for `open_paths` and requests whose Host header, without its port, is in `names` (IPv6 in
-    brackets)."""
+    """Answer only requests for `open_paths`, and those whose Host header without its port is in `names` (IPv6: bracketed)."""
     known = frozenset(name.lower() for name in names)
     asked_for = ", ".join(sorted(known))
     refusal = f"refused: the Host header of this request names another server; use one of these names: {asked_for}\n"

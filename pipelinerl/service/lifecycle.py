@@ -165,8 +165,8 @@ def leave(code: int) -> NoReturn:
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Call `run` and return the exit code. Print a user's mistake. Log other errors, with a traceback unless a service
-    failed."""
+    """Call `run` and return the exit code. Print a user's mistake. Log other errors, with a traceback except for
+    `ServiceError`."""
     try:
         run()
     except asyncio.CancelledError:

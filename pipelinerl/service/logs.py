@@ -35,8 +35,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters, which could steer a terminal, replaced as by `\\x1b`. Tabs and line ends stay.
-    Pure."""
+    """Return the text with control characters, which could steer a terminal, escaped as `\\x1b`. Tabs and line ends stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 

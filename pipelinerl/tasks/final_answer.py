@@ -50,8 +50,7 @@ def final_answer(reference: str) -> str:
 
 
 def near_misses(answer: str) -> list[str]:
-    """Return answers that resemble `answer` but are certainly wrong: its first number, its negation, its two parts
-    exchanged."""
+    """Return answers that resemble `answer` and are surely wrong: its first number, its negation, or its parts exchanged."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)

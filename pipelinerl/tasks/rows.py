@@ -196,8 +196,7 @@ def _object(row: Any) -> Values | BadRow:
 
 
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read a JSON array of objects. A file that does not begin with `[` is read as JSONL, since JSONL files are often named
-    .json."""
+    """Read a JSON array of objects. A file that does not begin with `[` is read as JSONL: such files are often named .json."""
     content = _whole(path, stream)
     if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         yield from _jsonl_rows(path, io.BytesIO(content))

@@ -103,8 +103,7 @@ def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) ->
 
 
 def episode_seed(run_seed: int, split: Split, index: int) -> int:
-    """Return the seed, below 2^62, from which an environment draws a problem. All samples of a problem share it, and no
-    others."""
+    """Return the seed, below 2^62, from which an environment draws a problem. All samples of one problem share it."""
     drawn = np.random.SeedSequence((run_seed, list(Split).index(split), index)).generate_state(1, np.uint64)
     return int(drawn[0] >> 2)
 
@@ -156,8 +155,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Of the problems left out as repeated prompts: their number, the first one's place, and how many have another
-        answer."""
+        """Of the problems left out as repetitions: their number, the first one's place, and how many have another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -308,8 +306,8 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer and, if a reward may need more than the texts of prompt and answer, the whole row. Raises
-    `BadRow` if a needed answer is missing. Environments, agents and conversations need none unless the recipe sets
-    `answer_field`."""
+    `BadRow` if a needed answer is missing. Only if the recipe sets `answer_field` do environments, agents and conversations
+    need one."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -347,8 +345,7 @@ HELDOUT_SEED = 0
 
 
 class ReasoningGymSource:
-    """Problems of a family. Raises `FieldError` if the family is unknown, refuses its arguments or has too few distinct
-    problems."""
+    """Problems of a family. Raises `FieldError` if it is unknown, refuses its arguments or has too few distinct problems."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._family, self._config, self._seed = config.name, config.config, seed
@@ -428,8 +425,7 @@ def _global_random(seed: int) -> Iterator[None]:
 
 
 def _families() -> Mapping[str, tuple[Any, Any]]:
-    """Return the data set class and the configuration class of each family, ours included. Raises `FieldError` without
-    reasoning-gym."""
+    """Return each family's classes of data set and configuration, ours included. Raises `FieldError` without reasoning-gym."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # imported by reasoning-gym; warns if the home is read-only
     try:
         from reasoning_gym.factory import DATASETS, register_dataset

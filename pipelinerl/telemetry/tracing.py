@@ -6,8 +6,8 @@ OpenTelemetry's global provider and current span are not used, so libraries with
 
 Spans are sent only if OpenTelemetry's own environment variables ask for it; otherwise the SDK is not loaded. This module reads
 the variables that choose the exporter, and the SDK reads the others. Spans wait in a bounded queue, from which a separate
-thread sends them. If the collector is down, spans are lost, but the work goes on, and the end of the process is delayed by at
-most `END_WITHIN_S`.
+thread sends them. If the collector is down, spans are lost, the work goes on, and the process ends at most `END_WITHIN_S`
+later.
 """
 
 from __future__ import annotations
