@@ -112,7 +112,7 @@ class RunDir:
             yield
 
     def open_to_others(self) -> FieldError | None:
-        """Return a warning if other users can read the run's files. That is so if the folder existed before."""
+        """Return a warning if other users can read the run's files. This can be so if the folder existed before."""
         state, value = self.path.stat(), str(self.path)
         if state.st_uid != os.geteuid():
             return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")

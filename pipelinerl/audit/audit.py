@@ -135,7 +135,7 @@ class Audit:
     checkpoint: Checkpoint | None = None
     """The newest checkpoint, from which a restart would continue."""
     stepped: bool = False
-    """True if the latest trainer has taken a step or ended. Until then, some sequences in flight may not be taken over yet."""
+    """True if the latest trainer has taken a step or ended. Until then, it may not have taken over every sequence in flight."""
     run: str = ""
     at_work: bool = False
     """True if a live trainer may be moving sequences at this moment."""
@@ -342,8 +342,8 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
-    """Return the sequences in SEQUENCES that were never issued. Before the run's own end, sequences of reserved groups are left
-    out: such a group may have been published before the journal recorded its issue."""
+    """Return the sequences in SEQUENCES that were never issued. Until the run has come to its own end, sequences of reserved
+    groups are left out: such a group may have been published before the journal recorded its issue."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:

@@ -102,7 +102,7 @@ def check_actor_name(actor: str) -> str:
 
 
 def group_id_of(msg_id: str) -> str:
-    """Return the group of a message id on PROMPTS. For group g12, the id is `g12` at first, and later `g12/...`."""
+    """Return the group of a message id on PROMPTS. For g12, the id is `g12` at first, and `g12/...` if published again."""
     return msg_id.partition("/")[0]
 
 

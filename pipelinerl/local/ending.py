@@ -71,7 +71,7 @@ def script_json(data: Mapping[str, Any]) -> str:
 
 _REASONS_SHOWN = 3
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
-"""Exit codes of a run. In addition, a run returns `EXIT_USER_ERROR` if a service ended with it."""
+"""Exit codes of a run. In addition, a run returns `EXIT_USER_ERROR` if a service ended with that code."""
 
 
 @dataclass(frozen=True)

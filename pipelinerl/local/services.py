@@ -203,7 +203,7 @@ def _port(address: str) -> str:
 
 
 RunProcess = Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]]
-"""Function that returns a context manager. That starts a process, and stops it at the end of the block."""
+"""Function that returns a context manager, which starts a process and stops it at the end of the block."""
 
 
 async def initial_model(

@@ -235,7 +235,7 @@ _SAME_IN_GROUP = (
 
 
 def encode_sequence(sequence: Sequence) -> bytes:
-    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it, so that it must be published as failed."""
+    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it; then publish it as failed."""
     _check_sequence(sequence)
     fields = vars(sequence)
     with building(_SEQUENCE):

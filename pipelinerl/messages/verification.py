@@ -29,7 +29,7 @@ from pipelinerl.v1 import verifier_pb2_grpc
 log = logging.getLogger(__name__)
 
 DEADLINE_S, LONGEST_DEADLINE_S = 120.0, 3600.0
-"""Deadline of a batch's first attempt. Each attempt that exceeds it doubles it for the next, up to the second value."""
+"""Deadline of a batch's first attempt. Each timeout doubles the deadline of the next attempt, up to the second value."""
 BACKOFF = Backoff(first_s=0.1, most_s=3.0, jitter=0.5)
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,

@@ -153,13 +153,13 @@ def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
     details, hint = error.details() or "", ""
     closed_at_once = "failed to connect" in details and "Socket closed" in details
     if tls_dir is None:
-        hint = " (does it ask for TLS? then set tls_dir)" if closed_at_once else ""
+        hint = " (if the server requires TLS, set tls_dir)" if closed_at_once else ""
     elif "WRONG_VERSION_NUMBER" in details:
-        hint = " (it speaks no TLS, and tls_dir is set here: set it there too)"
+        hint = " (the server uses no TLS, but tls_dir is set here; set it there, too)"
     elif "Hostname Verification" in details or "does not match SSL server name" in details:
         hint = " (its certificate is for other names)"
     elif "CERTIFICATE_VERIFY_FAILED" in details:
         hint = f" (its certificate is not valid under {tls_dir / CA})"
     elif closed_at_once:
-        hint = f" (it may refuse {tls_dir / CERTIFICATE}: expired, or of another CA)"
+        hint = f" (the server may refuse {tls_dir / CERTIFICATE}, as expired or of another CA)"
     return f"{error.code().name}: {details}{hint}"

@@ -38,7 +38,7 @@ BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Seconds until the server closes an idle connection. Most clients do so earlier, so no request meets a closed one."""
+"""Seconds until the server closes an idle connection. Most clients do so earlier, so few requests hit a closed one."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:

@@ -183,7 +183,7 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def sole_error(error: BaseException) -> BaseException:
-    """Return the error inside nested exception groups if all errors are alike, else the group itself."""
+    """Return the error inside nested exception groups if all have the same type and text, else the group itself."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [sole_error(one) for one in error.exceptions]

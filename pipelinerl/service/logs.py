@@ -67,8 +67,8 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Limit log lines that outsiders can cause at will to one of a kind every `AGGREGATE_S`. A kind is a logger and its message
-    before values are filled in. The next line says how many were left out."""
+    """Limit the log lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`. A kind is a logger and its
+    message before values are filled in. The next line of the kind says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()

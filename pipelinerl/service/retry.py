@@ -79,5 +79,5 @@ async def retry_forever(
             await asyncio.sleep(backoff.after(error, failures))
         else:
             if failures:
-                log.info("could %s after %.1f s", action, time.monotonic() - waiting_since_s)
+                log.info("managed to %s after %.1f s", action, time.monotonic() - waiting_since_s)
             return result

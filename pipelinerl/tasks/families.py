@@ -1,6 +1,6 @@
 """Two families for reasoning-gym: repeated additions and one-line programs.
 
-Importing this module imports reasoning-gym but registers nothing; `reasoning_gym.check_family` registers the families.
+Importing this module imports reasoning-gym but registers nothing; `pipelinerl.tasks.source` registers the families.
 """
 
 from __future__ import annotations

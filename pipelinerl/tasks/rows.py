@@ -111,7 +111,7 @@ def _check_alike(folder: Path, files: list[Path]) -> None:
         if len(first) > 1:
             told = ", ".join(f"{kind} ({counted(kinds.count(kind), 'file')}, such as {first[kind]})" for kind in sorted(first))
             pattern = folder / "**" / f"*{max(sorted(first), key=kinds.count)}*"
-            fix = f"this folder holds {told}; name one by its folder or a pattern, such as {pattern}"
+            fix = f"this folder holds {told}; select one kind by its folder or a pattern, such as {pattern}"
             raise FieldError("task.path", str(folder), fix)
 
 
@@ -314,8 +314,8 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of `task.revision`; None if the hub cannot be reached. By the commit, all readers of a run get the same
-    rows. Raises `FieldError` if the hub refuses the request."""
+    """Return the commit of `task.revision`; None if the hub cannot be reached. Pinned to a commit, all readers of a run get the
+    same rows. Raises `FieldError` if the hub refuses the request."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

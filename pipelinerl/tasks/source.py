@@ -306,8 +306,8 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer and, if a reward may need more than the texts of prompt and answer, the whole row. Raises
-    `BadRow` if a needed answer is missing. Only if the recipe sets `answer_field` do environments, agents and conversations
-    need one."""
+    `BadRow` if a needed answer is missing. Environments, agents and conversations need one only if the recipe sets
+    `answer_field`."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -328,7 +328,7 @@ def _answer_in(text: str, config: TaskConfig) -> str:
 
 
 def compact_question(entry: Mapping[str, Any]) -> str:
-    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models without English. Raises `FieldError` for other families."""
+    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models that know no words. Raises `FieldError` for other families."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
         raise FieldError("task.prompt_style", "compact", "this family's problems have no expression; use plain or chat")

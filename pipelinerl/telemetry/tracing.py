@@ -107,7 +107,8 @@ class TracingSettings(BaseSettings):
 
 @contextmanager
 def tracing(context: LogContext) -> Iterator[None]:
-    """Send the spans made inside if OTEL_* variables name a destination. Raises `UserError` for an unusable variable."""
+    """Send the spans made in this context if OTEL_* variables name a destination. Raises `UserError` for an unusable
+    variable."""
     settings = read_settings(TracingSettings)
     if settings.traces_exporter == "none":
         yield
@@ -195,7 +196,8 @@ def is_on() -> bool:
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begin a trace if the sampler selects it. Use it in a `with` statement, which ends the span. Keeps `MOST_LINKS` links."""
+    """Begin a trace if the sampler selects it. Use it in a `with` statement, which ends the span. At most `MOST_LINKS`
+    links."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 
