@@ -102,7 +102,7 @@ def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any])
 def _bind(name: str, function: Callable[..., Any], arguments: tuple[str, ...] = (), config: Mapping[str, Any] = {}) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some classes in C have no signature; a wrong call reports itself
+    except (TypeError, ValueError):  # a class in C may have no signature; then a wrong call reports itself
         return
     try:
         signature.bind(*arguments, **config)

@@ -46,8 +46,8 @@ def built_name(recipe: Recipe, run: str) -> str:
 def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
     """Return the cache folder of the model that this run builds or copies. Raises `FieldError` without a cache."""
     if cache is None:
-        what = f"model.source = {recipe.model.source!r} is built or copied by the run"
-        raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: name a folder for it, or PIPELINERL_MODEL_DIR")
+        what = f"the run builds or copies the model of model.source = {recipe.model.source!r}"
+        raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: set a folder for it, or PIPELINERL_MODEL_DIR")
     return cache / built_name(recipe, run)
 
 

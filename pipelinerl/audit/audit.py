@@ -225,7 +225,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
     for start in history.starts:
         told = known[start.incarnation - 1] if 0 < start.incarnation <= len(known) else None
         if told != start.version:
-            problem = f"incarnation {start.incarnation} began from version {start.version}, {path.name} says {told}"
+            problem = f"incarnation {start.incarnation} began from version {start.version}, but {path.name} says {told}"
             findings.add(Check.RESTARTS, problem)
         if start.incarnation <= last:
             findings.add(Check.RESTARTS, f"incarnation {start.incarnation} after incarnation {last}")

@@ -90,7 +90,7 @@ def _actor(subjects: Subjects) -> list[str]:
         f"{_API}.CONSUMER.MSG.NEXT.{queue}",
         f"$JS.ACK.{queue}.>",
         f"$JS.ACK.*.*.{queue}.>",  # for servers whose acknowledgements name a domain and an account
-        *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # for the text of the error when one is full
+        *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # to name the limit in the error if one is full
         *_reading(subjects.control_stream),
     ]
 

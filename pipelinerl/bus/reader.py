@@ -122,7 +122,7 @@ class OrderedReader(Puller, Generic[_Item]):
         """With `from_position` 0, read the last message of each subject, then every new one."""
         super().__init__(connection, stream)
         self._convert, self._subjects, self._next_position = convert, subjects, from_position
-        self._buffer: deque[tuple[_Item, int]] = deque()  # and its bytes
+        self._buffer: deque[tuple[_Item, int]] = deque()  # items, each with its bytes
         self._buffered_bytes = 0
         self._outstanding = 0  # messages asked for and not yet delivered
         self._consumer_position = 0

@@ -33,7 +33,7 @@ def plan(args: argparse.Namespace) -> int:
     """Return exit code 0. Raises `UserError` if no plan can be made."""
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
-        raise FieldError("mode", recipe.mode, "actors and trainer do not divide accelerators in this mode; --set mode=pipeline")
+        raise FieldError("mode", recipe.mode, "actors and trainer divide no accelerators in this mode; use --set mode=pipeline")
     for option in ("accelerators", "sequences_in_progress", "kv_kib_per_token"):
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
@@ -114,7 +114,7 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
             bars.append((min(first, max_tokens), min(bucket, max_tokens), count))
     lengths = Lengths.of_bars(bars)
     if lengths.longest > max_tokens:
-        fix = f"has {lengths.longest} tokens, more than sampling.max_tokens = {max_tokens}; change one of them"
+        fix = f"has completions of {lengths.longest} tokens, more than sampling.max_tokens = {max_tokens}; change one of them"
         raise FieldError("--lengths", str(run_dir), fix)
     return lengths, f"{sum(counts.values()):,} completions of {run_dir}"
 

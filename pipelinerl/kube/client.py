@@ -365,7 +365,7 @@ class PodWatch:
     async def _watch(self) -> None:
         async with self._client.watch_pods(self._selector, self._resource_version) as changes:
             if self._logged:
-                log.info("the pods %s are watched again", self._selector)
+                log.info("watching the pods %s again", self._selector)
             self._logged, self._failures = (), 0
             async for pod, version in changes:
                 self._resource_version = version or self._resource_version

@@ -43,7 +43,7 @@ def read_certificates(folder: Path, role: Role) -> Certificates:
     try:
         _shake_hands(folder, role)
     except ssl.SSLCertVerificationError as error:
-        raise FieldError("tls_dir", str(folder / CERTIFICATE), f"is refused under {CA}: {error.verify_message}") from error
+        raise FieldError("tls_dir", str(folder / CERTIFICATE), f"is not valid under {CA}: {error.verify_message}") from error
     except OSError as error:
         raise FieldError("tls_dir", str(folder / CERTIFICATE), f"cannot be used: {error}") from error
     return found

@@ -192,7 +192,7 @@ def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Va
 def _object(row: Any) -> Values | BadRow:
     if isinstance(row, dict | BadRow):
         return row
-    return BadRow(f"{type(row).__name__} where an object with the problem's fields is needed")
+    return BadRow(f"{type(row).__name__} instead of an object with the problem's fields")
 
 
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
@@ -231,7 +231,7 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
             elif len(values) == len(header):
                 yield first, dict(zip(header, values, strict=True))
             elif values:
-                yield first, BadRow(f"has {len(values)} values where the header has {len(header)} columns; quote its commas")
+                yield first, BadRow(f"has {len(values)} values, but the header has {len(header)} columns; quote its commas")
             first = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error

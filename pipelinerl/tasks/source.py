@@ -190,7 +190,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
     for name in (key for key, count in absent.items() if key and count == num_rows):
         keys = {config.prompt_field: "prompt_field", config.answer_field: "answer_field"}
         key = "prompt_template" if name in _names(config.prompt_template) else keys[name]
-        raise FieldError(f"task.{key}", name, f"{config.path} has no such field; name one of those that it has: {found}")
+        raise FieldError(f"task.{key}", name, f"{config.path} has no such field; name one of its fields: {found}")
     if num_wrong == 1:
         raise UserError(f"{config.path}, {told[0]}")
     if num_wrong:
@@ -445,7 +445,7 @@ def check_family(family: str) -> None:
     if family not in families:
         near = difflib.get_close_matches(family, families, n=3)
         hint = f"did you mean {one_of(near)}?" if near else f"list its {len(families)} families: {_LIST_FAMILIES}"
-        raise FieldError("task.name", family, f"not a reasoning-gym family; {hint}")
+        raise FieldError("task.name", family, f"is not a reasoning-gym family; {hint}")
 
 
 def check_arguments(family: str, config: Mapping[str, Any]) -> None:

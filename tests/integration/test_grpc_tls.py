@@ -119,10 +119,10 @@ def test_files_that_cannot_be_used_are_named_at_the_start(files: Callable[..., P
     (folder / "tls.key").write_bytes((files("other", HOST) / "tls.key").read_bytes())
     with pytest.raises(FieldError, match=r"tls_dir = .*tls\.crt.* does not match tls\.key"):
         read_certificates(folder, role)
-    with pytest.raises(FieldError, match=r"tls\.crt.* is refused under ca\.crt: certificate has expired"):
+    with pytest.raises(FieldError, match=r"tls\.crt.* is not valid under ca\.crt: certificate has expired"):
         read_certificates(files("mine", HOST, days=-1), role)
     Authority("another").write_ca(files("mine", HOST))
-    with pytest.raises(FieldError, match=r"is refused under ca\.crt: .*issuer"):
+    with pytest.raises(FieldError, match=r"is not valid under ca\.crt: .*issuer"):
         read_certificates(folder, role)
     (folder / "ca.crt").write_text("no certificate")
     with pytest.raises(FieldError, match=r"ca\.crt.* holds no certificate"):

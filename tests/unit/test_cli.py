@@ -98,7 +98,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("cache --clear nosuch", "--clear = 'nosuch': is not in "),
         ("validate gsm --fields-only --set trainer.batch_size=7", "trainer.batch_size = 7"),
         ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
-        ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of those that it has: \x1b[2J"),
+        ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of its fields: \x1b[2J"),
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
         ("validate gsm --parameters 7B", "--parameters = '7B': needs --gpu-memory; give that, too"),
