@@ -140,7 +140,7 @@ def _validate(parser: argparse.ArgumentParser) -> None:
 
 def _plan(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
-    parser.add_argument("--parameters", metavar="SIZE", required=True, help="number of parameters, all experts included: 7.6B")
+    parser.add_argument("--parameters", metavar="SIZE", required=True, help="number of parameters with all experts, such as 7.6B")
     parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="number of accelerators to divide")
     parser.add_argument(
         "--accelerator", metavar="NAME|FILE", default="H100",
@@ -151,7 +151,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="completion lengths: either the bars of a histogram, each TOKENS:WEIGHT or FROM-TO:WEIGHT, such as "
         "1-512:6,513-2048:3,8192:1, or the folder of a run that recorded its lengths",
     )  # fmt: skip
-    parser.add_argument("--sequences-in-progress", metavar="H", type=int, help="sequences per actor (default: the best number)")
+    parser.add_argument("--sequences-in-progress", metavar="H", type=int, help="sequences on each actor (default: the best)")
     parser.add_argument(
         "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token (default: the usual size for such a model)"
     )
@@ -201,10 +201,10 @@ def _kept(**_: Any) -> list[str]:
 
 
 COMMANDS = {
-    "run": ("train a recipe on this machine", _run, "run:run"),
+    "run": ("train a model on this machine, as a recipe says", _run, "run:run"),
     "scale": ("change the number of actors of a running local run (in a cluster: kubectl scale)", _scale, "run:scale"),
     "validate": ("check a recipe and print a summary of it", _validate, "validate:validate"),
-    "plan": ("divide accelerators between actors and trainer (by a model; nothing is run)", _plan, "plan:plan"),
+    "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", _plan, "plan:plan"),
     "report": ("rebuild report.html of a run", _report, "run_folder:report"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", _audit, "run_folder:audit"),
     "dead-letters": ("list a run's abandoned prompt groups", _dead_letters, "run_folder:dead_letters"),

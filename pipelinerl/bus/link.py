@@ -85,8 +85,8 @@ _LOGIN = re.compile(r"^(\s*[a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL
 def redacted(urls: str) -> str:
     """Return `urls` (one, or several separated by commas) without user and password, for messages and logs.
 
-    A password may hold any character, so everything before a server's last `@` is hidden. This may hide a whole server, if the
-    next server has no scheme and a login.
+    A password may hold any character, so everything between a server's scheme and its last `@` is hidden. That may include a
+    whole server, if the next one has a login but no scheme.
     """
     return ",".join(_LOGIN.sub(r"\1***@", url) for url in _BEFORE_SCHEME.split(urls))
 

@@ -67,7 +67,7 @@ Metrics = Mapping[str, Any]
 
 _RATE_STEPS = 20
 _UNSTEADY_S = 10.0
-"""Seconds without a step after which the remaining time is no longer shown. Shorter pauses may be chance."""
+"""Seconds without a step up to which the remaining time is shown in any case, since such a pause may be chance."""
 _HISTORY_STEPS = 400
 
 
