@@ -44,7 +44,7 @@ def built_name(recipe: Recipe, run: str) -> str:
 
 
 def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
-    """Return the cache folder of the model that this run builds or copies. Raises `FieldError` without a cache."""
+    """Return the cache folder of the model that this run builds or copies. Raises `FieldError` if `cache` is None."""
     if cache is None:
         what = f"the run builds or copies the model of model.source = {recipe.model.source!r}"
         raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: set a folder for it, or PIPELINERL_MODEL_DIR")
@@ -52,7 +52,7 @@ def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
 
 
 COMPILED = "inductor"
-"""Cache folder for code that torch compiles."""
+"""Name of the folder, in the cache, for code that torch compiles."""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -62,7 +62,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def why_unwritable(folder: Path) -> str:
-    """Return why no file can be made in the folder, or an empty text. The folder need not exist yet. Changes nothing."""
+    """Return why no file can be made in the folder; empty if one can. The folder need not exist yet. Changes nothing."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there} is not a folder"

@@ -67,8 +67,8 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """Return the text that the chat template writes after an answer; with `asked_again`, it includes a next question. Raises
-    what the template raises."""
+    """Return the text that the chat template writes after an answer, including another question if `asked_again`. Raises what
+    the template raises."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 

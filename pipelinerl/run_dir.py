@@ -24,9 +24,9 @@ MOST_ACTORS = 64
 """Limit on one machine; a larger number is probably a typing error."""
 LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
 RUN_STATE = Path("resume", "run.json")
-"""Path within a checkpoint. A run cannot continue from a checkpoint without it."""
+"""Path within a checkpoint. A run cannot continue from a checkpoint without this file."""
 STATE_FORMAT = 3
-"""Version of a checkpoint's training state. A run cannot continue from another one."""
+"""Version of a checkpoint's training state. A run cannot continue from a checkpoint with another version."""
 
 
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
@@ -151,7 +151,7 @@ def create_run_dir(
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk that the folder is on, or will be on."""
+    """Return the free bytes of the folder's disk. The folder need not exist yet."""
     folder = folder.resolve()
     while not folder.exists():
         folder = folder.parent

@@ -205,7 +205,7 @@ class Replay:
 
 
 def split_id(sequence_id: str) -> tuple[str, int]:
-    """Return the group and the sample index. If the id names no sample, return ("", 0), which is no group's."""
+    """Return the group and the sample index. If the id names no sample, return ("", 0), which matches no sample."""
     group, _, index = sequence_id.rpartition(".")
     named = index.isdecimal() and len(index) <= 5 and int(index) < MAX_SAMPLES
     return (group, int(index)) if named else ("", 0)

@@ -178,7 +178,7 @@ class KubeClient:
         return bool((raw.get("status") or {}).get("allowed"))
 
     async def list_pods(self, selector: str) -> tuple[list[Pod], str]:
-        """Return the pods, and the resource version from which a watch continues."""
+        """Return the pods, and the resource version from which a watch can follow their changes."""
         raw = await self._ask(LIST_PODS, "list_namespaced_pod", label_selector=selector)
         return [Pod.from_json(item) for item in raw.get("items") or ()], _resource_version(raw)
 

@@ -116,7 +116,7 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
 
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
-    """Return the trainer's summary, or one from metrics.jsonl if it left none, with the figures that only the runner knows."""
+    """Return the trainer's summary, or else one from metrics.jsonl, completed with the figures that only the runner knows."""
     summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}

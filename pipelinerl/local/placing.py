@@ -20,7 +20,7 @@ _SHARES_A_GPU = (2, 30)
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
     """Return the recipe with numbers instead of `auto`, the placement (None without a GPU), and the table for the user.
 
-    `wanted`: the placement that the user gave, as JSON or the file with it. Raises `FieldError`.
+    `wanted`: the placement that the user gave, as JSON or as the name of a JSON file. Raises `FieldError`.
     """
     found = find_devices()
     if not found.devices:

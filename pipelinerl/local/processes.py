@@ -100,7 +100,7 @@ class ServiceProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the number of the signal that ended it."""
+        """Exit code; None while the process runs, and minus the signal's number if a signal ended it."""
         return self._process.returncode
 
     async def wait(self) -> int:

@@ -98,7 +98,7 @@ class RunState:
     """By name: each actor's state, or the reason why it is unknown."""
     sequences: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    """By reason: the message of the first sequence that failed for it. It may quote the model or a reward."""
+    """By reason: the message of the first sequence that failed for that reason. It may quote the model or a reward."""
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
     """Address of the live page; empty if there is none (yet)."""

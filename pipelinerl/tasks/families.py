@@ -32,7 +32,7 @@ class RepeatedAdditionConfig:
     size: int = 500
 
     def validate(self) -> None:
-        """Raises `AssertionError`, as reasoning-gym's own families do."""
+        """Raise `AssertionError` for wrong bounds, as reasoning-gym's own families do."""
         for name in ("start", "step", "times"):
             lowest, highest = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             assert 0 <= lowest <= highest, f"max_{name} must be >= min_{name}, and both >= 0"
@@ -79,7 +79,7 @@ class OneLineFunctionConfig:
     size: int = 500
 
     def validate(self) -> None:
-        """Raises `AssertionError`, as reasoning-gym's own families do."""
+        """Raise `AssertionError` for wrong bounds, as reasoning-gym's own families do."""
         assert 1 <= self.min_operations <= self.max_operations, "max_operations must be >= min_operations >= 1"
 
 

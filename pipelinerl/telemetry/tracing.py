@@ -191,7 +191,7 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
 
 
 def is_on() -> bool:
-    """Return whether a trace may begin here."""
+    """Return whether a tracer is in use. Without one, no trace begins."""
     return _TRACER.get() is not _OFF
 
 
