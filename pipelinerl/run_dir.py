@@ -56,7 +56,7 @@ class RunDir:
         self.scale = self.path / "scale.json"
         """`{"actors": N}`: the wanted number, once `pipelinerl scale` has been used."""
         self.placement = self.path / "placement.json"
-        """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` sets again."""
+        """GPUs of trainer and actors, and the fields that `--resume` sets to `auto` again, as in the recipe."""
         self.checkpoint = self.path / "checkpoint"
         """Hugging Face safetensors and tokenizer of the last checkpoint."""
         self.checkpoints = self.path / CHECKPOINTS

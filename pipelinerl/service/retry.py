@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delays between tries: doubling from `first_s` to `most_s`, each shortened at random by up to the share `jitter`."""
+    """Delays between tries. They double from `first_s` to `most_s`; each is shortened at random by up to the share `jitter`."""
 
     first_s: float = 0.1
     most_s: float = 5.0
