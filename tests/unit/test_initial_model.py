@@ -118,7 +118,7 @@ def test_where_the_initial_policy_is_loaded_from(tmp_path: Path, built: Path) ->
     with pytest.raises(FieldError, match=r"PIPELINERL_MODEL_CACHE = .*holds no complete tiny-"):
         model_source(recipe_of(), settings)
     with pytest.raises(
-        FieldError, match=r"PIPELINERL_MODEL_CACHE = '': model.source = 'checkpoint' is built or copied by the run"
+        FieldError, match=r"PIPELINERL_MODEL_CACHE = '': the run builds or copies the model of model.source = 'checkpoint'"
     ):
         model_source(recipe_of(), settings.model_copy(update={"model_cache": None}))
 
