@@ -20,7 +20,7 @@ from mpmath import mp, mpc, mpf
 
 MOST_CHARACTERS = 2000
 _EXACT_BITS = 65_536
-"""Maximum size of exact numbers; 2004! has 19,000 bits."""
+"""Maximum size of exact numbers, in bits; 2004! has 19,000."""
 _PRECISION_BITS, _RANGE_BITS, _EQUAL_BITS = 1000, 450, 930
 """Precision of inexact numbers, the bound of their binary exponents, and the number of bits that must agree."""
 
@@ -277,7 +277,7 @@ class _Reader:
             node = Node("*", "", (node, number(10 ** _MULTIPLIERS[factors[0]])))
             words.remove(factors[0])
         if _NO_UNITS.intersection(words):
-            raise Unreadable(f"{' '.join(words)!r} after a number")
+            raise Unreadable(f"{' '.join(words)!r} after a number is not a unit")
         unit = {"percent": "%", "degrees": "degree"}.get(" ".join(words), " ".join(words))
         return Node("unit", unit, (node,)) if words else node
 
@@ -527,7 +527,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of an arbitrary smooth function with this name, because an unknown f equals only itself."""
+    """Return the value of an arbitrary smooth function that depends on the name. Thus an unknown f equals only itself."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
