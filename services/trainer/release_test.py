@@ -25,9 +25,9 @@ from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.settings import TrainerSettings, read_settings, split_host_port
 
 ANSWER_S = 15.0
-"""Seconds allowed for one call. They need not cover the start of the run: before it has started, an earlier check fails."""
+"""Seconds allowed for one call. No call waits for the start of the run, since an earlier check fails until then."""
 CHECK_S = 60.0
-"""Seconds allowed for a whole check, since importing a client takes long on a busy node."""
+"""Seconds allowed for a whole check, since importing a client can take a long time on a busy node."""
 CLOSED_S = 5.0
 """Seconds without an answer after which an address counts as closed, since network policies drop packets silently."""
 
@@ -50,7 +50,7 @@ async def check_volume(settings: TrainerSettings) -> str:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ServiceError(f"{folder} cannot be written as user {os.getuid()}: {error}; look at the claim's volume") from error
+        raise ServiceError(f"user {os.getuid()} cannot write to {folder}: {error}; check the volume of the claim") from error
     return f"{folder} is writable; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
 
 
@@ -99,7 +99,7 @@ async def check_verifier(settings: TrainerSettings) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Ask the API server for all permissions of the trainer's ServiceAccount. Only listing the actors' pods is tried."""
+    """Ask the API server about each permission of the trainer's ServiceAccount. Only listing the actors' pods is tried out."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"

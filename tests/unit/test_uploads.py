@@ -52,7 +52,7 @@ def test_a_model_that_was_put_in_part_is_not_taken_for_a_whole_one(tmp_path: Pat
     (whole / "model.safetensors").symlink_to("/proc/self/mem")  # opens, and cannot be read
     with pytest.raises(OSError, match="Input/output error"):
         put_model(whole, url)
-    with pytest.raises(FieldError, match=r"is incomplete by its pipelinerl-manifest.json \(its upload has not ended\)"):
+    with pytest.raises(FieldError, match=r"incomplete according to its pipelinerl-manifest.json \(its upload has not ended\)"):
         fetched(url, tmp_path / "a")
     (tmp_path / "store" / "step-8" / MANIFEST).write_text('{"format": 1, "files": {"config.js')
     with pytest.raises(FieldError, match="is incomplete"):

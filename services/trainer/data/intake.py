@@ -66,8 +66,8 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
     fix = next(fixes, "read the warnings in the trainer's log")
     return (
         f"the last {num_groups} prompt groups were all lost, so nothing could be trained on; most "
-        f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. A run that "
-        "needs more patience sets trainer.give_up_after_groups"
+        f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. To let a "
+        "run go on for longer, raise trainer.give_up_after_groups"
     )
 
 
@@ -178,7 +178,7 @@ class Intake:
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Record the missing samples of an open group as failed. They never arrive; the others are trained on if possible."""
+        """Record an open group's missing samples, which never arrive, as failed. The others are trained on if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
@@ -192,7 +192,7 @@ class Intake:
             return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
         if not self._is_proved(sequence.group_id, sequence.group_token):
             what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
-            # Fail the sample with this message id: NATS would drop its right sequence as a repetition.
+            # Fail the sample whose id this message has: NATS would drop its true sequence as a duplicate.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
         reason = groups.untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         reason = reason or ("" if sequence.failure else self.quarantine.failure_of(sequence))

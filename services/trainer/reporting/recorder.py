@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 PAGE_STATE_EVERY_S = 1.0
 SAMPLES_READ = 256
-"""Number of the first samples, and of the last, that a resumed run reads for the page."""
+"""A resumed run reads this many of the first samples, and as many of the last, for the page."""
 
 
 class Recorder:
@@ -182,7 +182,7 @@ class Recorder:
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Record that all members serve a version. Of times that each actor has, the step's record gets the longest."""
+        """Record that all members serve a version. Of the actors' times, the step's record gets the longest."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
@@ -298,7 +298,7 @@ class Recorder:
         }
 
     def _advise(self, record: StepRecord) -> None:
-        """Update the replica advice. This trainer's first step counts as 0 consumed sequences, as their number is unknown."""
+        """Update the replica advice. The first step here counts as 0 consumed sequences, since their number is unknown."""
         before, self._used_up = self._used_up, sum(record["sequences"][outcome] for outcome in Outcome)
         seconds = record["step_s"]
         self._replicas.step(0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0))
