@@ -32,7 +32,7 @@ CLOSED_S = 5.0
 """Seconds without an answer after which an address counts as closed, since network policies drop packets silently."""
 
 OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
-"""Suffixes of object names, by kind. The trainer may only access the object named after the release with this suffix."""
+"""Name suffixes by kind of object. Of each kind, the trainer may access only the object named RELEASE-SUFFIX."""
 
 Check = Callable[[], Awaitable[str]]
 

@@ -127,7 +127,7 @@ class TrainingRun:
                     self.loop.close()
 
     async def _train(self, stop: asyncio.Event) -> bool:
-        """Train. Return True if the run finished, and False if it was stopped early."""
+        """Train. Return whether the run finished; False means that it was stopped early."""
         try:
             await unless_stopped(self.loop.take_over(), stop)
         except StartStopped:  # stopped early, perhaps while NATS was unreachable
@@ -192,7 +192,7 @@ class TrainingRun:
             async with asyncio.timeout(LAST_UPLOAD_S):
                 await unless_stopped(self.uploads.all_done(), stop)
         except (StartStopped, TimeoutError):
-            log.error("the run ends before its last checkpoint is uploaded; pipelinerl run --resume uploads it")
+            log.error("the run ends, but its last checkpoint is not uploaded yet; pipelinerl run --resume uploads it")
 
     async def _linger(self, stop: asyncio.Event) -> None:
         """Answer requests until `stop`. Raises `RuntimeError` if another rank is gone."""

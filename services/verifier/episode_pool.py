@@ -159,7 +159,7 @@ class EpisodePool:
             except BaseException as error:
                 template.ended.pop(number, None)
                 if isinstance(error, OSError):
-                    raise EpisodeLost(f"no episode can be forked: {error}") from error
+                    raise EpisodeLost(f"cannot fork an episode: {error}") from error
                 raise
             try:
                 reader, writer = await asyncio.open_unix_connection(sock=ours)

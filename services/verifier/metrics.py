@@ -15,7 +15,7 @@ UNKNOWN_TASK = "(unknown)"
 """Label of items of unknown tasks, so that callers cannot create label values."""
 
 CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-"""Statuses of calls that reached the server. Callers count all others."""
+"""Statuses of calls that reached the server. Only callers can count the others."""
 LOSSES = ("timeout", "death", "retirement")
 MEANS = ("bubblewrap", "landlock", "none")
 CODE = ("programs", "rewards", "episodes")

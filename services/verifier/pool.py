@@ -151,7 +151,7 @@ class RewardPool:
         return [job.future.result() for job in jobs]
 
     async def _judge(self, job: Job) -> None:
-        """Queue an item with its judge's answer. Without an answer, the item fails."""
+        """Wait for the judge's answer and queue the item with it. Without an answer, the item fails."""
         answer = await self._judges[job.item.task].answer(job.item)
         if answer.status != verifier_pb2.VERIFY_STATUS_OK:
             job.fail(answer.status, answer.message)

@@ -1,6 +1,6 @@
 """Isolate programs that a model wrote, and users' code that reads a model's output. Linux only.
 
-`python -m services.verifier.sandbox` prints the sandbox for programs on this machine.
+`python -m services.verifier.sandbox` prints the name of the sandbox for programs on this machine.
 
 `run` gives a program a folder, standard input and read-only access to Python's files, but no network, no other files and no
 other processes. It limits wall-clock time, CPU time, memory and output. Callers name one of three sandboxes:
@@ -52,7 +52,7 @@ class Means(StrEnum):
 
 
 class NoSandbox(PipelineRLError):
-    """This machine has no sandbox for untrusted code."""
+    """No sandbox for untrusted code can be set up here."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ _RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _LEAST, _SCOPED = 3, 6
 """First Landlock versions that can forbid truncating files that may be read (3) and sending signals out of the sandbox (6)."""
 _SCOPES = 3
-"""Flags that forbid signals and abstract sockets to processes outside the sandbox. Landlock has them from version 6 on."""
+"""Flags that forbid signals and connections over abstract sockets to processes outside. Landlock has them from version 6 on."""
 
 
 def _call(number: int, *arguments: object) -> int:
@@ -261,7 +261,7 @@ def _private_dirs(path: str) -> list[str]:
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
     """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder,
-    so a folder above a private one gets a rule per entry. Files created there later are visible but cannot be read."""
+    so a folder above a private one gets a rule per entry. Files created in it later are visible but cannot be read."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
@@ -292,8 +292,9 @@ def _python_paths() -> list[str]:
 
 
 def python(source: str) -> tuple[list[str], dict[str, bytes]]:
-    """Return the arguments `program` and `files` for `run`. The script `source` may import the standard library and this
-    environment's packages. For a fast start, Python ignores environment variables, start-up files and the user's folder."""
+    """Return the arguments `program` and `files` with which `run` runs the script `source`. The script may import the standard
+    library and this environment's packages. For a fast start, Python ignores environment variables, start-up files and the
+    user's folder."""
     packages = [path for path in sys.path if path.endswith("site-packages")]
     start = f"import builtins, sys; builtins.exit = builtins.quit = sys.exit; sys.path += {packages!r}; "
     start += "exec(compile(open('main.py').read(), 'main.py', 'exec'))"

@@ -194,7 +194,7 @@ class _Waiting:
     version: int
     folder: Path
     since_s: float
-    """Time at which the oldest checkpoint since the last upload was written."""
+    """Unix time at which the first checkpoint after the last uploaded one was written."""
 
 
 class Uploads:

@@ -150,7 +150,7 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates a version through those actors of `updater` that serve it. `calls`: `calls_to` with certificates."""
+    """Evaluates a version through those actors of `updater` that serve it. `calls`: works like `calls_to`."""
 
     def __init__(
         self,

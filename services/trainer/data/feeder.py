@@ -161,7 +161,7 @@ class Feeder:
 
     def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
         """Record that a step has its batch, for which it waited `wait_share` of the time since the last step. `for_max_lag`:
-        `max_lag` caused the wait."""
+        whether `max_lag` caused the wait."""
         open_groups = self.tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
@@ -268,7 +268,7 @@ class Feeder:
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
-        """End a group that cannot be published, or has no room for a completion. Another group replaces it."""
+        """End a group that cannot be published, or whose prompt leaves no room for a completion. Another group replaces it."""
         log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")

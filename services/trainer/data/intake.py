@@ -327,8 +327,8 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors, with their share of bad
-        tokens."""
+        """Check one step's log π − log μ of the tokens of lag 0, by actor. Return newly quarantined actors, each with its share
+        of tokens beyond the bound."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)

@@ -158,7 +158,7 @@ class TrackerThread:
         return True
 
     def _warn(self, what: str) -> None:
-        """Log only once, since an unreachable tracker would fill the log."""
+        """Log only the first warning, since an unreachable tracker would fill the log."""
         if not self._warned:
             self._warned = True
             log.warning("tracker %s %s; training goes on without waiting for it", self.name, what)

@@ -40,7 +40,8 @@ _ALMOST = 1e-9
 
 
 class ComposedReward:
-    """A recipe's reward. `graded` (a user's function or a judge): the scorer's number counts even with `reward.binary`."""
+    """A recipe's reward. `graded`: the scorer is a user's function or a judge, so its number counts even with
+    `reward.binary`."""
 
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer

@@ -213,7 +213,8 @@ _MEANINGS = {
 
 
 class _Reader:
-    """Recursive-descent parser. Its input is a list of relations; their sides are unions of sums of products of powers."""
+    """Recursive-descent parser. Its input is a list of relations between unions of sums; sums consist of products, and products
+    of powers."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._at, self._in_bars = tokens, 0, False
@@ -558,7 +559,7 @@ _CALLS: dict[str, Callable[..., Number]] = {
 
 
 def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
-    """Return the value at the given values of variables, inside a context of `precise`. Raises `Unreadable`."""
+    """Return the value for the given values of variables. Call this inside a `precise` context. Raises `Unreadable`."""
     match node:
         case Node("number", _, (value,)):
             return _bounded(value)

@@ -21,7 +21,7 @@ class RewardInput:
     answer: str | None
     """The answer that `reward.answer_pattern` found, without surrounding white space; None if it matched nothing."""
     reference: Mapping[str, Any]
-    """Data of the problem: `answer`, and for reasoning-gym also `dataset` and `entry`."""
+    """Data of the problem: `answer`; `row` if its row has other columns; `dataset` and `entry` for reasoning-gym."""
     completion_tokens: int = 0
     max_tokens: int = 0
     """The limit under which the completion was sampled; 0 = unknown."""

@@ -116,7 +116,7 @@ def _told(text: str) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether a whole text is an answer: mathematics, words without numbers, or a date."""
+    """Return whether the text as a whole is an answer: mathematics, words without numbers, or a date."""
     is_answer = not re.search(r"\d", text) or (any(map(_MONTH.fullmatch, _words(text))) and len(_words(text)) < 5)
     return _is_mathematics(text) or ("\n" not in text.strip() and is_answer)
 

@@ -46,7 +46,7 @@ def is_board(answer: str) -> bool:
 
 
 def is_arithmetic(answer: str) -> bool:
-    """Accept numbers, + - * / **, and brackets."""
+    """Accept numbers, parentheses, and the operators + - * / **."""
     return _every_node(answer, _is_number_or_operator)
 
 
