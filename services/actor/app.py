@@ -312,7 +312,7 @@ def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
         first = outside[0]
-        raise MessageError(kind, field, f"token {first} is {tokens[first]}, allowed are 0 to {vocab_size - 1}")
+        raise MessageError(kind, field, f"token {first} has the id {tokens[first]}; give ids from 0 to {vocab_size - 1}")
     return tokens
 
 

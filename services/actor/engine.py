@@ -34,7 +34,7 @@ class EngineError(PipelineRLError):
 class GenerationRequest:
     """A request for one completion. `prompt_token_ids` is int32[tokens]; `seed` None selects the engine's own random stream.
     Requests share cached keys and values of a common prefix only if their salts are equal. The engine calls `cache_salt` when
-    the request enters, and again if the request restarts because weights were swapped before its first token."""
+    the request enters it, and again if the request restarts because weights were swapped before its first token."""
 
     request_id: str
     prompt_token_ids: TokenIds

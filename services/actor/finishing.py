@@ -87,7 +87,7 @@ class Finisher:
             return done + await self._verified(good)
         except (ServiceError, MessageError) as error:
             if len(good) > 1:
-                log.warning("cannot verify a batch of %d, verifying one by one: %s", len(good), error)
+                log.warning("cannot verify %d sequences in one batch; verifying them one by one: %s", len(good), error)
                 return done + [rewarded for sample in good for rewarded in await self._rewarded([sample])]
             log.error("sequence %s gets no reward: %s", good[0].sequence.sequence_id, error)
             failure = f"verifier_refused: {error}"[:500]

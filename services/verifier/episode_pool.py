@@ -130,21 +130,19 @@ class EpisodePool:
             self._template, readiness.reason = template, ""
             try:
                 await asyncio.shield(template.process.ended)
-                log.error("the process from which episodes are forked died: %s", await template.process.gone())
+                log.error("the process that forks episodes died: %s", await template.process.gone())
             finally:
                 self._template, readiness.reason = None, NO_TEMPLATE
                 await template.close()
             self._metrics.worker_restarts.labels("death").inc()
-            template = await start_again(
-                lambda: start_template(self._recipe), "start the process from which episodes are forked"
-            )
+            template = await start_again(lambda: start_template(self._recipe), "start the process that forks episodes")
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
         """Run an episode. Once all its processes have ended, return its result, or its answer for a judge. Cancelling the call
         kills the processes. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
         template = self._template
         if template is None:
-            raise EpisodeLost("the process from which episodes are forked is being started")
+            raise EpisodeLost("the process that forks episodes is being started")
         if len(template.ended) >= self._max_episodes:
             raise QueueFull(f"max_episodes = {self._max_episodes} episodes are already running")
         began_s = time.monotonic()
@@ -202,7 +200,7 @@ class EpisodePool:
                 if not ended.done():
                     raise WorkerGone("it closed its socket") from None
                 if (code := ended.result()) is None:
-                    raise EpisodeLost("the process from which episodes are forked died") from None
+                    raise EpisodeLost("the process that forks episodes died") from None
                 if code == NOT_FORKED:
                     raise EpisodeLost("no process could be forked for the episode; the verifier's log says why") from None
                 raise WorkerGone(f"it died with {how_ended(code)}") from None

@@ -197,7 +197,7 @@ class RewardPool:
                 result = await worker.score(job.item, timeout_s)
             except TimeoutError:
                 self._metrics.timeouts.inc()
-                log.warning("reward of %s killed at its deadline of %g s", job.item.sequence_id, timeout_s)
+                log.warning("killed the reward of %s at its deadline of %g s", job.item.sequence_id, timeout_s)
                 problem = f"the reward took more than reward.timeout_s = {timeout_s:g} s and was killed"
                 job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem, timeout_s)
                 return "timeout"
@@ -220,14 +220,14 @@ class RewardPool:
 
 
 def how_ended(code: int) -> str:
-    """Describe an exit code. A negative one is a signal."""
+    """Describe an exit code. A negative code is the number of a signal."""
     if code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
 
 
 class WorkerGone(Exception):
-    """The worker's process ended."""
+    """The worker's process ended, or it broke the protocol."""
 
     def __init__(self, how: str, loss: Loss = "death") -> None:
         self.loss = loss

@@ -324,8 +324,8 @@ Command = tuple[Sequence[str], Mapping[str, bytes]]
 
 def run_pair(served: Command, asking: Command, limits: Limits, means: Means) -> tuple[Ended, Ended]:
     """Run two programs as `run` does, in separate sandboxes, until the second ends. A socket pair connects them: its first end
-    is standard input and output of the first program, and its second end is standard input of the second, which also writes to
-    it."""
+    is standard input and output of the first program, and its second end is standard input of the second, which can also write
+    to it."""
     with ExitStack() as stack:
         ends = socket.socketpair()
         printed = stack.enter_context(_in_memory())

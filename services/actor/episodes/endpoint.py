@@ -1,8 +1,8 @@
 """The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or directly as tokens.
 
-Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by its
-probabilities; a request sets only messages, length, stop strings and tools. Answers are sent whole; a stream's connection is
-kept alive until then.
+Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by the
+sampling probabilities; a request sets only messages, length, stop strings and tools. Answers are sent whole; a stream's
+connection is kept alive until then.
 
 `context_of` and `answer_of` convert messages to tokens and back. Recorded tokens are kept, and only the messages after them are
 rendered. If the model's format cannot do that, or if the request's history was not recorded, the whole history is rendered and

@@ -154,9 +154,9 @@ class RendererTokenizer:
 
 class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. Some renderers take `variables` of
-    the chat template as settings. Some templates drop the thoughts before a user's message; their renderers refuse to extend
-    turns by such a message. This class still extends a turn, such as one without thoughts, if a new rendering differs only in
-    white space."""
+    the chat template as settings. Some templates drop thoughts that precede a user's message, so their renderers refuse to
+    extend a turn by such a message. This class extends it nevertheless if a new rendering differs only in white space, as for a
+    turn without thoughts."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -281,8 +281,8 @@ class TemplateFormat:
             raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
-        """Return the template's token after an answer, or None, and the text after it. `asked_again`: a user's message
-        follows."""
+        """Return the special token that the template writes after an answer, or None, and the text after it. `asked_again`: a
+        user's message follows."""
         tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""

@@ -1,8 +1,8 @@
 """Decide when to write checkpoints. Each one holds exactly one policy version, and an existing folder is always complete.
 
 Tensors and other state are captured at the same moment between two steps: while they are copied, no step is being computed, and
-every computed step is in the tracker. Checkpoints are written one at a time on a separate thread, beside the next steps, to a
-hidden folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
+every computed step is in the tracker. During the next steps, a separate thread writes one checkpoint at a time to a hidden
+folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
 
 `PolicyExport` stages the policy in host memory while training waits, and writes the Hugging Face folder while training
 continues. Everything else that transformers needs to write a model (class, configuration, ties, conversions) is in a second
@@ -123,7 +123,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Run a step and the recording of its sequences in the block. After the last checkpoint, no step can begin."""
+        """Context in which a step is computed and its sequences are recorded. After the last checkpoint, no step can begin."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends

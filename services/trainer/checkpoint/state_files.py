@@ -1,4 +1,4 @@
-"""Save and restore a learner's state: staged in host memory while training waits, written while training continues.
+"""Save and restore a learner's state, which is staged in host memory while training waits and written while training continues.
 
 The state is a set of named tensors, independent of the number of ranks that share it and of the computation's dtype:
 

@@ -198,8 +198,8 @@ class _Waiting:
 
 
 class Uploads:
-    """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones. Use the
-    object on one event loop."""
+    """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones. Must be
+    used on one event loop."""
 
     def __init__(self, url: str, run_dir: Path, run: str, metrics: tuple[Counter, Histogram]) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
@@ -221,7 +221,8 @@ class Uploads:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Upload inside the block. The run's next trainer continues an upload that has not ended by then."""
+        """Context in which accepted checkpoints are uploaded. The run's next trainer continues an upload that is unfinished at
+        its end."""
         if not self._root:
             yield
             return

@@ -269,7 +269,7 @@ class Feeder:
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
         """End a group that cannot be published, or whose prompt leaves no room for a completion. Another group replaces it."""
-        log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
+        log.warning("leaving out problem %d of %s (%s): %s", group.problem_index, group.task, reason, detail)
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
         self._unusable_in_a_row += 1

@@ -117,7 +117,7 @@ class Intake:
         """Tokens since this start. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """By short reason: the message of the first sequence that failed for it."""
+        """For each short reason, the message of the first sequence that failed for it."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
     async def run(self) -> None:
@@ -205,7 +205,7 @@ class Intake:
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
         """Count a bad message. If it took the place of a pending sample, return a failed sequence for that sample."""
         self.bad_messages += 1
-        log.error("%s is set aside: %s", what, failure, extra=AGGREGATED)
+        log.error("setting aside %s: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
             for sequence in self._tracker.missing(sequence_id.rpartition(".")[0], self._bus.run, failure):
                 if sequence.sequence_id == sequence_id:
@@ -293,7 +293,7 @@ class Intake:
 
 
 FEWEST_TOKENS = 256
-"""Number of an actor's tokens after which the actor is checked. The count then starts again at 0."""
+"""Number of an actor's tokens of lag 0 after which the actor is checked. The count then starts again at 0."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
 """Allowed difference between log π and log μ of one token, in nats. The float32 bound is ten times the probe's tolerance. In 16
 bits a single token may be much further off than the median, and even more so with quantised weights in the engine."""

@@ -372,7 +372,7 @@ def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWante
 
 
 def most_in_flight(recipe: Recipe) -> int | None:
-    """Return M, the maximum number of issued, unconsumed sequences; None if only the number of actors bounds it. Pure."""
+    """Return M, the maximum number of sequences issued but not consumed; None if only the number of actors bounds it. Pure."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g * recipe.trainer.batch_size
     max_lag = recipe.algorithm.max_lag

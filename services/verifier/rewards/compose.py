@@ -158,8 +158,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function, possibly async, of our form, verl's or TRL's, told by its parameters' names. Raises `FieldError` if it
-    is missing or has another form. verl's and TRL's forms get the whole completion, so `answer_pattern` must be empty."""
+    """Import a function, possibly async, of our form, verl's or TRL's; its parameters' names tell which. Raises `FieldError` if
+    it is missing or has another form. verl's and TRL's forms get the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
