@@ -129,7 +129,7 @@ async def test_a_run_ends_when_its_model_is_uploaded_and_the_next_trainer_does_w
         assert registry.get_sample_value("pipelinerl_trainer_checkpoint_upload_version") is None
         stop.set()
         await running
-        assert "the run ends before its last checkpoint is uploaded" in caplog.text
+        assert "the run ends, but its last checkpoint is not uploaded yet" in caplog.text
     store.unlink()
     async with training_run(run_dir, checkpoint=checkpoint) as (run, policy), asyncio.timeout(120):
         run.loop.version, policy.version = 4, 4
