@@ -178,13 +178,13 @@ class Sampler:
 
 @dataclass(eq=False)
 class GenerationLoop:
-    """Keeps H sequences decoding, one in each of the H places of its sampler.
+    """Keeps H (`actor.sequences_in_progress`) sequences decoding, one in each place of its sampler.
 
-    Consumes prompt groups from PROMPTS, produces finished samples for the finisher. Waits for the serving gate (a commit opens
+    Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits for the serving gate (a commit opens
     it), for a free slot (a sample frees its slot when it enters the finisher's bounded buffer) and for a group (the trainer's
     feeder issues it). Each sample of a group starts as soon as a slot is free, so that a large group never leaves slots empty.
-    If the gate closes before all samples of a group have started, the others go back to PROMPTS. There are H slots; with
-    episodes there are more, because an episode takes a place only while it decodes a turn.
+    If the gate closes before all samples of a group have started, the others go back to PROMPTS. There are H slots, or more
+    with episodes, because an episode takes a place only while it decodes a turn.
     """
 
     bus: Bus

@@ -136,7 +136,7 @@ async def answers(address: str, within_s: float) -> bool:
 
 async def check_episodes(address: str) -> str:
     if await answers(address, ANSWER_S):
-        return f"{address} takes the turns of episodes"
+        return f"{address} serves the turns of episodes"
     raise ServiceError(f"{address} takes no connections: `kubectl logs` of the actors says whether they serve episodes")
 
 
@@ -188,7 +188,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--actor-login", type=Path, metavar="FILE", help="the actors' user and password for NATS")
     for name, what in (
         ("--actor", "the actors' Service and HTTP port"),
-        ("--episodes", "address at which actors take the turns of episodes"),
+        ("--episodes", "address at which actors serve the turns of episodes"),
         ("--closed", "address that network policies close to this pod"),
     ):
         parser.add_argument(name, default="", metavar="HOST:PORT", help=what)

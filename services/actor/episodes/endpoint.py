@@ -250,7 +250,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Return the names of the fields that ask for another distribution than `sampling`, or for another form of answer. Pure."""
+    """Return the names of fields that ask for a distribution other than `sampling`'s, or for another form of answer. Pure."""
     unchanged = {
         # These values ask for the recipe's distribution, which has neither top-p nor top-k.
         "temperature": (sampling.temperature,),
