@@ -230,7 +230,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     states = {path.parent: load_run_state(path.parent) for path in resumable(run_dir).values()}
     folder, state = list(states.items())[-1] if states else (None, None)
     if state is not None and folder is not None and state.run != run:
-        raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} is of run {state.run!r}, not of {run!r}")
+        raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} belongs to run {state.run!r}, not to {run!r}")
     for change in check_resumable(state.recipe if state else _lineage_file(run_dir)["recipe"], recipe):
         log.info("recipe changed: %s", change)
     if state is None or folder is None:
