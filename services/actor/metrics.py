@@ -36,7 +36,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Items in progress, start of the current busy time, seconds of earlier ones; replaced as a whole for other threads."""
+        """Running blocks, start of the current busy time, seconds of earlier ones. Replaced as a whole, for other threads."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state
@@ -90,7 +90,7 @@ class ActorMetrics:
         metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.").read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
-            "Duration of an engine step with sequences in progress, measured on the event loop, with the stall of a swap.",
+            "Duration of an engine step with sequences in progress, measured on the event loop, including the stall of a swap.",
             DECODE_SECONDS,
         )
         self._kv_cache = metrics.reading("kv_cache_usage_ratio", "Share of KV cache blocks in use at the last decode step.")
@@ -167,7 +167,7 @@ class ActorMetrics:
     def _weights(self, metrics: MetricSet) -> None:
         self.updates = metrics.counter(
             "weight_updates_total",
-            "Weight updates by outcome: committed, failed here, discarded before a commit, or refused with their manifest.",
+            "Weight updates by outcome: committed, failed here, discarded before a commit, or refused because of the manifest.",
             {"outcome": ("committed", "failed", "discarded", "refused")},
             unit="updates",
         )

@@ -15,11 +15,11 @@ UNKNOWN_TASK = "(unknown)"
 """Label of items of unknown tasks, so that callers cannot create label values."""
 
 CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-"""Statuses of calls that reached the server. Callers count all others."""
+"""Statuses of calls that reached the server. Only callers can count the others."""
 LOSSES = ("timeout", "death", "retirement")
 MEANS = ("bubblewrap", "landlock", "none")
 CODE = ("programs", "rewards", "episodes")
-"""Kinds of untrusted code: a model's programs; users' functions; environments, tools and agents."""
+"""Kinds of code: programs that a model wrote; users' reward functions; environments, tools and agents of episodes."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _EPISODE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _REWARDS = (-2, -1, -0.75, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.25, 1.5, 2, 5)
@@ -55,7 +55,7 @@ class VerifierMetrics:
             "worker_restarts_total", "Replaced workers, by the reason why they ended.", {"reason": LOSSES}, unit="processes"
         )
         kept = {"code": CODE, "means": MEANS}
-        self.sandbox = metrics.gauge("sandbox", "1 if this sandbox confines all code of the kind.", kept, unit="boolean")
+        self.sandbox = metrics.gauge("sandbox", "1 if this sandbox confines all code of this kind.", kept, unit="boolean")
         self.timeouts = metrics.counter("timeouts_total", "Rewards and episodes killed at a deadline.", unit="items")
         self.episodes = metrics.gauge("episodes", "Running episodes.", unit="episodes")
         self.episode_capacity = metrics.gauge("episode_capacity", "Maximum number of running episodes.", unit="episodes")

@@ -39,8 +39,8 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return the counter of rank 0's orders, which the first rank of each further node exports for its pod. The thread that
-    executes the orders increments it."""
+    """Return a counter of the orders from rank 0 to the first rank of a further node. That rank exports it for its pod. The
+    thread that executes the orders increments it."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
     )
@@ -64,17 +64,17 @@ class TaskMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
         reported = {"figure": f"a reward's term, an environment's metric, or turns; only the first {MOST_REASONS} names"}
-        self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences by task; none for a run of one task.", task)}
+        self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences by task if there are several.", task)}
         for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
             text = f"{plain(figure.text).removesuffix('.')}, by task if there are several."
             self._of_task[figure.key] = metrics.reading(f"task_{figure.metric}", text, task, unit=figure.unit)
         text = "Mean of a number that rewards or environments report, over a task's sequences in the step."
         self._reported = metrics.reading("task_reported_mean", text, {**task, **reported}, unit="as reported")
-        text = "Held-out accuracy of one set of problems, last evaluation."
+        text = "Held-out accuracy of one set of problems in the last evaluation."
         self._accuracy = metrics.reading("heldout_set_accuracy_ratio", text, sets)
-        text = "pass@k of one set of problems, last evaluation, with k = evaluation.samples if that is above 1."
+        text = "pass@k of one set of problems in the last evaluation, with k = evaluation.samples; none if that is 1."
         self._passed = metrics.reading("heldout_set_pass_ratio", text, sets)
-        text = "Mean of a reported number over the answers to one set of problems, last evaluation."
+        text = "Mean of a reported number over the answers to one set of problems in the last evaluation."
         self._heldout_reported = metrics.reading("heldout_set_reported_mean", text, {**sets, **reported}, unit="as reported")
         self._names = BoundedLabels()
 
@@ -148,7 +148,7 @@ class MembershipMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         text, causes = "Actors that the trainer removed from an epoch although they did not leave.", tuple(EvictionCause)
         self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
-        text = "Arrivals: an actor began to serve, in an epoch or on a side group."
+        text = "Number of times that an actor began to serve, in an epoch or through a side group."
         self.joins = metrics.counter("joins_total", text, unit="actors")
         text = "Time to bring one actor to the served version on a side group."
         self.join_seconds = metrics.histogram("join_seconds", text, SECONDS)
@@ -215,7 +215,7 @@ class TokenLagHistogram(Collector):
     """Tokens by lag since the start. One thread may add while others read, because the state is replaced as a whole. The client
     library's histogram takes one observation at a time, which is too slow for the hundreds of thousands of tokens of a step."""
 
-    NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
+    NAME, TEXT = "token_lag_steps", "Lag of trained tokens in optimizer steps; each token counts once."
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -284,14 +284,14 @@ STATE_METRICS = (
                 lambda run: run.updater.regroups, "groups of members"),
     StateMetric("weight_updates_total", "Versions that all members serve, and transfers that were aborted.",
                 lambda run: run.updater.updates, "updates", {"outcome": ("served", "aborted")}),
-    StateMetric("epoch", "Epoch: number of the current membership of the transfer group.",
+    StateMetric("epoch", "Number of the current epoch, that is, of the transfer group's present membership.",
                 lambda run: run.updater.epoch, "epoch"),
-    StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.",
+    StateMetric("ledger_sequences", "Sequences of the whole run: all issued ones, and those in each state.",
                 lambda run: run.ledger.counts.as_dict(), labels={"state": tuple(LedgerCounts().as_dict())}),
-    StateMetric("ledger_discrepancy_sequences", "Issued sequences minus those in all other states; not 0 is a defect.",
+    StateMetric("ledger_discrepancy_sequences", "Issued sequences minus those in all other states; anything but 0 is a defect.",
                 lambda run: run.ledger.counts.discrepancy),
     StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
-                labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
+                labels={"reason": "see docs/errors.md; (other) is the sum of the less frequent ones"}),
     StateMetric("dropped_stale_sequences", "Sequences that were too old for training, by reason.",
                 lambda run: {**_NONE_STALE, **run.ledger.reasons(Outcome.DROPPED_STALE)},
                 labels={"reason": tuple(_NONE_STALE)}),
@@ -305,20 +305,20 @@ STATE_METRICS = (
                 "(weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
     StateMetric("checkpoint_version", "Version of the newest checkpoint; none before the first.",
                 lambda run: max(run.checkpoints.positions, default=None)),
-    StateMetric("checkpoint_timestamp_seconds", "Unix time of the newest checkpoint, by this or an earlier trainer; before "
-                "the first, of the beginning of training.", lambda run: run.checkpoints.saved_at_s),
+    StateMetric("checkpoint_timestamp_seconds", "Unix time of the newest checkpoint, even of an earlier trainer; before "
+                "the first, the time when training began.", lambda run: run.checkpoints.saved_at_s),
     StateMetric("checkpoint_upload_version", "Version of the last upload; none before the first.",
                 lambda run: run.uploads.last.get("version")),
-    StateMetric("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.",
+    StateMetric("checkpoint_upload_timestamp_seconds", "Unix time when the last upload ended; none before the first.",
                 lambda run: run.uploads.last.get("at_s")),
     StateMetric("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series "
                 "without uploads.", lambda run: run.uploads.waiting_s),
     StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: len(run.intake.ready)),
     StateMetric("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
-                "bound, up to the run's end.", lambda run: run.feeder.allowance_by_version),
+                "bound, all groups up to the run's end.", lambda run: run.feeder.allowance_by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
                 lambda run: run.feeder.in_flight),
-    StateMetric("in_flight_limit_sequences", "Freshness limit of in_flight_sequences at present; none in conventional "
+    StateMetric("in_flight_limit_sequences", "Present freshness limit of in_flight_sequences; none in conventional "
                 "mode.", lambda run: run.feeder.in_flight_limit),
 )  # fmt: skip
 
@@ -365,14 +365,14 @@ def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWante
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )
-    text = "Actors that would keep the trainer busy within the lag bound; no value until it is measured."
+    text = "Actors that would keep the trainer busy within the lag bound; no value until enough is measured."
     wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
     wanted.read(lambda: advice.wanted)
     return advice
 
 
 def most_in_flight(recipe: Recipe) -> int | None:
-    """Return M, the maximum number of issued, unconsumed sequences; None if only the number of actors bounds it. Pure."""
+    """Return M, the maximum number of sequences issued but not consumed; None if only the number of actors bounds it. Pure."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g * recipe.trainer.batch_size
     max_lag = recipe.algorithm.max_lag
