@@ -190,7 +190,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise FieldError("recipe", str(path), f"cannot be read: {error.strerror}") from error
     if not isinstance(data, dict):
-        raise YamlError(str(path), 1, "a recipe is a mapping of sections (name:, model:, task:, ...)")
+        raise YamlError(str(path), 1, "a recipe must be a mapping of sections (name:, model:, task:, ...)")
     return data
 
 
@@ -243,7 +243,7 @@ def is_template(text: str) -> bool:
 
 
 def no_template_file(path: str) -> FieldError:
-    fix = f"there is no such file{'' if Path(path).is_absolute() else f' in {Path.cwd()}'}; name one with a Jinja chat template"
+    fix = f"there is no such file{'' if Path(path).is_absolute() else f' in {Path.cwd()}'}; name a Jinja chat template"
     return FieldError("model.chat_template", path, f"{fix}, or its text (helm --set-file recipe.set.model.chat_template=FILE)")
 
 

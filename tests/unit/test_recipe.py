@@ -454,7 +454,7 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("config.json", b'{"model_type": "llama"}', "its config.json names no architecture"),
         ("config.json", b'{"architectures": [', "its config.json is not JSON"),
         ("tokenizer.json", None, "has no tokenizer (tokenizer.json); copy"),
-        ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "the model's context is 9 tokens at most"),
+        ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "is above the model's 9 tokens; lower it"),
         ("model.safetensors", None, "has no weights (*.safetensors)"),
         ("model.safetensors", -3, "model.safetensors has 74 bytes, but its header says 77; copy the broken files again"),
         ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its header is incomplete"),
