@@ -37,7 +37,7 @@ class RunnerMetrics:
         metrics.reading("processes", "Running processes of the run.", {"process": SERVICES}, unit="processes").read(processes)
         restarted = {"process": SERVICES}
         self.restarts = metrics.counter("restarts_total", "Restarts of processes that died.", restarted, unit="processes")
-        wanted = "Number of actors set by the recipe or `pipelinerl scale`."
+        wanted = "Number of actors that the recipe or `pipelinerl scale` asks for."
         self.actors_wanted = metrics.reading("actors_wanted", wanted, unit="actors")
         metrics.gauge("start_timestamp_seconds", "Unix time at which this runner started.").set_to_current_time()
 

@@ -203,7 +203,7 @@ def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workp
     (workplace / "there" / "0.safetensors").write_bytes(b"short")
     for fields_only in ((), ("--fields-only",)):
         told = pipelinerl(*arguments, *fields_only)[2]
-        assert "model.name = 'there': 0.safetensors is not a safetensors file, or its beginning is cut" in told
+        assert "model.name = 'there': 0.safetensors is not a safetensors file, or its header is incomplete" in told
 
 
 def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command, 
     ("options", "said"),
     [
         ("ro", "disk cannot be written to, and initial models are kept there; name another folder"),
-        ("size=2m", "has 2 MB free, and the initial model takes 538 MB there; free some, or name a folder on another disk"),
+        ("size=2m", "has 2 MB free, but the initial model needs 538 MB there; free some, or name a folder on another disk"),
     ],
 )
 def test_a_cache_that_cannot_take_the_initial_model_is_told(

@@ -91,7 +91,7 @@ def test_what_is_no_model_or_leads_out_of_its_folder_is_refused(tmp_path: Path) 
         ("s3:bucket", "give the URL of a folder"),
         ("s3:///runs", "names no bucket"),
         ("file:///", "names no folder"),
-        ("s3://key:word@bucket/runs", "credentials do not belong here"),
+        ("s3://key:word@bucket/runs", "must not contain credentials"),
         ("s3://bucket/runs?region=x", r"must not contain \? or #"),
     ],
 )
