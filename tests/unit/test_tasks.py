@@ -432,7 +432,7 @@ def test_the_reference_may_be_a_part_of_the_answer(tmp_path: Path) -> None:
 
 def test_a_field_that_no_line_has_is_told_with_those_that_there_are(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"question": "1+1?", "answer": "2"}] * 3)
-    with pytest.raises(FieldError, match=r"task.prompt_field = 'prompt': .*no such field; .* it has: question, answer"):
+    with pytest.raises(FieldError, match=r"task.prompt_field = 'prompt': .*no such field; .* its fields: question, answer"):
         make_source(file_task(path), seed=0)
     with pytest.raises(FieldError, match=r"task.answer_field = 'solution': .* it has: question, answer"):
         make_source(file_task(path, prompt_field="question", answer_field="solution"), seed=0)
