@@ -304,8 +304,8 @@ def test_a_folder_and_a_pattern_are_all_their_files_and_mistakes_name_the_file(t
     (tmp_path / "more" / "c.csv").write_bytes(b"prompt,answer\n,1\n")
     with pytest.raises(UserError, match=r"more/c\.csv, line 2: field 'prompt' is empty"):
         FileSource(file_task(tmp_path / "more" / "*.csv", heldout=1), seed=0)
-    several = r"this folder holds \.csv \(1 file, such as more/c\.csv\), \.jsonl \(2 files, such as a\.jsonl\); select one kind by"
-    with pytest.raises(FieldError, match=several + r" its folder or a pattern, such as .*\*\*/\*\.jsonl\*"):
+    several = r"this folder holds \.csv \(1 file, such as more/c\.csv\), \.jsonl \(2 files, such as a\.jsonl\); select one"
+    with pytest.raises(FieldError, match=several + r" kind by its folder or a pattern, such as .*\*\*/\*\.jsonl\*"):
         FileSource(file_task(tmp_path, heldout=1), seed=0)
     (tmp_path / "none").mkdir()
     with pytest.raises(FieldError, match=r"task\.path = .*none'?: this folder holds no \.jsonl"):
