@@ -67,7 +67,7 @@ def plain_figures(values: np.ndarray, lags: np.ndarray, returns: np.ndarray) -> 
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
     st.integers(0, 2**32 - 1),
@@ -86,7 +86,7 @@ def test_figures_of_ranks_are_those_of_all_tokens(sizes: list[int], seed: int, s
     divided = zip(np.split(values, ends, axis=1), np.split(lags, ends), np.split(returns, ends), strict=True)
     figures = token_figures([statistics(*part) for part in divided], TOTALS, [30, 50], 64)
     for name, expected in plain_figures(values, lags, returns).items():
-        assert figures[name] == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+        assert figures[name] == (None if expected is None else pytest.approx(expected, rel=1e-9, abs=1e-12)), name
     assert (figures["value_loss"] is not None) == baseline
     assert (figures["microbatches"], figures["tokens_computed"], figures["packing_fill"]) == (2, 80, 80 / 128)
     assert json.loads(json.dumps(figures))["loss"] == 0.5
