@@ -343,7 +343,9 @@ def one_message(*parts: Any) -> Message | None:
     frozen.flags.writeable = False
     arrays = {"a": np.arange(10)[::2], "b": np.zeros((0, 2), np.float32), "c": np.asarray(True), "d": frozen}
     if os.environ["RANK"] == "1":
-        return links.hear()
+        message = links.hear()
+        assert links.hear().kind == END
+        return message
     works = links.begin_send(Message("one", {"version": 3, "counts": [{"n": 1}]}, arrays), 1)
     links.tell_all(Message(END))
     for work in works:
