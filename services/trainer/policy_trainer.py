@@ -1,6 +1,6 @@
 """`PolicyTrainer` is the policy as the optimizer loop uses it. The other functions load, check and shard the model on every
-rank. The methods of `PolicyTrainer` block. Call all of them on one thread, and the function that `begin_checkpoint` returns on
-another.
+rank. The methods of `PolicyTrainer` block. Call all of them but `prepare` on one thread, and the function that
+`begin_checkpoint` returns on another.
 
 Rank 0 loads the weights and finds out how to call the model. It tells the other ranks, which read only the model's
 configuration. A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the
@@ -40,6 +40,8 @@ from services.trainer.checkpoint.checkpointer import PolicyExport, load_value_he
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
 from services.trainer.checkpoint.state_files import StateSaver, restore
 from services.trainer.learn.attention import RowPart, key_repeats
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.meter import bound_of
 from services.trainer.learn.model import (
     DTYPES,
     blank_policy,
@@ -76,6 +78,12 @@ class PolicyTrainer:
         """Version of the weights; None before this process's first step."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
+
+    def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
+        """Prepare the next step, and begin to send all ranks their batches. This may run while a step is computed."""
+        prepared = self.learner.prepare(groups, version)
+        self.learner.send_batches(prepared)
+        return prepared
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
         figures = self.learner.step(prepared)
@@ -240,6 +248,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
         world=world,
         reference=sharded(frozen) if frozen is not None else None,
         compute_dtype=dtype,
+        bound=bound_of(recipe),
     )
     if resume is not None:
         restore(learner, resume)
