@@ -75,7 +75,7 @@ async def _measure(world: int, manifest: Manifest) -> dict[str, Any]:
 @contextmanager
 def _links(world: int) -> Iterator[list[str]]:
     """Network namespaces on one bridge, rank r's with the address SUBNET.(r + 1). They vanish at the block's end."""
-    bridge = f"prlc{os.getpid() % 10**6}"
+    bridge = f"prlc{os.getpid() % 10**5}{world}"
     names = [f"{bridge}-{rank}" for rank in range(world)]
     limit = ("root", "tbf", "rate", f"{MEGABITS}mbit", "burst", "128kb", "latency", "50ms")
     try:

@@ -269,6 +269,14 @@ SUMMARY = (
         file="weight_bandwidth",
     ),
     Figure(
+        "weight_update",
+        "transfer to seven actors over links of 200 Mbit/s against one copy between two ranks",
+        {"ranks": 8},
+        "chain_copies",
+        at_most="goal",
+        file="weight_chain",
+    ),
+    Figure(
         "prefix_cache",
         "sampling with a shared prompt of 256 tokens against sampling without the prefix cache, 135M parameters",
         {"case": "smollm2", "prompt_tokens": 256},

@@ -165,8 +165,9 @@ class RemotePeer:
 def peer(kind: type[Peer], *arguments: Any, namespace: str = "") -> Iterator[RemotePeer]:
     """Starts the process, in the network namespace of that name if one is given; kills it at the block's end."""
     here, there = multiprocessing.Pipe()
-    arguments = (kind, arguments, there, namespace)
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # so that torch is imported once
+    process = context.Process(target=_serve, args=(kind, arguments, there, namespace), daemon=True)
     process.start()
     there.close()
     try:

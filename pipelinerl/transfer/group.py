@@ -195,7 +195,7 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
                 os.environ[name] = before
 
 
-PIECE_BYTES = 2**18
+PIECE_BYTES = 2**19
 """Bytes that a rank of a Gloo group receives before it passes them on. Smaller pieces take more of a core's time."""
 _OUTCOME, _VOID = "outcome", "void"
 """Key of a meeting's outcome, and its value if the meeting was given up. Otherwise, the value says what all ranks keep."""
