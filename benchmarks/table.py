@@ -270,11 +270,10 @@ SUMMARY = (
     ),
     Figure(
         "weight_update",
-        "transfer to seven actors over links of 200 Mbit/s against one copy between two ranks",
-        {"ranks": 8},
-        "chain_copies",
-        at_most="goal",
-        file="weight_chain",
+        "weight transfer to seven actors over links of 200 Mbit/s against a bare Gloo broadcast to one",
+        {"model": "7 actors"},
+        at_least="goal",
+        file="weight_bandwidth",
     ),
     Figure(
         "prefix_cache",

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.broadcast_chain import chain_rows, why_not_here
+from benchmarks.broadcast_chain import chain_row, why_not_here
 from benchmarks.decode_trace import Step, Window, median_step, rate_in, stall_before, tokens_in
 from benchmarks.random_models import build_billion, build_smollm2_shape, build_tiny
 from benchmarks.result_files import kept_rows, write_result
@@ -230,7 +230,7 @@ def main() -> None:
     threads = plan_threads(cores, num_actors=1)
     # Before torch is imported anywhere: vLLM's engine process inherits it.
     os.environ.update(threads.actor_env() | {"VLLM_LOGGING_LEVEL": "WARNING"})
-    machine: dict[str, Any] = {"cores": cores, "engine_threads": threads.engine}
+    machine = {"cores": cores, "engine_threads": threads.engine}
     for case in cases(arguments.quick):
         if arguments.only and case.name not in arguments.only:
             continue
@@ -245,11 +245,9 @@ def main() -> None:
         if obstacle := why_not_here():
             print(f"chain: {obstacle}", file=sys.stderr)
             return
-        rows = asyncio.run(chain_rows())
-        print(json.dumps(rows), flush=True)
-        machine["load_average_after"] = round(os.getloadavg()[0], 2)
-        result = {"benchmark": "weight_chain", "machine": machine, "rows": rows}
-        write_result(arguments.output / "weight_chain.json", result)
+        row = asyncio.run(chain_row())
+        print(json.dumps(row), flush=True)
+        write("weight_bandwidth", [row], machine, arguments.output)
 
 
 if __name__ == "__main__":
