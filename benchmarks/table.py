@@ -278,6 +278,13 @@ SUMMARY = (
         file="weight_bandwidth",
     ),
     Figure(
+        "weight_update",
+        "weight transfer to seven actors over links of 200 Mbit/s against a bare Gloo broadcast to one",
+        {"model": "7 actors"},
+        at_least="goal",
+        file="weight_bandwidth",
+    ),
+    Figure(
         "prefix_cache",
         "sampling with a shared prompt of 256 tokens against sampling without the prefix cache, 135M parameters",
         {"case": "smollm2", "prompt_tokens": 256},

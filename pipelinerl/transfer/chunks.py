@@ -176,6 +176,11 @@ class Unpacker:
         begin = chunk.offset - start
         return self._incomplete[-1][begin : begin + chunk.num_bytes]
 
+    def rewind(self, chunk: Chunk) -> None:
+        """Forget the memory of `chunk`, the next one to add, and of later ones, so that `room` can be called for them again."""
+        while len(self._incomplete) > (chunk.offset > self._manifest.offsets[chunk.parameters[0]]):
+            self._incomplete.pop()
+
     def add(self, chunk: Chunk) -> list[tuple[str, Tensor]]:
         """Return the parameters that `chunk` completes, in the manifest's order."""
         manifest = self._manifest
