@@ -124,8 +124,8 @@ def pack(
     """Copy the parameters into one stream: uint8[total_bytes], converted to the wire dtypes, padding zeroed.
 
     Pairs are consumed one after another, so that only one parameter needs to exist at a time; names that the manifest does not
-    have are ignored. `into`: a stream to overwrite; None = new host memory. Raises ManifestDiffers if a parameter is missing or
-    has another shape or dtype than in the manifest.
+    have are ignored. A parameter may already have its wire dtype. `into`: a stream to overwrite; None = new host memory. Raises
+    ManifestDiffers if a parameter is missing or has another shape or dtype than in the manifest.
     """
     stream = torch.empty(manifest.total_bytes, dtype=torch.uint8) if into is None else into
     places = {spec.name: index for index, spec in enumerate(manifest.parameters)}
@@ -136,7 +136,7 @@ def pack(
         spec, offset, size = manifest.parameters[index], manifest.offsets[index], manifest.sizes[index]
         if tuple(tensor.shape) != tuple(spec.shape):
             raise ManifestDiffers(name, "shape", tuple(tensor.shape), tuple(spec.shape))
-        if dtype_name(tensor.dtype) != spec.dtype:
+        if dtype_name(tensor.dtype) not in (spec.dtype, manifest.sent_dtype(spec)):
             raise ManifestDiffers(name, "dtype", dtype_name(tensor.dtype), spec.dtype)
         _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)
         stream[offset + size : offset + aligned(size)].zero_()

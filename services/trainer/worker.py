@@ -77,7 +77,7 @@ def carry_out(order: Message, learner: Learner, received: Iterator[Message]) -> 
     elif order.kind == SCORE:
         learner.score(order.arrays["token_ids"], adapters=bool(order.arrays["adapters"]))
     elif order.kind in (WEIGHTS, ADAPTER, VALUE_HEAD):
-        for _ in learner.gather(order.kind):
+        for _ in learner.gather(order.kind, order.fields["dtype"]):
             pass
     else:
         assert order.kind == HEARTBEAT, f"rank 0 gave an order that this rank does not know: {order.kind}"

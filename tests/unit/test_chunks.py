@@ -155,6 +155,10 @@ def test_wire_dtype_rounds_once() -> None:
     [(_, tensor)] = unpacked(manifest, pack(manifest, weights))
 
     assert tensor.dtype == torch.bfloat16
+    rounded = {name: weight.bfloat16() for name, weight in weights.items()}
+    assert torch.equal(pack(manifest, rounded), pack(manifest, weights)), "a parameter may already have the wire's dtype"
+    with pytest.raises(ManifestDiffers, match="dtype"):
+        pack(manifest, {name: weight.half() for name, weight in weights.items()})
     assert tensor.tolist() == [1.0, 1.0, -3.0]
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
@@ -406,7 +408,20 @@ def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(tr
     assert [step["loss"] for step in two.outcomes] == pytest.approx([step["loss"] for step in one.outcomes], rel=0.05)
 
 
-def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]] | None:
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes that this rank gives to all_gather."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it calls the collectives of its shards next
+            return NotImplemented
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.num_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]], int, int] | None:
     join_ranks(torch.device("cpu"))
     recipe = Job(folder, model={"dtype": "bfloat16"}).recipe()
     learner = sharded_learner(recipe, folder, torch.device("cpu"))
@@ -416,18 +431,24 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
         return None
     sender = weight_sender(learner, recipe, "gloo")
     learner.score(np.arange(9))
-    snapshot = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS))
+    with GatheredBytes() as gathered:
+        snapshot = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS, sender.manifest.wire_dtype))
+    with GatheredBytes() as in_float32:
+        later = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS))
     learner.order(END)
+    assert torch.equal(snapshot.stream, later.stream), "rounded before or after they are gathered"
     unpacker, sent = Unpacker(sender.manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)), {}
     for chunk in sender.manifest.chunks:
         unpacker.room(chunk).copy_(chunk_of(snapshot.stream, chunk))
         sent |= {name: tensor.float().flatten().tolist() for name, tensor in unpacker.add(chunk)}
-    return sent, {name: master.bfloat16().float().flatten().tolist() for name, master in masters}
+    rounded = {name: master.bfloat16().float().flatten().tolist() for name, master in masters}
+    return sent, rounded, gathered.num_bytes, in_float32.num_bytes
 
 
 def test_sharded_masters_are_sent_in_sixteen_bit_also_after_scoring(trained: Trained) -> None:
-    sent, rounded = on_ranks(2, snapshot_after_score, trained.jobs["tied"].folder)[0]
+    sent, rounded, gathered, in_float32 = on_ranks(2, snapshot_after_score, trained.jobs["tied"].folder)[0]
     assert sent == rounded
+    assert 0 < gathered * 2 == in_float32
 
 
 def of_another_revision(folder: str, name: str) -> str:

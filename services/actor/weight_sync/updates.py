@@ -119,8 +119,8 @@ class UpdateListener:
         if not isinstance(error, ManifestMismatch):
             raise error
         raise UserError(
-            f"the model served here does not take the trainer's weights: {error}. Start actor and trainer with the same "
-            "recipe and the same initial model (PIPELINERL_RECIPE, PIPELINERL_MODEL_DIR)"
+            f"the model served here does not take the trainer's weights: {error}. If they are of another model, start actor "
+            "and trainer with the same recipe and the same initial model (PIPELINERL_RECIPE, PIPELINERL_MODEL_DIR)"
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:

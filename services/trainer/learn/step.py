@@ -186,9 +186,9 @@ class Learner:
         plan = plan_step(lengths, budget, ranks, self.cost_model, outputs, prompts)
         return StepPlan([[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots], plan.costs)
 
-    def order(self, kind: str, **arrays: Any) -> None:
+    def order(self, kind: str, *, dtype: str = "", **arrays: Any) -> None:
         if self.world.is_first and self.world.links is not None:
-            self.world.links.tell_all(Message(kind, arrays=arrays))
+            self.world.links.tell_all(Message(kind, {"dtype": dtype}, arrays))
             if kind == END and self.world.batches is not None:
                 self.world.batches.tell_all(Message(END))
 
@@ -292,12 +292,13 @@ class Learner:
         with nullcontext() if adapters else adapters_off(self.policy.model):
             return self.policy.sequence_logprobs(token_ids)
 
-    def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+    def gather(self, kind: str, dtype: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield whole parameters by their checkpoint names, one after the other. All ranks must iterate to the end. `WEIGHTS`:
-        the weights that actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer."""
-        self.order(kind)
+        the weights that actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer. `dtype`: name of
+        the dtype to which the caller will round all weights, so that shards are gathered in it; empty = none."""
+        self.order(kind, dtype=dtype)
         if kind == WEIGHTS:
-            return served_weights(self.policy.model)
+            return served_weights(self.policy.model, getattr(torch, dtype) if dtype else None)
         if kind == ADAPTER:
             return adapter_weights(self.policy.model)
         head = self.policy.value_head

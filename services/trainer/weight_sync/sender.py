@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.rl.memory import MOST_SNAPSHOTS
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.transfer.chunks import (
     ReusedMemory,
@@ -85,10 +86,6 @@ def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int
         )
         low_rank.append(item)
     return build_manifest(factors, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes, low_rank=low_rank)
-
-
-MOST_SNAPSHOTS = 3
-"""Number of reused buffers: one each for the served version, the version in transfer and the version that waits."""
 
 
 class Snapshot:
