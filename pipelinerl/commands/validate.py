@@ -16,7 +16,7 @@ from pipelinerl.errors import FieldError, Lacking, counted, one_of
 from pipelinerl.local.placing import placed_here
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
-from pipelinerl.recipe.model_folder import known_parameters, token_counter
+from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
 from pipelinerl.rl.memory import (
@@ -183,16 +183,15 @@ def gib_of(text: str) -> float:
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
     """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
-    if parameters is not None:
-        return Model.of(recipe, size_of(parameters))
+    if size := size_of(parameters) if parameters is not None else known_parameters(recipe.model):
+        return Model.of(recipe, size, active_share=active_share(recipe.model, size))
     name = recipe.model.name or recipe.model.source
-    if held := known_parameters(recipe.model):
-        return Model.of(recipe, held)
     named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
     if not named:
         fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
         raise FieldError("--parameters", None, fix)
-    return Model.of(recipe, _ROUNDED * max(named))
+    size = _ROUNDED * max(named)
+    return Model.of(recipe, size, active_share=active_share(recipe.model, size))
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training. Estimates know a model only by
-its size. Memory is left for activations: `ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's.
+its size; memory counts all experts of a mixture, and compute only those that a token visits. Memory is left for activations:
+`ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's.
 Quantised weights, replicated tensors and other processes on the device are not counted.
 """
 
@@ -11,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
@@ -23,6 +24,9 @@ UPDATE_GIB = 2.0
 """Memory of a weight update beyond the second instance of the weights: chunks, the largest whole tensor, NCCL's buffers."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
+ADAPTERS = 0.9
+"""Parameters of adapters on all linear layers, divided by their rank and by the model's active parameters to the power of 2/3.
+The quotient is between 0.65 and 0.9 for Qwen2.5 of 0.5B to 7B and Llama of 8B and 70B."""
 MOST_PER_ACTOR = 64
 """Maximum number of accelerators of an actor, as for `actor.engine.tensor_parallel_size`."""
 
@@ -33,18 +37,27 @@ class Model:
     kv_bytes: float
     """Bytes of one token in the KV cache, over all layers."""
     dtype_bytes: int = 2
+    active_share: float = 1.0
+    """Share of the parameters that one token uses. It is below 1 only in a mixture of experts."""
+    adapters: int | None = None
+    """Number of the adapters' parameters; None = not known, so that it is estimated."""
 
     @classmethod
-    def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None) -> Model:
-        """Return the recipe's model. If `kv_bytes` is None, it is estimated for a dense 16-bit model with grouped-query
-        attention: 128 KiB per token at 8B, as in Llama 3, scaled by the square root of the size. This gives 379 KiB at 70B,
-        where Llama 3 has 320. Other models can need less: Qwen2.5-7B has 56 KiB."""
+    def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None, **known: Any) -> Model:
+        """Return the recipe's model; `known` has the last two fields. If `kv_bytes` is None, it is estimated for a 16-bit model
+        with grouped-query attention: 128 KiB per token at 8B, as in Llama 3, scaled by the square root of the size. This gives
+        379 KiB at 70B, where Llama 3 has 320. Other models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
         usual = 128 * 1024 * math.sqrt(parameters / 8e9)
-        return cls(parameters, usual if kv_bytes is None else kv_bytes, 4 if recipe.model.dtype == "float32" else 2)
+        return cls(parameters, usual if kv_bytes is None else kv_bytes, 4 if recipe.model.dtype == "float32" else 2, **known)
 
     @property
     def weights_bytes(self) -> float:
         return self.parameters * self.dtype_bytes
+
+    @property
+    def active(self) -> float:
+        """Number of parameters that one token uses."""
+        return self.parameters * self.active_share
 
 
 def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
@@ -55,13 +68,25 @@ def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
 
 
 def update_gib(recipe: Recipe, model: Model) -> float:
-    """Return the memory that a weight update needs on each accelerator outside vLLM's share: `UPDATE_GIB` and, unless adapters
-    are sent, the second instance of the weights."""
-    return (0 if sends_adapters(recipe) else model.weights_bytes / GIB / recipe.actor.engine.tensor_parallel_size) + UPDATE_GIB
+    """Return the memory that a weight update needs on each accelerator outside vLLM's share: `UPDATE_GIB` and the second
+    instance of the weights or adapters that are sent."""
+    return sent_bytes(recipe, model) / GIB / recipe.actor.engine.tensor_parallel_size + UPDATE_GIB
 
 
 def sends_adapters(recipe: Recipe) -> bool:
     return recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter"
+
+
+def adapter_parameters(recipe: Recipe, model: Model) -> float:
+    """Return the number of the adapters' parameters, which is an estimate unless the model knows it; 0 without adapters."""
+    if recipe.trainer.lora is None:
+        return 0.0
+    return recipe.trainer.lora.rank * ADAPTERS * model.active ** (2 / 3) if model.adapters is None else model.adapters
+
+
+def sent_bytes(recipe: Recipe, model: Model) -> float:
+    """Return the size of a version as actors receive it: adapters or whole weights."""
+    return adapter_parameters(recipe, model) * model.dtype_bytes if sends_adapters(recipe) else model.weights_bytes
 
 
 def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
@@ -76,14 +101,14 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
     adapters are sent, and vLLM needs a KV cache for at least one sequence of `model.max_context`."""
     size, share = recipe.actor.engine.tensor_parallel_size, vllm_share(recipe, model, memory_gib)
     weights, longest = model.weights_bytes / GIB, model.kv_bytes * recipe.model.max_context / GIB
-    instances = 1 if sends_adapters(recipe) else 2
+    sent = "adapters" if sends_adapters(recipe) else "weights"
 
     def fits(size: int) -> bool:
-        return (instances * weights + longest) / size + ENGINE_GIB + UPDATE_GIB <= memory_gib
+        return (weights + sent_bytes(recipe, model) / GIB + longest) / size + ENGINE_GIB + UPDATE_GIB <= memory_gib
 
     if not fits(size):
         enough = next((2**n for n in range(MOST_PER_ACTOR.bit_length()) if fits(2**n)), None)
-        twice = ", which an update holds twice" if instances == 2 else ""
+        twice = ", which an update holds twice" if sent == "weights" else ""
         large = (
             f"weights of {weights:,.0f} GiB{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, and "
             f"{ENGINE_GIB + UPDATE_GIB:g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
@@ -95,7 +120,7 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
         most = math.floor(100 * (1 - update / memory_gib)) / 100
         fix = (
             f"leaves {memory_gib * (1 - share):.1f} of {memory_gib:,.0f} GiB outside vLLM, but a weight update needs "
-            f"{update:.1f}: a second instance of the weights ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} for receiving; "
+            f"{update:.1f}: a second instance of the {sent} ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} for receiving; "
             f"use at most {most}"
         )
         return FieldError("actor.engine.gpu_memory_utilization", share, fix)
@@ -126,11 +151,13 @@ def update_shortage(weights_bytes: int, free_bytes: int, total_bytes: int, share
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, and 16-bit weights if the model is in 16 bits. With adapters, only the weights count."""
-    if recipe.trainer.lora is not None:
-        return model.weights_bytes
+    moments, and 16-bit weights if the model is in 16 bits. With adapters, these are the states of the adapters, and the model's
+    weights stay in its dtype."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
-    return model.parameters * ((model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments)
+    each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
+    if recipe.trainer.lora is None:
+        return model.parameters * each
+    return model.weights_bytes + adapter_parameters(recipe, model) * each
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:

@@ -127,6 +127,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
             f"{PLAN} 7B --lengths 64 --accelerator p.jsonl",
             "decode is missing: give a list (points [sequences in progress, tokens/s] of one actor)",
         ),
+        (f"{PLAN} 7B --lengths 64 --active-parameters 3", "--active-parameters = '3': give a number with M, B or T"),
+        (f"{PLAN} 7B --lengths 64 --active-parameters 8B", "--active-parameters = '8B': a token cannot use more than"),
         (f"{PLAN} 7B --lengths 64 --sequences-in-progress 0", "--sequences-in-progress = 0: give a number above 0"),
         (f"{PLAN} 7B --lengths 64 --kv-kib-per-token inf", "--kv-kib-per-token = inf: give a number above 0"),
         (f"{PLAN} 900T --lengths 64", "do not fit 75 GiB; 64, the maximum of an actor, are too few"),

@@ -2,7 +2,7 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +10,18 @@ from torch import nn
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.rl.memory import GIB, Model, actor_problem, checkpoint_bytes, kv_cache_gib, trainer_problem, update_shortage
+from pipelinerl.rl.memory import (
+    GIB,
+    Model,
+    actor_problem,
+    checkpoint_bytes,
+    kv_cache_gib,
+    sent_bytes,
+    state_bytes,
+    trainer_problem,
+    update_gib,
+    update_shortage,
+)
 from services.actor.weight_sync import loaders
 from services.trainer.policy_trainer import check_memory
 
@@ -65,6 +76,22 @@ def test_ranks_that_share_the_states() -> None:
     )
 
 
+def test_adapters_have_states_and_an_update_of_their_own() -> None:
+    """8e9 to the power of 2/3 is 4e6, and 0.9 of that for each rank of 64 are 230.4e6; of 1e9 it is 1e6, and 57.6e6."""
+    whole, mixture = Model(8e9, 1024), Model(8e9, 1024, active_share=1 / 8)
+    recipe = load_recipe("gsm", ["trainer.lora.rank=64"])
+    assert state_bytes(recipe, whole) == pytest.approx(16e9 + 18 * 230.4e6)
+    assert state_bytes(recipe, mixture) == pytest.approx(16e9 + 18 * 57.6e6)
+    assert state_bytes(recipe, Model(8e9, 1024, adapters=100)) == 16e9 + 18 * 100
+    assert sent_bytes(recipe, whole) == pytest.approx(2 * 230.4e6)
+    assert update_gib(recipe, whole) == pytest.approx(2 + 0.429, abs=1e-3)
+    assert actor_problem(recipe, whole, 24.0) is not None, "the recipe's share of 0.75"
+    assert actor_problem(load_recipe("gsm", ["trainer.lora.rank=64", f"{SHARE}=auto"]), whole, 24.0) is None
+    assert sent_bytes(load_recipe("gsm"), mixture) == 16e9
+    merged = load_recipe("arithmetic", ["trainer.lora={rank: 64, send: merged}"])
+    assert sent_bytes(merged, Model(8e9, 1024, dtype_bytes=4)) == 32e9
+
+
 def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set() -> None:
     """10 GiB of weights and 2 beside 9 free ones of 40: three too few, 7.5% of the device."""
     said = update_shortage(10 * GIB, 9 * GIB, 40 * GIB, share=0.7)
@@ -110,6 +137,11 @@ def test_a_rank_asks_its_device_whether_the_states_fit(device: torch.device, cap
     check(9.0, ranks=2)
     check(99.0, where=torch.device("cpu"))
     assert caplog.text == ""
+    adapters = load_recipe("arithmetic", ["trainer.lora.rank=4096"])
+    whole = nn.ModuleList([weights(5.0).requires_grad_(False), weights(0.25)])
+    check_memory(adapters, cast(Any, whole), SimpleNamespace(device=device, layout=SimpleNamespace(shard_ranks=1)))  # type: ignore[arg-type]
+    assert "6.0 GiB of weights" in caplog.text, "5 frozen and four times 0.25"
+    caplog.clear()
     check(7.0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "7.0 GiB of weights" in caplog.text
