@@ -2,7 +2,7 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -85,8 +85,8 @@ def test_adapters_have_states_and_an_update_of_their_own() -> None:
     assert state_bytes(recipe, Model(8e9, 1024, adapters=100)) == 16e9 + 18 * 100
     assert sent_bytes(recipe, whole) == pytest.approx(2 * 230.4e6)
     assert update_gib(recipe, whole) == pytest.approx(2 + 0.429, abs=1e-3)
-    assert actor_problem(recipe, whole, 24.0) is not None, "the recipe's share of 0.75"
-    assert actor_problem(load_recipe("gsm", ["trainer.lora.rank=64", f"{SHARE}=auto"]), whole, 24.0) is None
+    assert actor_problem(recipe, whole, 22.0) is not None, "the recipe's share of 0.75"
+    assert actor_problem(load_recipe("gsm", ["trainer.lora.rank=64", f"{SHARE}=auto"]), whole, 22.0) is None
     assert sent_bytes(load_recipe("gsm"), mixture) == 16e9
     merged = load_recipe("arithmetic", ["trainer.lora={rank: 64, send: merged}"])
     assert sent_bytes(merged, Model(8e9, 1024, dtype_bytes=4)) == 32e9
@@ -137,9 +137,9 @@ def test_a_rank_asks_its_device_whether_the_states_fit(device: torch.device, cap
     check(9.0, ranks=2)
     check(99.0, where=torch.device("cpu"))
     assert caplog.text == ""
-    adapters = load_recipe("arithmetic", ["trainer.lora.rank=4096"])
-    whole = nn.ModuleList([weights(5.0).requires_grad_(False), weights(0.25)])
-    check_memory(adapters, cast(Any, whole), SimpleNamespace(device=device, layout=SimpleNamespace(shard_ranks=1)))  # type: ignore[arg-type]
+    whole: Any = nn.ModuleList([weights(5.0).requires_grad_(False), weights(0.25)])
+    world: Any = SimpleNamespace(device=device, layout=SimpleNamespace(shard_ranks=1))
+    check_memory(load_recipe("arithmetic", ["trainer.lora.rank=4096"]), whole, world)
     assert "6.0 GiB of weights" in caplog.text, "5 frozen and four times 0.25"
     caplog.clear()
     check(7.0)
