@@ -25,6 +25,7 @@ from pipelinerl.rl.memory import (
     Model,
     actor_problem,
     kv_cache_gib,
+    ranks_of_a_copy,
     state_bytes,
     trainer_problem,
     update_gib,
@@ -56,7 +57,7 @@ def validate(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None:
         model, memory_gib = model_of(recipe, args.parameters), gib_of(args.gpu_memory)
         memory = memory_outline(recipe, model, memory_gib)
-        ranks = recipe.trainer.shard_ranks or recipe.trainer.ranks
+        ranks = ranks_of_a_copy(recipe, model, memory_gib)
         told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
         mistakes += [problem for problem in told if problem is not None]
     if mistakes:
@@ -200,7 +201,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     size, in_share = engine.tensor_parallel_size, memory_gib * vllm_share(recipe, model, memory_gib)
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
     each = kv_gib * GIB / model.kv_bytes / in_progress
-    ranks = trainer.shard_ranks or trainer.ranks
+    ranks = ranks_of_a_copy(recipe, model, memory_gib)
     state_gib = state_bytes(recipe, model) / GIB / ranks
     return [
         ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_bytes / 1024:.0f} KiB of KV cache a token"),
@@ -213,6 +214,6 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         (
             "trainer GPU",
             f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}; {memory_gib - state_gib:.1f} for "
-            f"activations and gathered weights (trainer.nproc = {trainer.ranks}: set it to the ranks of all nodes)",
+            f"activations and gathered weights (trainer.nproc = {trainer.nproc or 'auto'}: set it to the ranks of all nodes)",
         ),
     ]

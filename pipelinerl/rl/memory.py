@@ -171,6 +171,11 @@ def fewest_ranks(recipe: Recipe, model: Model, memory_gib: float) -> int:
     return math.ceil(state_bytes(recipe, model) / (memory_gib * MODEL_STATE_SHARE * GIB))
 
 
+def ranks_of_a_copy(recipe: Recipe, model: Model, memory_gib: float) -> int:
+    """Return how many ranks share one copy of the states. If `trainer.nproc` is `auto`, these are the fewest that can."""
+    return recipe.trainer.shard_ranks or recipe.trainer.nproc or fewest_ranks(recipe, model, memory_gib)
+
+
 def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int) -> FieldError | None:
     """Return why `ranks` that share one copy of the states cannot train on accelerators of `memory_gib`, or None."""
     fewest, state_gib = fewest_ranks(recipe, model, memory_gib), state_bytes(recipe, model) / GIB / ranks

@@ -216,7 +216,8 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
 
 def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, model: Model | None) -> tuple[int, int]:
     """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
-    the sheet or the model's size is unknown, each side gets about half. Either number is 0 if the GPUs do not suffice."""
+    the sheet or the model's size is unknown, each side gets about half. If the GPUs do not suffice, return the fewest ranks and
+    0 actors."""
     size, fewest, half = recipe.actor.engine.tensor_parallel_size, multiple, len(free) // 2
     memory_gib = min(device.total_bytes for device in free) / GIB
     actors = max(1, half // size)
@@ -228,7 +229,7 @@ def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, model: Model
             in_progress = recipe.actor.sequences_in_progress
             actors = best_split(possible_splits(recipe, model, machine, lengths, len(free), in_progress)).num_generators
     actors = min(actors, (len(free) - fewest) // size)
-    return (len(free) - actors * size) // multiple * multiple, max(actors, 0)
+    return ((len(free) - actors * size) // multiple * multiple, actors) if actors > 0 else (fewest, 0)
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:

@@ -194,6 +194,7 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     code, _, errors = pipelinerl(*gsm, "--set", "trainer.nproc=2")
     assert (code, "trainer.nproc = 2" in errors, "use at least 3 ranks" in errors) == (2, True, True)
     assert "(trainer.nproc = 4: set it to the ranks of all nodes)" in pipelinerl(*gsm)[1]
+    assert "optimizer 43.0 GiB on each of 3;" in pipelinerl(*gsm, "--set", "trainer.nproc=auto")[1], "as many as are needed"
 
 
 def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workplace: Path) -> None:
