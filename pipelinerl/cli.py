@@ -1,7 +1,7 @@
 """The `pipelinerl` command: the arguments of its commands, their completion in a shell, and exit codes for errors.
 
-The module of a command is imported when the command runs, since it may be heavy. Exit codes: 0 done, 1 failed, 2 a user's
-mistake (arguments, recipe, folder), 130 interrupted, 141 the reader closed the output.
+A command's module is imported only when the command runs, because the import may be slow. Exit codes: 0 done, 1 failed, 2 a
+user's mistake (arguments, recipe, folder), 130 interrupted, 141 the reader of the output closed it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = args.execute.partition(":")
     try:
         code = getattr(importlib.import_module(f"pipelinerl.commands.{module}"), function)(args)
-        if sys.stdout is not None:  # `>&-` closed it before the start
+        if sys.stdout is not None:  # None if the shell closed it, as by `>&-`
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python prints a second error at exit
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except PipelineRLError as error:
-        print(f"pipelinerl: {printable(str(error))}", file=sys.stderr)  # it may quote a user's code, data and model output
+        print(f"pipelinerl: {printable(str(error))}", file=sys.stderr)  # the message may quote code, data or a model's output
         return WRONG_USE if isinstance(error, UserError) else FAILED
     return code
 
@@ -84,12 +84,12 @@ def _fields(prefix: str, **_rest: Any) -> list[str]:
 
 def _run(parser: argparse.ArgumentParser) -> None:
     _recipe(parser, nargs="?")
-    parser.add_argument("--actors", metavar="N", type=int, help="actor processes; short for --set actor.count=N")
+    parser.add_argument("--actors", metavar="N", type=int, help="number of actor processes; short for --set actor.count=N")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of the run (default: runs/<name>)")
     parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")
     parser.add_argument(
         "--reward-rows", metavar="N", type=int, default=2,
-        help="before the start, call each reward on this many of its problems (default: 2; 0: none, if calls cost money)",
+        help="number of problems on which each reward is tried before the run starts (default: 2; use 0 if calls cost money)",
     )  # fmt: skip
     page = parser.add_mutually_exclusive_group()
     page.add_argument("--page-port", metavar="PORT", type=int, default=0, help="port of the live page (default: any free one)")
@@ -111,53 +111,53 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 def _scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["actors"], help="service to scale")
-    parser.add_argument("count", metavar="N", type=int, help="the wanted number")
+    parser.add_argument("count", metavar="N", type=int, help="number of actors to reach")
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the run")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="maximum wait until all serve (300 s)")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds to wait until all serve (300)")
 
 
 def _validate(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
     parser.add_argument(
         "--fields-only", action="store_true",
-        help="do not check the files, folders and functions that the recipe names, which may be elsewhere",
+        help="check only the fields, not the files, folders and functions that they name, which may be on another machine",
     )  # fmt: skip
     parser.add_argument(
         "--reward-rows", metavar="N", type=int, default=20,
-        help="call each reward on this many of its problems, with the reference answer as completion (default: 20; 0: none)",
+        help="number of problems on which each reward is tried, with the reference answer as completion (default: 20)",
     )  # fmt: skip
     parser.add_argument(
         "--gpu-memory", metavar="SIZE",
-        help="memory of each GPU, such as 80GiB; prints how much the recipe needs, with advice. For several trainer nodes, "
-        "give the number of ranks of all nodes by --set trainer.nproc=N",
+        help="memory of a GPU, such as 80GiB; also prints how much the recipe needs, with advice. With several trainer nodes, "
+        "set the total number of ranks by --set trainer.nproc=N",
     )  # fmt: skip
     parser.add_argument(
         "--parameters", metavar="SIZE",
-        help="size of the model with all its experts, such as 7.6B, for --gpu-memory; by default from the model's files, "
-        "or else the number in its name plus a tenth",
+        help="number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory (default: read from the "
+        "model's files, or else the number in its name plus a tenth)",
     )  # fmt: skip
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
-    parser.add_argument("--parameters", metavar="SIZE", required=True, help="model size with all its experts, such as 7.6B")
+    parser.add_argument("--parameters", metavar="SIZE", required=True, help="model parameters with all experts, such as 7.6B")
     parser.add_argument(
         "--active-parameters", metavar="SIZE",
-        help="parameters that a token uses in a mixture of experts, such as 3.3B; default: by the model's config.json or name",
+        help="parameters that a token uses in a mixture of experts, such as 3.3B (default: by the model's config.json or name)",
     )  # fmt: skip
-    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="accelerators of actors and trainer")
+    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="number of accelerators to divide")
     parser.add_argument(
         "--accelerator", metavar="NAME|FILE", default="H100",
-        help="A100, H100, H200, ..., or a JSON file of measured speeds (docs/planning.md); default H100",
+        help="A100, H100, H200, ..., or a JSON file of measured speeds, see docs/planning.md (default: H100)",
     )  # fmt: skip
     parser.add_argument(
         "--lengths", metavar="BARS|RUN_DIR", required=True,
-        help="completion lengths: bars of a histogram, TOKENS or FROM-TO with a weight, such as 1-512:6,513-2048:3,8192:1; "
-        "or the folder of a run that has them",
+        help="completion lengths: either the bars of a histogram, each TOKENS:WEIGHT or FROM-TO:WEIGHT, such as "
+        "1-512:6,513-2048:3,8192:1, or the folder of a run that recorded its lengths",
     )  # fmt: skip
-    parser.add_argument("--sequences-in-progress", metavar="H", type=int, help="sequences on each actor; default: the best")
+    parser.add_argument("--sequences-in-progress", metavar="H", type=int, help="sequences on each actor (default: the best)")
     parser.add_argument(
-        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token; by default, the usual size for such a model"
+        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token (default: the usual size for such a model)"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
 
@@ -176,14 +176,14 @@ def _audit(parser: argparse.ArgumentParser) -> None:
 def _dead_letters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not")
     _server(parser)
-    parser.add_argument("--run", metavar="NAME", default="", help="name of that run")
+    parser.add_argument("--run", metavar="NAME", default="", help="name of the run on the NATS server")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the whole prompt")
 
 
 def _server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nats", metavar="URL", default="",
-        help="NATS server of a run elsewhere, such as nats://host:4222 (default in a pod of the run: the pod's own setting)",
+        help="NATS server of a run on other machines, such as nats://host:4222 (default in a run's pod: the pod's setting)",
     )  # fmt: skip
     parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
     parser.add_argument(
@@ -193,7 +193,7 @@ def _server(parser: argparse.ArgumentParser) -> None:
 
 def _cache(parser: argparse.ArgumentParser) -> None:
     clear = parser.add_argument(
-        "--clear", metavar="NAME", nargs="*", help="remove these entries, or all; a running run needs its own for restarts"
+        "--clear", metavar="NAME", nargs="*", help="remove these entries, or all if none is named; a running run needs its own"
     )
     clear.completer = _kept  # type: ignore[attr-defined]
 
@@ -205,17 +205,17 @@ def _kept(**_: Any) -> list[str]:
 
 
 COMMANDS = {
-    "run": ("train a recipe on this machine", _run, "run:run"),
+    "run": ("train a model on this machine, as a recipe says", _run, "run:run"),
     "scale": ("change the number of actors of a running local run (in a cluster: kubectl scale)", _scale, "run:scale"),
     "validate": ("check a recipe and print a summary of it", _validate, "validate:validate"),
-    "plan": ("share accelerators between actors and trainer (modelled, nothing runs)", _plan, "plan:plan"),
+    "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", _plan, "plan:plan"),
     "report": ("rebuild report.html of a run", _report, "run_folder:report"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", _audit, "run_folder:audit"),
     "dead-letters": ("list a run's abandoned prompt groups", _dead_letters, "run_folder:dead_letters"),
     "cache": ("list or remove files kept for the next run, such as initial models", _cache, "run:cache"),
 }
-"""Help of each command, its arguments, and the module and function below `pipelinerl.commands` that execute it. The function
-returns the exit code, and raises `UserError` for a mistake in the arguments."""
+"""For each command: its help, the function that adds its arguments, and the module and function in `pipelinerl.commands` that
+execute it. The latter returns the exit code, and raises `UserError` for a mistake in the arguments."""
 
 
 if __name__ == "__main__":

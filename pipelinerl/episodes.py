@@ -1,9 +1,9 @@
 """Environments and tools, as users write them (docs/episodes.md). This module only describes them, and needs neither torch nor
 vLLM.
 
-An environment starts an episode, answers each turn of the policy, and says what the episode was worth. Each episode has its own
+An environment starts an episode, answers each turn of the policy, and gives the episode's reward. Each episode has its own
 object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode may run again from its
-start: if it behaves the same for the same row, seed and turns, it continues from the turns already sampled.
+start. If the environment behaves the same for the same row, seed and turns, the turns already sampled are used again.
 
 A tool is a Python function: its name, type hints and docstring are the schema that the policy reads. Parameters are str, int,
 float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the function's result: text as it
@@ -69,14 +69,14 @@ POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE)
 """Error codes with which an actor refuses a turn because the policy went on for too long. The episode then earns 0."""
 
 Start = Messages | str
-"""A text stands for one message of the user."""
+"""First messages of an episode. A plain text stands for one user message."""
 Reply = Messages | str | Done
 
 
 class Environment(Protocol):
     """Interface of the user's class in `task: {source: environment, name: "package.module:Class"}`. `task.config` goes to its
-    constructor. Both methods may be async. The class may have an attribute `tools`, functions or schemas in OpenAI's form that
-    the policy may call; the environment answers the calls itself."""
+    constructor. Both methods may be async. The class may have an attribute `tools`, a list of functions or OpenAI schemas that
+    the policy may call; the environment answers such calls itself."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
         """Return the first messages. `row`: the problem's line of `task.path`, or `{}`."""
@@ -102,7 +102,7 @@ def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any])
 def _bind(name: str, function: Callable[..., Any], arguments: tuple[str, ...] = (), config: Mapping[str, Any] = {}) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # as for a class in C; then the call itself reports the error
+    except (TypeError, ValueError):  # a class in C may have no signature; then a wrong call reports itself
         return
     try:
         signature.bind(*arguments, **config)
@@ -139,7 +139,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     """Turn a function into a tool. Raises `UserError`, naming function and parameter, if a model could not call it."""
     name = getattr(function, "__name__", type(function).__name__)
     if not NAME.fullmatch(name):
-        raise UserError(f"tool {name!r}: a tool is a function with a name of letters, digits and _, at most 64 of them")
+        raise UserError(f"{name!r} cannot be a tool: use a function whose name has at most 64 letters, digits and underscores")
     description, described = _described(inspect.getdoc(function) or "")
     try:
         hints = typing.get_type_hints(function)
@@ -149,7 +149,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     for parameter in inspect.signature(function).parameters.values():
         what = f"tool {name}: parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UserError(f"{what} cannot be given by name; a model's arguments have names")
+            raise UserError(f"{what} cannot be passed by name, as a model passes every argument")
         if parameter.name not in hints:
             raise UserError(f"{what} has no type hint; write one, such as {parameter.name}: str")
         schema = properties[parameter.name] = _schema_of(hints[parameter.name], what)

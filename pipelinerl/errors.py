@@ -67,13 +67,13 @@ class NotPermitted(UserError):
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action
         super().__init__(
-            f"NATS user {user!r} may not {action} to {subject}; what each user of a run needs: "
+            f"NATS user {user!r} may not {action} to {subject}; this command prints what each user of a run needs: "
             "python -m pipelinerl.bus.permissions RUN"
         )
 
 
 class TransferError(PipelineRLError):
-    """A weight transfer failed: deadline, checksum, manifest mismatch, lost member."""
+    """A weight transfer failed: a deadline passed, a checksum or manifest did not match, or a member was lost."""
 
 
 class ManifestMismatch(TransferError):
@@ -88,13 +88,13 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def as_unicode(text: str) -> str:
-    """Replace each half of a surrogate pair by U+FFFD. JSON and Python can represent such halves; messages and tokenizers
-    refuse them."""
+    """Replace each surrogate (half of a pair) by U+FFFD. JSON and Python can represent single surrogates; messages and
+    tokenizers refuse them."""
     return _HALF_A_PAIR.sub("\ufffd", text)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's message that is not empty, or the name of its type."""
+    """Return the first non-empty line of the error's message, or the name of its type if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -104,7 +104,7 @@ def counted(count: int, what: str) -> str:
 
 
 def one_of(names: Sequence[str]) -> str:
-    """Return `a, b or c`. At least one name is needed."""
+    """Join the names to a text such as `a, b or c`. At least one name is needed."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -1,8 +1,8 @@
 """Find the initial policy of a run, and name the cache folders of models that a run unpacks or copies.
 
 A cache folder is complete when it has `config.json`. It is renamed into place as a whole, so that no process sees half a model.
-`services.trainer.initial_model` makes it, `services.actor.initial_model` fetches it from the trainer. Nothing here needs torch
-or the network.
+`services.trainer.initial_model` makes such a folder, and `services.actor.initial_model` fetches it from the trainer. Nothing
+here needs torch or the network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK_BYTES = 1024**2
 _FORMAT = 2
 """Part of a cache folder's name. Increase it when the same source gives other weights."""
 _ABANDONED_S = 24 * 3600
-"""A partial folder that was not modified for so long was left by a killed process."""
+"""Seconds without a change after which a partial folder must have been left by a killed process."""
 
 
 def is_built(model: ModelConfig) -> bool:
@@ -44,15 +44,15 @@ def built_name(recipe: Recipe, run: str) -> str:
 
 
 def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
-    """Return the cache folder of the model that this run builds or copies. Raises `FieldError` without a cache."""
+    """Return the cache folder of the model that this run builds or copies. Raises `FieldError` if `cache` is None."""
     if cache is None:
-        what = f"model.source = {recipe.model.source!r} is built or copied by the run"
-        raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: name a folder for it, or PIPELINERL_MODEL_DIR")
+        what = f"the run builds or copies the model of model.source = {recipe.model.source!r}"
+        raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: set a folder for it, or PIPELINERL_MODEL_DIR")
     return cache / built_name(recipe, run)
 
 
 COMPILED = "inductor"
-"""Cache folder for code that torch compiles."""
+"""Name of the folder, in the cache, for code that torch compiles."""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -62,7 +62,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def why_unwritable(folder: Path) -> str:
-    """Return why no file can be made in the folder, which need not exist yet; empty if one can be made. Changes nothing."""
+    """Return why no file can be made in the folder; empty if one can. The folder need not exist yet. Changes nothing."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there} is not a folder"

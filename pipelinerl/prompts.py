@@ -1,8 +1,8 @@
 """Turn a problem into the tokens of a prompt by the recipe's chat template, without letting text become control tokens.
 
 A text that spells one of the tokenizer's control tokens, such as `<|im_end|>`, never becomes that token, whether it comes from
-a row of a file, a tool's result, an environment or an agent. A mark splits it before the chat template renders it, and the
-tokenizer encodes the parts separately. A tokenizer is any object with the interface of Hugging Face's.
+a row of a file, a tool's result, an environment or an agent. A mark splits the text before the chat template renders it, and
+the tokenizer encodes the parts separately. A tokenizer is any object with the interface of Hugging Face's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def written(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None,
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("tool_use" if tools and "tool_use" in template else "default")
-    # The argument is needed: an engine's tokenizer renders with copies of itself, which have the model's own template.
+    # The template is passed because an engine's tokenizer renders with copies of itself, which have the model's own template.
     arguments = {"chat_template": template, "tokenize": False, "add_generation_prompt": begins_turn}
     return str(tokenizer.apply_chat_template(messages, tools=tools or None, **arguments))
 
@@ -67,16 +67,16 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """Return the text that the chat template writes after an answer, up to the next question if there is one. Raises what the
-    template raises."""
+    """Return the text that the chat template writes after an answer, including another question if `asked_again`. Raises what
+    the template raises."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 
 
 class ControlTokens:
-    """A tokenizer for prompts, with the control tokens that no text may become: all special tokens, and any other added token
-    with which the chat template begins or ends a message; in a tool's result, every added token. `has_own_encoder`: the
-    renderer uses another tokenizer, which reads no control tokens in texts."""
+    """A tokenizer for prompts that lets no text become a control token. Control tokens are all special tokens, added tokens
+    that contain a bar, and those with which the chat template begins or ends a message; in a tool's result, all added tokens.
+    `has_own_encoder`: the renderer uses another tokenizer, which reads no control tokens in texts."""
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -87,7 +87,7 @@ class ControlTokens:
         except Exception:  # noqa: BLE001 - there is no template, or it refuses this conversation
             ids = []
         self._all = Spellings({text for text, _ in added.values()})
-        # Tags of thoughts occur in answers, also in a history. A bar distinguishes tokens of roles from other tags.
+        # Tags of thoughts belong to answers, also in a history. Tokens of roles contain a bar, which other tags do not.
         frame = {text for token_id, (text, _) in added.items() if token_id in ids and "think" not in text}
         self.texts = frame | {text for text, special in added.values() if special or "|" in text or "｜" in text}
         self._control = Spellings(self.texts)
@@ -100,12 +100,12 @@ class ControlTokens:
         return (self._all if is_result else self._control).parted(value)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode a text. Only control tokens without a mark become control tokens."""
+        """Encode a text. A control token that the text spells becomes that token only if no mark splits it."""
         first, *others = text.split(_MARK)
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
         if not others:
             return token_ids
-        # Each part is encoded after a line end, whose tokens are then removed: some tokenizers add a space to a first word.
+        # Some tokenizers put a space before a first word, so each part is encoded after a line end, which is then removed.
         line_end, *behind = self._tokenizer(["\n", *(f"\n{part}" for part in others)], add_special_tokens=False)["input_ids"]
         following = list[int]()
         for part, ids in zip(others, behind, strict=True):
@@ -192,8 +192,8 @@ def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: Contr
 def refusal(
     problem: Problem, config: TaskConfig, messages: list[Any], error: Exception, write: Callable[[list[Any]], object]
 ) -> FieldError:
-    """Return the error for a prompt that the chat template refused, as `error` says. It blames the system message if `write`
-    accepts the other messages."""
+    """Return the `FieldError` for a prompt that the chat template refused with `error`. It is about the system message if
+    `write` accepts the prompt without that message."""
     if messages[0]["role"] == "system" and len(messages) > 1:
         with contextlib.suppress(Exception):  # if this fails too, the system message is not the cause
             write(messages[1:])

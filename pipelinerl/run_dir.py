@@ -24,13 +24,13 @@ MOST_ACTORS = 64
 """Limit on one machine; a larger number is probably a typing error."""
 LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
 RUN_STATE = Path("resume", "run.json")
-"""Path within a checkpoint. A run cannot continue from a checkpoint without it."""
+"""Path within a checkpoint. A run cannot continue from a checkpoint without this file."""
 STATE_FORMAT = 3
-"""Version of a checkpoint's training state. A run cannot continue from another one."""
+"""Version of a checkpoint's training state. A run cannot continue from a checkpoint with another version."""
 
 
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""Space that a run needs to start, in addition to a first checkpoint; and space that it leaves to other programs."""
+"""Free space that a run needs to start, beside its next checkpoint; and free space that it leaves to other programs."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class RunDir:
 
     path: Path
     name: str
-    """Name of the run: prefix of its subjects."""
+    """Name of the run, with which its NATS subjects begin."""
 
     def __post_init__(self) -> None:
         self.recipe = self.path / "recipe.yaml"
@@ -56,7 +56,7 @@ class RunDir:
         self.scale = self.path / "scale.json"
         """`{"actors": N}`: the wanted number, once `pipelinerl scale` has been used."""
         self.placement = self.path / "placement.json"
-        """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` sets again."""
+        """GPUs of trainer and actors, and the fields that `--resume` sets to `auto` again, as in the recipe."""
         self.checkpoint = self.path / "checkpoint"
         """Hugging Face safetensors and tokenizer of the last checkpoint."""
         self.checkpoints = self.path / CHECKPOINTS
@@ -64,7 +64,7 @@ class RunDir:
         self.nats_store = self.path / "nats"
         """Streams of the embedded NATS server."""
         self.credentials = Credentials(self.path / "secrets")
-        """Credentials of the newest start of a run on this machine."""
+        """Credentials of the latest start of the run on this machine."""
 
     def log(self, service: str) -> Path:
         return self.path / "logs" / f"{service}.log"
@@ -79,15 +79,15 @@ class RunDir:
         return _bytes_in(found[max(found)].parent.parent) if found else 0
 
     def checkpoint_under_way(self) -> tuple[int, int] | None:
-        """Return version and bytes so far of the checkpoint that is being written."""
+        """Return the version and the bytes so far of the checkpoint that is being written; None if none is."""
         for folder in self.checkpoints.glob(".step-*.partial-*"):
             version = folder.name.removeprefix(".step-").partition(".")[0]
             return int(version), _bytes_in(folder)
         return None
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
-        """Return the space that the next checkpoint needs beside `keep` others: the size of the newest, or `first_bytes`
-        without one. Return 0 while one is being written or an old one removed, since a removal frees the same space."""
+        """Return the free space that the next checkpoint needs beside `keep` others: the newest one's size, or `first_bytes` if
+        there is none. Return 0 while one is written or an old one is removed, since the removal frees the same space."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 
@@ -95,24 +95,24 @@ class RunDir:
         """Raise `FieldError` if the run's disk has too little space to begin."""
         free, needed = free_bytes(self.path), LEAST_FREE_BYTES + (self.checkpoint_bytes() or first_checkpoint_bytes)
         if free < needed:
-            what = f"its disk has {free / 1e6:,.0f} MB free, and a run needs {needed / 1e6:,.0f} MB at least"
+            what = f"its disk has {free / 1e6:,.0f} MB free, but a run needs at least {needed / 1e6:,.0f} MB"
             raise FieldError(option, str(self.path), f"{what}: free some space, or give a folder on another disk")
 
     @contextmanager
     def locked(self, option: str = "--resume") -> Iterator[None]:
         """Lock the folder against a second command. Raises `FieldError` if another one uses it. The kernel releases the lock
         when the process ends in any way."""
-        # Any user who can read the file could hold the lock.
+        # Mode 600, because any user who can read the file could hold the lock.
         with open(self.path / ".running", "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                fix = "another command runs in it; wait for its end, or stop it"
+                fix = "another command is using it; wait until that command ends, or stop it"
                 raise FieldError(option, str(self.path), fix) from None
             yield
 
     def open_to_others(self) -> FieldError | None:
-        """Return a warning if other users can read the run's texts, because its folder existed with a wider mode."""
+        """Return a warning if other users can read the run's files. This can be so if the folder existed before."""
         state, value = self.path.stat(), str(self.path)
         if state.st_uid != os.geteuid():
             return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
@@ -151,7 +151,7 @@ def create_run_dir(
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk that the folder is on, or will be on."""
+    """Return the free bytes of the folder's disk. The folder need not exist yet."""
     folder = folder.resolve()
     while not folder.exists():
         folder = folder.parent
@@ -166,7 +166,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 NAMED_IN = ("run.json", "lineage.json")
-"""Files that hold the name of a run: the local runner's, and the trainer's."""
+"""Files that hold the name of a run; the local runner writes the first, the trainer the second."""
 
 
 def check_folder(folder: Path, option: str = "RUN_DIR") -> None:
@@ -203,11 +203,11 @@ _UNSTARTED = {
     *("run.json", "recipe.yaml", "pids.json", "scale.json", "summary.json", "report.html"),
     *(".running", "addresses", "logs", "models", "nats", "secrets"),
 }
-"""Entries of a run's folder if its trainer never started. Nothing could continue from them."""
+"""Entries that a run's folder may have before its trainer starts. Nothing could continue from them."""
 
 
 def _make_empty(run: RunDir, option: str) -> None:
-    """Remove the files of a run whose trainer never started. Raises `FieldError` naming the `option` that chose the folder."""
+    """Make the folder, or empty it if its run's trainer never started. Raises `FieldError` on the `option` that chose it."""
     path, value = run.path, str(run.path)
     if path.exists() and not path.is_dir():
         raise FieldError(option, value, "is a file; give a folder that is new or empty")
@@ -270,19 +270,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def resumable(run_dir: Path) -> dict[int, Path]:
-    """Return the run.json of each checkpoint that a run can continue from, by version, the newest last."""
+    """Return the path of run.json in each checkpoint that a run can continue from, by version, the newest last."""
     found = (run_dir / CHECKPOINTS).glob(f"step-*/{RUN_STATE}")
     names = {path.parent.parent.name.removeprefix("step-"): path for path in found}
     return dict(sorted((int(name), path) for name, path in names.items() if name.isdecimal()))
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
-    """Return the version of the newest checkpoint that a trainer can continue from."""
+    """Return the version of the newest checkpoint that a trainer can continue from; None if there is none."""
     return max(resumable(run_dir), default=None)
 
 
 def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the run.json of the newest checkpoint. Raises `ValueError` if it is not JSON."""
+    """Return the content of the newest checkpoint's run.json, or None if there is none. Raises `ValueError` if it is no
+    JSON."""
     found = resumable(run_dir)
     if not found:
         return None
@@ -313,13 +314,13 @@ def missing_from(run_dir: Path) -> str:
         )
     if state is not None and state["journal_bytes"] > size:
         return (
-            f"{JOURNAL} has {size:,} bytes, and the checkpoint of version {state['policy_version']} was written when it had "
-            f"{state['journal_bytes']:,}: restore it; only the journal tells which sequences are in flight"
+            f"{JOURNAL} has {size:,} bytes, but the checkpoint of version {state['policy_version']} was written when it had "
+            f"{state['journal_bytes']:,}: restore the file; nothing else tells which sequences are in flight"
         )
     written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
     if state is None and written:
         return (
-            f"a checkpoint of version {max(written)} was written, and {CHECKPOINTS}/ holds none to continue from: restore it, "
+            f"a checkpoint of version {max(written)} was written, but {CHECKPOINTS}/ holds none to continue from: restore it, "
             "or start a new run from the policy in checkpoint/ (model.source: path)"
         )
     return ""

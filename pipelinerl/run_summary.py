@@ -1,7 +1,7 @@
 """Compute a run's figures from its steps: from records of metrics.jsonl to the keys of summary.json (docs/run-directory.md).
 
-The trainer adds up its steps as they happen and writes the summary at its end. If it could not, the runner adds up the records
-of metrics.jsonl; figures that these do not contain are None.
+The trainer adds up its steps as they happen and writes the summary at its end. If it could not write one, the runner adds up
+the records of metrics.jsonl; figures that they lack are None.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RunTotals:
         reduce_step(self.reduced, record, events=False)
 
     def add_events(self, record: Record) -> None:
-        """Add figures of events, such as evaluations: by the trainer for each event, by the runner for each step's record."""
+        """Add the figures of events, such as evaluations. The trainer passes each event's record, the runner each step's."""
         reduce_step(self.reduced, record, events=True)
         if evaluation := evaluation_of(record):
             self.heldout.append(evaluation)
@@ -142,14 +142,14 @@ def evaluation_of(record: Record) -> dict[str, Any] | None:
 
 
 def add_ended(ended: dict[str, list[int]], record: Record) -> None:
-    """Add a record's sequences [trained, dropped as stale] to `ended`, by the upper end of the length bucket."""
+    """Add a record's numbers of sequences [trained, dropped as stale] to `ended`, keyed by the upper end of a length bucket."""
     for longest, counts in (record.get("ended_by_length") or {}).items():
         ended[longest] = [known + more for known, more in zip(ended.get(longest, (0, 0)), counts, strict=True)]
 
 
 def stale_shares(ended: Mapping[str, list[int]]) -> dict[str, float]:
-    """Return the share of the sequences of each length that were dropped as stale, shortest first. If it grows with the length,
-    training sees too few long sequences."""
+    """For each bucket of lengths, shortest first, return the share of its sequences that were dropped as stale. If the share
+    grows with the length, training sees too few long sequences."""
     return {longest: ended[longest][1] / sum(ended[longest]) for longest in sorted(ended, key=int)}
 
 
@@ -258,8 +258,8 @@ class RunFiles:
 
 
 def cut(path: Path, keep_steps: int) -> None:
-    """Keep the lines of steps up to `keep_steps` in `path`, and append the others to the file beside it whose name ends in
-    -undone. A truncated last line is dropped."""
+    """Keep the lines of steps up to `keep_steps` in `path`, and move the others to `<name>-undone.jsonl` beside it. A truncated
+    last line is dropped."""
     if not path.is_file():
         return
     partial, undone = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.stem}-undone.jsonl")

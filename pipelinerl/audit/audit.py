@@ -1,7 +1,8 @@
-"""Audit a run's files, then its streams, and report the result. A live run may move sequences meanwhile; then repeat both.
+"""Audit a run's files, then its streams, and report the result.
 
-The run may be live, so the journal is read up to the length that it has at the beginning. From checkpoints, run.json and the
-ids in sequences.pb are read, but no tensors. Nothing is written, acknowledged or purged.
+A live run may move sequences meanwhile. Its journal is therefore read only up to its length at the beginning, and both audits
+are repeated if a sequence seems lost. Of a checkpoint, run.json and the ids in sequences.pb are read, but no tensors. Nothing
+is written, acknowledged or purged.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from pipelinerl.v1 import sequence_pb2
 
 LOOK_AGAIN_S = 2.0
 OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
-"""Connects to the streams; raises `BusError` when NATS does not answer."""
+"""Function that connects to the streams. It raises `BusError` if NATS does not answer."""
 _QUIET_S = 2.0
-"""Seconds without a message, after which the remaining messages are checked for a purge."""
+"""Seconds without a message after which the audit checks whether the remaining messages were purged."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Contents of one checkpoint. `position`: the last message of SEQUENCES that it covers. `held`: sequences in flight that it
-    stores itself or records as failed."""
+    """Contents of one checkpoint. `position`: position of the last message of SEQUENCES that it covers. `held`: the sequences
+    in flight that it stores or that it records as failed."""
 
     folder: Path
     version: int
@@ -54,8 +55,8 @@ class Checkpoint:
 
 
 def _read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
-    """Return the run's checkpoints, ordered by their journal length. An unreadable one becomes a finding. A
-    checkpoint that vanishes while it is read, because a newer one replaced it, or that holds only weights, is left out."""
+    """Return the run's checkpoints, ordered by their journal length. An unreadable one becomes a finding. A checkpoint is left
+    out if it holds only weights, or if a newer one replaces it while it is read."""
     found = []
     for resume in sorted(folder.glob("step-*/resume")):
         try:
@@ -110,9 +111,9 @@ class StreamLook:
     positions: dict[str, int] = field(default_factory=dict)
     """Position of each sequence's first readable message."""
     repeated: int = 0
-    """Messages beyond the first of their sequence: repetitions by an actor, which the trainer recognises."""
+    """Number of messages beyond the first of their sequence. An actor repeated them, and the trainer ignores them."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """Message ids of unreadable messages, by position. The message id of a sequence is the sequence's id."""
+    """Ids of unreadable messages, by position. The message id is also the sequence's id."""
     prompts: frozenset[str] = frozenset()
     dead_letters: int = 0
 
@@ -134,14 +135,14 @@ class Audit:
     checkpoint: Checkpoint | None = None
     """The newest checkpoint, from which a restart would continue."""
     stepped: bool = False
-    """True if the latest trainer has taken a step or ended. Before that, it may not have taken over all sequences in flight."""
+    """True if the latest trainer has taken a step or ended. Until then, it may not have taken over every sequence in flight."""
     run: str = ""
     at_work: bool = False
     """True if a live trainer may be moving sequences at this moment."""
     streams: StreamLook | None = None
     """None if the streams were not read."""
     waiting: list[str] = field(default_factory=list)
-    """Sequences in flight that the trainer publishes now or at its next start."""
+    """Sequences in flight that the trainer will publish, either now or at its next start."""
 
     @property
     def ended(self) -> bool:
@@ -173,7 +174,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Apply every event that counts, and compare each checkpoint when the replay reaches its journal length."""
+    """Replay every event that counts. Compare each checkpoint with the replay at the point where it was written."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque(checkpoint for checkpoint in checkpoints if _counts(checkpoint, history, findings))
@@ -210,12 +211,12 @@ def _counts(checkpoint: Checkpoint, history: History, findings: Findings) -> boo
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Check that lineage.json contains every start in the journal. A trainer that died before it wrote to the journal left no
-    start there."""
+    """Check that lineage.json contains every start in the journal. The reverse need not hold: a trainer that died early may
+    have left no start in the journal."""
     history, findings, content = audit.history, audit.findings, read_json(path)
     if not content:
         if history.starts:
-            findings.add(Check.RESTARTS, f"there is no {path.name}")
+            findings.add(Check.RESTARTS, f"{path.name} is missing")
         return
     known: list[int] = content.get("starts", [])
     if known and not history.size:
@@ -224,7 +225,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
     for start in history.starts:
         told = known[start.incarnation - 1] if 0 < start.incarnation <= len(known) else None
         if told != start.version:
-            problem = f"incarnation {start.incarnation} began from version {start.version}, {path.name} says {told}"
+            problem = f"incarnation {start.incarnation} began from version {start.version}, but {path.name} says {told}"
             findings.add(Check.RESTARTS, problem)
         if start.incarnation <= last:
             findings.add(Check.RESTARTS, f"incarnation {start.incarnation} after incarnation {last}")
@@ -244,7 +245,7 @@ def _check_tokens(path: Path, audit: Audit) -> None:
 
 
 def _check_summary(path: Path, audit: Audit) -> None:
-    """Check the summary that the trainer wrote at its end. Skip a summary by the runner, which has no `sequence_reasons`."""
+    """Check the summary that the trainer wrote at its end. One that the runner wrote has no `sequence_reasons`; skip it."""
     summary, replay = read_json(path), audit.replay
     if audit.history.end is None or summary.get("sequence_reasons") is None:
         audit.findings[Check.SUMMARY].skipped = "no trainer has ended and left one"
@@ -259,9 +260,9 @@ def _check_summary(path: Path, audit: Audit) -> None:
 
 
 async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
-    """Audit a run. `at_work()` returns whether a trainer of the run is alive. Without `open_streams` only the files are
-    audited. In a live run, a sequence is reported as lost only if a second audit also finds it neither in the streams nor among
-    the ended ones."""
+    """Audit a run. `at_work()` returns whether a trainer of the run is alive. Without `open_streams`, only the files are
+    audited. In a live run, a sequence is reported as lost only if a second audit, too, finds it neither in the streams nor
+    among the ended sequences."""
     audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
     if lost and audit.at_work:
         await asyncio.sleep(LOOK_AGAIN_S)
@@ -277,7 +278,7 @@ async def _audit_once(
     run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]
 ) -> tuple[Audit, list[str]]:
     """Return the audit, and the sequences that seem lost."""
-    working = at_work()  # asked before reading: a trainer that ends meanwhile has moved sequences
+    working = at_work()  # asked before reading, since a trainer that ends meanwhile has moved sequences
     audit = await asyncio.to_thread(audit_files, run_dir)
     audit.run, audit.at_work = run, working and not audit.ended
     if open_streams is None:
@@ -307,7 +308,7 @@ def _skip_streams(audit: Audit, why: str) -> None:
 
 
 async def _look(bus: Bus, durable: int) -> StreamLook:
-    """Read SEQUENCES up to its present end, PROMPTS before and after that, and count the dead letters. Raises `BusError`."""
+    """Read SEQUENCES to its present end, read PROMPTS before and after that, and count the dead letters. Raises `BusError`."""
     prompts_before = await bus.pending_prompts()
     info = await bus.sequences_info()
     seen = StreamLook(info, durable)
@@ -341,8 +342,8 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
-    """Return the sequences in the log that were never issued. Unless the run came to its end, sequences of reserved groups are
-    left out, because such a group may have been published before the journal recorded its issue."""
+    """Return the sequences in SEQUENCES that were never issued. Until the run has come to its own end, sequences of reserved
+    groups are left out: such a group may have been published before the journal recorded its issue."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:
@@ -354,11 +355,11 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
 
 
 def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str]]:
-    """Return (lost, yet to be published): sequences in flight that are neither in the log, nor held by the newest checkpoint,
-    nor on PROMPTS.
+    """Return the sequences in flight that are neither on SEQUENCES or PROMPTS nor held by the newest checkpoint, as two lists:
+    those that are lost, and those that are yet to be published.
 
-    The newest group may be on its way to PROMPTS. A starting trainer republishes each group that is missing from the streams,
-    so these groups are not lost.
+    The newest group may be on its way to PROMPTS, and a starting trainer republishes each group that is missing from the
+    streams; such groups are not lost.
     """
     lost: list[str] = []
     waiting: list[str] = []
@@ -384,7 +385,7 @@ def trained_per_version(audit: Audit) -> dict[int, int]:
 
 
 def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
-    """Return the audit as JSON. `versions`: include the count of every version."""
+    """Return the audit as data for JSON. `versions`: include the count of every version."""
     replay, trained = audit.replay, trained_per_version(audit)
     seen = audit.streams
     return {
@@ -427,7 +428,7 @@ _OUTLIERS = 10
 
 
 def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
-    """Yield the lines of the report. `versions`: list every version's count instead of the unusual ones."""
+    """Yield the lines of the report. `versions`: list the counts of all versions, not only unusual ones."""
     replay = audit.replay
     yield f"{audit.run}: {audit.state}, {counted(len(audit.history.starts), 'start')}, version {number(replay.version)}"
     yield ""
@@ -485,11 +486,11 @@ def _streams(audit: Audit) -> Iterator[str]:
     )
     unreadable = ", ".join(map(str, list(seen.unreadable)[:_OUTLIERS]))
     for count, what in [
-        (seen.repeated, "of them repeat a sequence, which is trained once"),
+        (seen.repeated, "of them repeat a sequence, which is trained only once"),
         (len(seen.unreadable), f"of them cannot be read: positions {unreadable}"),
         (seen.trained_below(audit.replay), "of them may be purged"),
         (seen.dead_letters, "prompt groups are in the dead-letter stream"),
-        (len(audit.waiting), "sequences in flight are published by the trainer, now or at its next start"),
+        (len(audit.waiting), "sequences in flight will be published by the trainer, now or at its next start"),
     ]:
         if count:
             yield f"    {number(count)} {what}"

@@ -2,18 +2,18 @@
 
 The trainer's ledger is state; the journal is its history. The field `event` names the kind of event:
 
-    start       incarnation, version, keep    a trainer started from `version`; `keep`: bytes of this file that still count;
-                                              the bytes from there to this line are undone
-    reserve     groups                        groups numbered below this may have been published; written to disk first
+    start       incarnation, version, keep    a trainer started from `version`; the first `keep` bytes of this file still
+                                              count, and the bytes from there to this line are undone
+    reserve     groups                        groups numbered below this may have been published; on disk before they are
     issue       group, samples, version
     close       outcome, reason, ids          for trained ones also the `version` that the step made, their `branches`,
                                               and the sampled `tokens` of these branches
     step        version, counts               the ledger's own counts after that step
-    checkpoint  version, position             on disk; SEQUENCES up to `position` may be purged
+    checkpoint  version, position             it is on disk; SEQUENCES up to `position` may be purged
     position    position                      the streams were recreated, and the log is read from there
     end         version, finished
 
-A last line that was cut off does not count.
+A last line without a line end does not count.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Event = dict[str, Any]
 
 
 class Journal:
-    """Append events. A line survives the death of this process once `flush` has returned, and of the machine once `sync`
-    has."""
+    """Append events. A line survives the death of this process once `flush` has returned, and the death of the machine once
+    `sync` has returned."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,5 +90,5 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def reserved_groups(path: Path) -> int:
-    """Return the number below which groups of any incarnation may be on the streams."""
+    """Return the largest reservation: groups of any incarnation with a number below it may be on the streams."""
     return max((event["groups"] for _, event in read_events(path) if event["event"] == "reserve"), default=0)

@@ -1,8 +1,8 @@
-"""Replay a run's journal, to find the events that still count, their totals and every contradiction.
+"""Replay a run's journal to find the events that still count, their totals, and every contradiction.
 
-Every restart undid the events after the checkpoint that it continued from. One pass over the file finds the starts; a second
-one yields each event with the start that undid it, and `Replay` applies the events that count. Memory: a few numbers per group.
-The trainer's own counts are only compared, never used.
+Each restart undid the events after the checkpoint from which it continued. A first pass over the file finds the starts. A
+second one yields each event with the start that undid it, if any, and `Replay` applies those that count. The replay needs a few
+numbers of memory per group. It compares its counts with the trainer's, but never uses the trainer's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Check(StrEnum):
 
 @dataclass
 class CheckResult:
-    """`count` problems, the first of them in `examples`. `skipped`: why the check was not made."""
+    """Result of a check: the number of problems, and the first few of them. `skipped`: reason why the check was not made."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -69,8 +69,8 @@ _GROUP = re.compile(r"g(\d+)")
 
 
 class Replay:
-    """State of the ledger, updated by `apply` for every event that counts and by `reserve` for every reservation, including
-    undone ones."""
+    """State of the ledger. `apply` updates it for every event that counts, and `reserve` for every reservation, even an undone
+    one."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -83,7 +83,7 @@ class Replay:
         self.version = 0
         self.trained_by_version = Counter[int]()
         self.tokens_by_version = Counter[int]()
-        """Sampled tokens of all trained branches."""
+        """Sampled tokens of all branches that were trained into a version."""
         self.trained_branches = 0
         self.reserved = 0
         """Groups numbered below this may be on the streams."""
@@ -112,7 +112,7 @@ class Replay:
                     yield group, sample
 
     def apply(self, offset: int, event: Event) -> None:
-        """Apply one event that counts. `offset` is quoted in findings. Events of other kinds change nothing."""
+        """Apply one event that counts. Only issue, close and step change anything. Findings quote `offset`."""
         kind = event["event"]
         try:
             if kind == "issue":
@@ -125,7 +125,7 @@ class Replay:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Record a reservation. Reservations of undone incarnations count, too: their groups may still be on the streams."""
+        """Record a reservation. An undone one counts, too, since its groups may still be on the streams."""
         groups = event.get("groups")
         if isinstance(groups, int):
             self.reserved = max(self.reserved, groups)
@@ -133,7 +133,7 @@ class Replay:
     def start(self, version: int, incarnation: int) -> None:
         """Check that a starting trainer continues from the version that the replay has reached."""
         if version != self.version:
-            problem = f"incarnation {incarnation} claims to continue from version {version}, the journal is at {self.version}"
+            problem = f"incarnation {incarnation} claims to go on from version {version}, but the journal is at {self.version}"
             self._findings.add(Check.RESTARTS, problem)
 
     def _issue(self, group: str, samples: int) -> None:
@@ -205,7 +205,7 @@ class Replay:
 
 
 def split_id(sequence_id: str) -> tuple[str, int]:
-    """Return group and sample index. If the id names no sample, return ("", 0); "" is no group."""
+    """Return the group and the sample index. If the id names no sample, return ("", 0), which matches no sample."""
     group, _, index = sequence_id.rpartition(".")
     named = index.isdecimal() and len(index) <= 5 and int(index) < MAX_SAMPLES
     return (group, int(index)) if named else ("", 0)
@@ -223,8 +223,8 @@ _OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
 
 @dataclass
 class Start:
-    """A trainer's start: the version from which it continued, the bytes of the journal that it kept (`keep`), and the numbers
-    of events that it undid, from `keep` to `offset`: steps, groups issued, ended sequences."""
+    """A trainer's start: the version from which it continued, the number of the journal's bytes that it kept (`keep`), and how
+    many steps, issued groups and ended sequences it undid, namely those from `keep` to `offset`."""
 
     offset: int
     keep: int
@@ -242,7 +242,7 @@ class Start:
 
 @dataclass
 class History:
-    """The starts in a journal's first `size` bytes, which are whole lines."""
+    """The starts in the first `size` bytes of a journal. These bytes are whole lines."""
 
     starts: list[Start] = field(default_factory=list)
     size: int = 0
@@ -259,9 +259,9 @@ class History:
 
 
 def read_history(path: Path, findings: Findings) -> History:
-    """Read the starts from the whole lines that the file has now. A missing file is an empty history."""
+    """Read the starts from the whole lines that the file has now. If there is no file, the history is empty."""
     history = History()
-    floor, positions = 0, dict[int, int]()  # in SEQUENCES, of the last durable checkpoint, and of each version's
+    floor, positions = 0, dict[int, int]()  # positions in SEQUENCES: of the last checkpoint, and by version
     for offset, line in read_lines(path):
         match = _KIND.match(line)
         event = parse_event(line) if match is not None and match[1] in _OF_INTEREST else None
@@ -297,7 +297,7 @@ def read_history(path: Path, findings: Findings) -> History:
 
 
 def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, Start | None]]:
-    """Yield (offset, event, the start that undid it) of every event. A line without an event is a finding if it counts."""
+    """Yield the offset of every event, the event, and the start that undid it or None. A bad line is a finding if it counts."""
     first = history.starts[0].offset if history.starts else history.size
     for offset, line in read_lines(path):
         if offset >= history.size:

@@ -1,7 +1,7 @@
 """The streams of a run over NATS JetStream: four streams, one durable consumer and one key-value bucket.
 
 A process has one connection. Existing streams are not changed. If a stream is full or unreachable, publishing raises
-`BusError`, and the caller keeps its message. A message that is published again with the same id is stored once.
+`BusError`, and the caller must keep the message and retry. A message that is published twice with one id is stored once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
     """Connect a service to its run. If NATS has not started yet, wait for it. Raises `StartStopped` if `stop` is set meanwhile,
-    and every error that waiting does not heal."""
+    and any error at once that waiting would not resolve."""
     async with contextlib.AsyncExitStack() as stack:
 
         def opened() -> Awaitable[Bus]:
@@ -112,8 +112,8 @@ class Bus:
     """The streams of one run, opened by `connect`.
 
     Every call ends within a bounded time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user
-    may not make it. Of messages with the same `msg_id` within `duplicate_window_s`, only the first is stored. Iterators are
-    used in `async with` blocks, and wait without a limit, also across reconnections. Cancelling `anext` never loses a message.
+    may not make the call. Of messages with the same `msg_id` within `duplicate_window_s`, only the first is stored. Iterators
+    are used in `async with` blocks. They wait without a limit, also across reconnections. Cancelling `anext` loses no message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -123,18 +123,18 @@ class Bus:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Size of the largest message, headers included. A message id adds about 30 bytes and its own length to the headers."""
+        """Maximum size of a message, including its headers. A message id adds its own length and about 30 bytes."""
         return self.connection.max_payload
 
     async def close(self) -> None:
-        """Hand back a prompt group that was delivered but not taken. `connect` calls this method at its end."""
+        """Hand back prompt groups that were delivered but not taken. `connect` calls this method at its end."""
         await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
         """Create the streams and the membership bucket. Those that exist keep their contents and limits.
 
-        With `fresh`, raises `FieldError` and creates nothing if anything was ever published to PROMPTS, SEQUENCES or CONTROL:
-        each run counts its ids from the start, so messages of an earlier run would be taken for this one's. Waits up to
+        With `fresh`, raises `FieldError` and creates nothing if anything was ever published to PROMPTS, SEQUENCES or CONTROL.
+        Each run counts its ids from 0, so messages of an earlier run would be taken for this run's. Waits up to
         `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
         """
         deadline = time.monotonic() + CREATE_WITHIN_S
@@ -173,8 +173,8 @@ class Bus:
                 await js.add_consumer(subjects.prompts_stream, actors_consumer(self.limits))
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Publish a prompt group and return its position in the queue. An actor that hands a group over needs a new `msg_id`.
-        Raises `PayloadTooLarge`, `BusError`."""
+        """Publish a prompt group and return its position in the queue. A group that is published again, as by an actor that
+        hands it over, needs a new `msg_id`. Raises `PayloadTooLarge`, `BusError`."""
         return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id, headers)
 
     async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
@@ -182,8 +182,8 @@ class Bus:
         return await self._queue.next(timeout_s)
 
     async def pending_prompts(self) -> dict[str, int]:
-        """Return the unfinished groups in the order of the queue, whether delivered or not: the position of each by its message
-        id. A group that is acknowledged or published during the call may be missing."""
+        """Return the positions of the unfinished groups, delivered or not, by message id and in the order of the queue. A group
+        that is acknowledged or published during the call may be missing."""
         found = await stored_messages(self.connection, self._subjects.prompts_stream, self._subjects.prompts)
         return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
 
@@ -197,7 +197,7 @@ class Bus:
         return await self._store_once(stream, subject, payload, msg_id, headers)
 
     def read_sequences(self, from_position: int) -> OrderedReader[LogEntry]:
-        """Iterate over the log from `from_position` (>= 1). At its end, wait for more. Purged positions are left out."""
+        """Iterate over the log from `from_position` (>= 1), and wait for more at its end. Purged messages are left out."""
 
         def log_entry(message: Msg) -> LogEntry:
             msg_id = (message.headers or {}).get(MSG_ID, "")
@@ -207,11 +207,11 @@ class Bus:
         return OrderedReader(self.connection, stream, log_entry, from_position=max(1, from_position))
 
     async def purge_sequences(self, below_position: int) -> None:
-        """Remove the sequences below this position, at most up to the log's end. Positions continue where they were."""
+        """Remove the sequences below this position, at most up to the log's end. Positions are not counted anew."""
         if below_position <= 1:
             return  # nothing is below; nats-py would take 0 for "everything"
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
-            # If the given position were beyond the end, the server would count on from it.
+            # If the given position were beyond the end, the server would continue counting from there.
             end = (await self.sequences_info()).last_position
             await self.connection.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
 
@@ -219,7 +219,7 @@ class Bus:
         return await stream_info(self.connection, self._subjects.sequences_stream)
 
     async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
-        """Store a message that was given up. Raises `PayloadTooLarge`, `BusError`."""
+        """Store the record of a prompt group that was given up. Raises `PayloadTooLarge`, `BusError`."""
         await self._store_once(self._subjects.dead_stream, self._subjects.dead, payload, msg_id)
 
     async def dead_letters(self) -> list[bytes]:
@@ -228,13 +228,13 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Publish a control message, which replaces the last one of this kind (and actor), even if a watcher has not read
-        it."""
+        """Publish a control message. It replaces the last one of this kind (and actor), even if watchers have not read that
+        yet."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
     def watch_control(self, kinds: Sequence[str], actor: str = "") -> OrderedReader[ControlMessage]:
-        """Iterate over the last message of each subject that `watched` gives, then over new ones in stream order."""
+        """Iterate over the last message of each subject that `watched` returns, then over new messages, in stream order."""
         prefix = self._subjects.control("")
 
         def control_message(message: Msg) -> ControlMessage:
@@ -289,23 +289,23 @@ def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
     for what, field in (("number of replicas", "num_replicas"), ("limit in bytes", "max_bytes")):
         is_so, asked_for = getattr(there, field), getattr(wanted, field)
         if (asked_for or -1) != (is_so or -1):
-            text = "%s exists and is not changed: its %s is %s, not %s; `nats stream edit %s` changes it"
+            text = "%s exists with another %s, %s instead of %s, and is not changed; use `nats stream edit %s` to change it"
             _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
 
 
 _UNLIMITED = -1
 _SHORTEST_NOTICE_S = 1.0
 _MAX_ACTORS = 16_384
-"""Maximum number of actors. Each has an open request for a prompt group, and a consumer of its own on the control channel. The
-server's default limits are lower: 512 open requests and, from 2.15 on, 1,000 consumers of a stream."""
+"""Maximum number of actors. Each has an open request for a prompt group and a consumer of its own on CONTROL. The server's
+default limits are lower: 512 open requests and, since nats-server 2.15, 1,000 consumers per stream."""
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
     """Return the configurations with which a run's streams PROMPTS, SEQUENCES, CONTROL and DEAD are created.
 
     PROMPTS is a work queue: an acknowledged message is removed. SEQUENCES keeps its messages until they are purged, CONTROL
-    keeps the last message of each subject, and DEAD keeps the newest messages, for people to read. A full stream refuses the
-    next message, except DEAD, which drops its oldest one. A full CONTROL still takes a message that is not larger than the one
+    keeps the last message of each subject, and DEAD keeps the newest messages, for people to read. A full DEAD drops its oldest
+    message; any other full stream refuses the next one. A full CONTROL still accepts a message that is not larger than the one
     that it replaces.
     """
     small = limits.max_bytes(1 / 16)
@@ -335,8 +335,8 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
 
 
 def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
-    """Return the consumer that all actors share. It has no limit on deliveries, because the server would keep a group beyond
-    the limit forever and report it to nobody."""
+    """Return the configuration of the consumer that all actors share. It does not limit deliveries: the server would silently
+    keep a group beyond the limit for ever."""
     return ConsumerConfig(
         durable_name=ACTORS,
         ack_policy=AckPolicy.EXPLICIT,
@@ -348,7 +348,7 @@ def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
 
 
 def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
-    """Return the configuration of a bucket whose entries expire; watchers are told when they do (nats-server 2.11)."""
+    """Return the configuration of a bucket whose entries expire. Watchers learn of each expiry (from nats-server 2.11 on)."""
     return KeyValueConfig(
         bucket=subjects.members_bucket,
         history=1,

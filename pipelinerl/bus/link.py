@@ -1,8 +1,8 @@
-"""One connection to NATS that reconnects and raises failures as `BusError`, and a base class that requests stream messages.
+"""A connection to NATS that reconnects and reports failures as `BusError`, and a base class for readers of stream messages.
 
-It adds three things to nats-py's client: a refusal reaches the waiting task, a lost connection ends open requests, and logins
-and certificates are read again for each connection. An unreadable file is an error at the start; later it is a warning, and the
-previous content is used, so that a half-renewed file does no harm. A password is never shown, and never sent to a server
+The connection adds three things to nats-py's client: a refusal reaches the waiting task, a lost connection ends open requests,
+and logins and certificates are read again for each connection. An unreadable file is an error at the start. Later it causes a
+warning, and the previous content is used, so that a half-renewed file does no harm. A password is never shown, and is not sent
 without TLS if TLS was asked for. This module knows nothing about runs or sequences.
 """
 
@@ -38,7 +38,8 @@ _CREDENTIALS, _TLS_DIR = "nats_credentials", "nats_tls_dir"
 
 
 def read_login(credentials: Path | None) -> dict[str, str]:
-    """Return nats-py's options for a file with `user:password` or a .creds file. Raises `FieldError` on `nats_credentials`."""
+    """Return nats-py's login options for a .creds file, or one with `user:password`. Raises `FieldError` on
+    `nats_credentials`."""
     if credentials is None:
         return {}
     text = read_file(credentials, _CREDENTIALS).decode(errors="replace").strip()
@@ -53,8 +54,8 @@ def read_login(credentials: Path | None) -> dict[str, str]:
 
 
 def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
-    """Make a context that trusts the folder's ca.crt and presents tls.crt if it exists. Without a folder, it trusts the
-    machine's CAs. Raises `FieldError` on `nats_tls_dir` naming the file."""
+    """Make a context that trusts the folder's ca.crt and presents its tls.crt if there is one. Without a folder, the context
+    trusts the machine's CAs. Raises `FieldError` on `nats_tls_dir`, naming the file."""
     if tls_dir is None:
         return ssl.create_default_context()
     read_file(tls_dir / CA, _TLS_DIR)
@@ -84,17 +85,17 @@ _LOGIN = re.compile(r"^(\s*[a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL
 def redacted(urls: str) -> str:
     """Return `urls` (one, or several separated by commas) without user and password, for messages and logs.
 
-    A password may hold any character, so everything up to a server's last `@` is removed. A following server without a scheme
-    may be taken for part of the login before it.
+    A password may hold any character, so everything between a server's scheme and its last `@` is hidden. That may include a
+    whole server, if the next one has a login but no scheme.
     """
     return ",".join(_LOGIN.sub(r"\1***@", url) for url in _BEFORE_SCHEME.split(urls))
 
 
 @contextlib.contextmanager
 def bus_errors(action: str) -> Iterator[None]:
-    """Turn nats-py's errors into a `BusError` that starts with `action`.
+    """Turn nats-py's errors into a `BusError` whose text starts with `action`.
 
-    It also re-raises a cancellation that nats-py swallowed while it flushed a large message.
+    Also raise a cancellation again if nats-py swallowed it while it flushed a large message.
     """
     task, error = asyncio.current_task(), None
     cancellations = task.cancelling() if task else 0
@@ -127,7 +128,7 @@ def is_stream_full(error: BusError) -> bool:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, nats.errors.NoRespondersError):
-        return "no stream takes this subject: the run's streams are not there (yet), or JetStream is off"
+        return "no stream takes this subject: the run's streams do not exist (yet), or JetStream is off"
     if isinstance(error, nats.js.errors.ServiceUnavailableError) and not error.description:
         return "JetStream is off: start nats-server with -js"
     if isinstance(error, nats.js.errors.APIError):
@@ -145,9 +146,8 @@ _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"
 
 
 class Connection(Client):
-    """nats-py's client, connected inside a block of `opened`. It notifies `pullers` of reconnections and refusals. It also
-    reconnects after the server ended a connection with an error, such as changed users; nats-py would close its client for
-    good."""
+    """nats-py's client, connected inside a block of `opened`. It notifies `pullers` of reconnections and refusals. Unlike
+    nats-py's client, it also reconnects if the server ends the connection with an error, as when users change."""
 
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0
@@ -171,14 +171,14 @@ class Connection(Client):
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
         """Connect, and reconnect as long as the context lasts. Raises `BusError` with the url if no server answers within
-        `timeout_s`, or refuses the login or a certificate; `NotPermitted` if this user may not receive answers."""
+        `timeout_s`, or if a login or certificate is refused. Raises `NotPermitted` if this user may not receive answers."""
         with _no_notice_of_tls_ends():
             try:
                 await self._open(name, timeout_s)
                 await self._subscribe_answers()
                 yield
             finally:
-                if self.options:  # otherwise it refused the URL, and nothing is open
+                if self.options:  # otherwise nats-py refused the URL, and nothing is open
                     with contextlib.suppress(OSError):  # the server is gone already
                         await self.close()
 
@@ -204,11 +204,11 @@ class Connection(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        """Send a request and return the answer, at half the cost of nats-py's method (no task, no random token).
+        """Send a request and return the answer. This costs half as much as nats-py's method, without a task and a random token.
 
-        Any number of tasks may wait at once. Raises `NotPermitted` as soon as the server refuses the subject or the answers.
-        Raises nats-py's errors if nobody answers, if no answer comes in time (by default `request_timeout_s`), and if the
-        connection is lost. In the last two cases, the message may have been received.
+        Any number of tasks may wait at once. Raises `NotPermitted` as soon as the server refuses the subject or the
+        subscription to answers. Raises nats-py's errors if nobody listens, if no answer comes in time (by default
+        `request_timeout_s`), or if the connection is lost. In the last two cases, the message may have been received.
         """
         if self._unanswered:
             raise self._no_answers()
@@ -237,11 +237,11 @@ class Connection(Client):
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        """Make a context from the newest files. nats-py asks for it at each connection."""
+        """Context from the present files. nats-py asks for it at each connection."""
         try:
             self._context = tls_context(self._tls_dir)
         except FieldError as error:
-            _log.warning("connecting to NATS with the previous certificates: %s", error)
+            _log.warning("cannot read the certificates for NATS; connecting with the previous ones: %s", error)
         return self._context
 
     async def _open(self, name: str, timeout_s: float) -> None:
@@ -287,7 +287,7 @@ class Connection(Client):
 
     async def _on_error(self, error: Exception) -> None:
         previous, self._last_error = self._last_error, self._named(error)
-        if self._last_error != previous:  # it is not logged again for each attempt to connect
+        if self._last_error != previous:  # the same error is not logged again for each attempt to connect
             _log.warning("NATS at %s: %s", self.url, self._last_error)
         if refusal := _REFUSAL.search(str(error)):
             lowered = refusal[2].lower()
@@ -333,7 +333,7 @@ class Connection(Client):
         try:
             self._login = read_login(self._credentials)
         except FieldError as error:
-            _log.warning("logging in to NATS with the previous credentials: %s", error)
+            _log.warning("cannot read the NATS credentials; logging in with the previous ones: %s", error)
         self.options.update(self._login)
         return super()._connect_command()
 
@@ -342,12 +342,12 @@ class Connection(Client):
         try:
             await super()._process_connect_init()
         except (OSError, ValueError, TypeError, AttributeError, nats.errors.Error) as error:
-            # Any program may listen there: before a login has succeeded, further servers and limits that it names do not count.
+            # Any program may listen there. Until a login has succeeded, the servers and limits that it names do not count.
             del self._server_pool[known:]
             self._max_payload = longest
             if isinstance(error, nats.errors.Error):
                 raise
-            # asyncio never reports the end of a connection whose TLS handshake failed, and nats-py would wait for it for ever.
+            # asyncio never reports the end of a connection whose TLS handshake failed, so nats-py would wait for it for ever.
             if self._transport is not None:
                 self._transport.close()
                 self._transport = None
@@ -364,8 +364,8 @@ class Connection(Client):
 
 
 class Puller(ABC):
-    """Base class that requests messages from a stream's consumer and waits for them at an inbox. The wait ends early if no
-    message can come, because the connection was lost or the server denied the request for lack of permission."""
+    """Base class of readers that request messages from a stream's consumer and wait for them at an inbox. A wait ends early if
+    no message can come, because the connection was lost or this user lacks the permission."""
 
     def __init__(self, connection: Connection, stream: str, consumer: str = "") -> None:
         self._connection, self._stream, self._consumer = connection, stream, consumer
@@ -381,7 +381,7 @@ class Puller(ABC):
     async def _on_message(self, message: Msg) -> None: ...
 
     def on_refusal(self, lowered: str) -> None:
-        """Handle the refusal of a subject, given in lower case, that this user may not use."""
+        """Raise `NotPermitted` in the waiting task if `lowered`, the refused subject, is that of this consumer."""
         if lowered == self._asked.lower():
             self._error = NotPermitted(self._connection.user, self._asked)
             self._woken.set()
@@ -400,8 +400,8 @@ class Puller(ABC):
         await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Wait for a message or another event, and return whether one came within the timeout. Raises `BusError` or
-        `NotPermitted` if the event was an error."""
+        """Wait for a message or another event. Return whether one came within the timeout. Raises `BusError` or `NotPermitted`
+        if the event was an error."""
         self._woken.clear()
         if self._error is None:
             with contextlib.suppress(TimeoutError):

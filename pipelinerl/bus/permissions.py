@@ -1,9 +1,9 @@
-"""Permissions on a run's NATS: the subjects that each service publishes and subscribes to, as lists for nats-server.
+"""Permissions on a run's NATS: the subjects to which each service may publish or subscribe, as lists for nats-server.
 
-The functions are pure; the command `python -m pipelinerl.bus.permissions RUN` prints the users for people who bring their own
-NATS. The lists are for one run's name: it is part of a stream's name (`PROMPTS_<run>`), which is a single token of a subject,
-and NATS has no wildcards inside a token. Nothing here sets up passwords or accounts, or changes a server. docs/security.md says
-what NATS does not check.
+The functions are pure. For people who bring their own NATS, `python -m pipelinerl.bus.permissions RUN` prints the users. The
+lists are for one run only: the run's name is part of stream names such as `PROMPTS_<run>`, a stream's name is a single token of
+a subject, and NATS has no wildcards inside a token. Nothing here sets up passwords or accounts, or changes a server.
+docs/security.md says what NATS does not check.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Permissions = dict[str, list[str]]
 
 
 def inbox_prefix(user: str) -> str:
-    """Return the prefix of a user's inboxes: `_INBOX_<user>`, which no other user of a run may read. An empty name, or one
-    that cannot be part of a subject, gets NATS's own prefix."""
+    """Return the prefix of a user's inboxes, `_INBOX_<user>`. Of the run's other users, only ADMIN may read them. For an empty
+    name, or one that cannot be part of a subject, return NATS's default prefix."""
     return f"_INBOX_{user}" if _TOKEN.fullmatch(user) else "_INBOX"
 
 
@@ -45,8 +45,8 @@ def permissions(run: str) -> dict[str, Permissions]:
 
 
 def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
-    """Return the `authorization` block of nats-server's configuration as data, since JSON is valid configuration. Users without
-    an entry in `passwords` are left out."""
+    """Return the `authorization` block of nats-server's configuration, as data for JSON, which nats-server can read. Users
+    without an entry in `passwords` are left out."""
     return {
         "users": [
             {"user": user, "password": passwords[user], "permissions": allowed}
@@ -90,13 +90,13 @@ def _actor(subjects: Subjects) -> list[str]:
         f"{_API}.CONSUMER.MSG.NEXT.{queue}",
         f"$JS.ACK.{queue}.>",
         f"$JS.ACK.*.*.{queue}.>",  # for servers whose acknowledgements name a domain and an account
-        *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # for the text of the error when one is full
+        *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # to name the limit in the error if one is full
         *_reading(subjects.control_stream),
     ]
 
 
 def _reading(stream: str) -> tuple[str, ...]:
-    """Allow an ephemeral consumer, as `OrderedReader` makes it."""
+    """Allow an ephemeral consumer such as `OrderedReader` makes."""
     return (f"{_API}.CONSUMER.CREATE.{stream}", f"{_API}.CONSUMER.MSG.NEXT.{stream}.*", f"{_API}.CONSUMER.DELETE.{stream}.*")
 
 

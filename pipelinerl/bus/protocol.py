@@ -1,4 +1,4 @@
-"""Names of a run's streams and subjects, their limits, and the messages on them, whose payloads are opaque bytes here. Pure."""
+"""Names and limits of a run's streams, and the messages on them. Payloads are opaque bytes in this module. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LEAST_BOUND_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError` with the limit, except
-    to DEAD, which only people read: it drops its oldest message."""
+    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError` with the limit. Only
+    DEAD, which is for people to read, drops its oldest message instead."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
@@ -29,14 +29,14 @@ class StreamLimits:
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """Deliveries of a group after which an actor should `terminate` it and publish its samples as failed. The bus itself has no
-    limit: a server that stopped delivering would lose the group silently."""
+    """Deliveries of a group after which an actor should `terminate` it and publish its samples as failed. The server has no
+    such limit, because it would stop delivering the group without telling anybody."""
     member_ttl_s: float = 10.0
     replicas: int = 1
 
     def max_bytes(self, share: float) -> int:
-        """Return the size limit of a stream other than SEQUENCES, as a `share` of SEQUENCES' limit. All shares add up to less
-        than a third, so a volume of 4/3 of SEQUENCES' limit holds all streams even when they are full."""
+        """Return the size limit of a stream other than SEQUENCES, as a `share` of the limit of SEQUENCES. All shares add up to
+        less than a third, so a volume of 4/3 of that limit holds all streams even when they are full."""
         return max(_LEAST_BOUND_BYTES, int(share * self.sequences_max_bytes))
 
 
@@ -64,7 +64,7 @@ class StreamInfo:
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """A control message. `kind` and `actor` are the last tokens of its subject; the trainer's messages to all have no actor."""
+    """A control message. `kind` and `actor` are from its subject; `actor` is empty in the trainer's messages to all actors."""
 
     kind: str
     actor: str
@@ -102,7 +102,7 @@ def check_actor_name(actor: str) -> str:
 
 
 def group_id_of(msg_id: str) -> str:
-    """Return the group in a message id on PROMPTS: `g12` when it is issued, `g12/...` when it is published again."""
+    """Return the group of a message id on PROMPTS. For g12, the id is `g12` at first, and `g12/...` if published again."""
     return msg_id.partition("/")[0]
 
 
@@ -136,13 +136,13 @@ class Subjects:
 FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "abort", "end")
 FROM_ACTOR = ("joined", "staged", "serving", "failed")
 TO_ONE_ACTOR = ("epoch", "announce", "commit", "abort")
-"""Orders that the trainer may also address to one actor, for a side group (the trainer and this actor alone)."""
+"""Orders that the trainer may also send to one actor, as in a side group (the trainer and this actor alone)."""
 EVERY_ACTOR = "*"
 
 
 def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
-    """Return the (kind, actor) pairs that a watcher of `kinds` sees: the answers of all actors, orders to all, and, unless
-    `actor` is empty, orders to it alone. `EVERY_ACTOR` matches any name."""
+    """Return the (kind, actor) pairs that a watcher of `kinds` sees: answers of any actor (`EVERY_ACTOR`), orders to all actors
+    and, unless `actor` is empty, orders to this actor alone."""
     pairs = [(kind, EVERY_ACTOR if kind in FROM_ACTOR else "") for kind in kinds]
     return pairs + [(kind, actor) for kind in kinds if actor and kind in TO_ONE_ACTOR]
 

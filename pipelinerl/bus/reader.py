@@ -1,9 +1,10 @@
 """Readers of streams: an iterator over a stream, a list of its present messages, a watch on members, and the work queue.
 
 `OrderedReader` receives its messages from an ephemeral pull consumer without acknowledgements. If the consumer is lost
-(reconnection, restart of the server, silence, a gap), another one continues after the last message received. Reading ahead is
-bounded. nats-py's own ordered consumer is not used: it is a push consumer that answers flow control every 250 ms and drops
-messages that it cannot buffer. This module decodes no payloads, does not limit redeliveries, and stores no positions.
+(reconnection, restart of the server, silence, a gap), another one continues after the last message received. The number of
+messages read ahead is bounded. nats-py's own ordered consumer is not used: a push consumer, it answers flow control only every
+250 ms and drops messages that it cannot buffer. This module decodes no payloads, limits no redeliveries, and stores no
+positions.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _Item = TypeVar("_Item")
 
 MSG_ID = "Nats-Msg-Id"
 _WALKS = 64
-"""Maximum number of parts of a stream that are read at the same time. It is bounded because each read returns a payload."""
+"""Maximum number of parts of a stream that are read at the same time. Each read in progress may hold a payload."""
 _MESSAGE_NOT_FOUND = 10037
 
 
 async def stream_info(connection: Connection, stream: str) -> StreamInfo:
-    """Ask the server for the state of a stream. Raises `BusError`. nats-py's own call leaves out the oldest message's time."""
+    """Return a stream's state, including the time of its oldest message, which nats-py leaves out. Raises `BusError`."""
     with bus_errors(f"looking at {stream} at {connection.url}"):
         state = (await connection.ask(f"$JS.API.STREAM.INFO.{stream}"))["state"]
     messages, last = state["messages"], state["last_seq"]
@@ -47,8 +48,8 @@ async def stream_info(connection: Connection, stream: str) -> StreamInfo:
 
 
 async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
-    """Return the messages of `subject` in order. They are read without a consumer, because a work queue allows only one. Raises
-    `BusError`. Each message costs one round trip. A message that is removed or added meanwhile may be missing."""
+    """Return the messages of `subject` in order. They are read without a consumer, because a work queue allows only one
+    consumer. Each message costs a round trip. One that is removed or added meanwhile may be missing. Raises `BusError`."""
     info = await stream_info(connection, stream)
     first, end = info.first_position, info.last_position + 1
     size = max(1, math.ceil((end - first) / _WALKS))
@@ -105,8 +106,8 @@ _PULL_ENDED = ("408", "409")
 
 
 class OrderedReader(Puller, Generic[_Item]):
-    """Async iterator over the messages of one stream, without a gap, each converted by `convert`. Use it in an `async with`
-    block. Cancelling `anext` loses nothing. At the end of the stream, it waits for new messages. Raises `BusError` if the
+    """Async iterator over the messages of one stream, without gaps, each converted by `convert`. Use it in an `async with`
+    block. At the end of the stream, it waits for new messages. Cancelling `anext` loses no message. Raises `BusError` if the
     stream does not exist or was deleted, and `NotPermitted` if this user may not read it."""
 
     def __init__(
@@ -121,7 +122,7 @@ class OrderedReader(Puller, Generic[_Item]):
         """With `from_position` 0, read the last message of each subject, then every new one."""
         super().__init__(connection, stream)
         self._convert, self._subjects, self._next_position = convert, subjects, from_position
-        self._buffer: deque[tuple[_Item, int]] = deque()  # and its bytes
+        self._buffer: deque[tuple[_Item, int]] = deque()  # items, each with its bytes
         self._buffered_bytes = 0
         self._outstanding = 0  # messages asked for and not yet delivered
         self._consumer_position = 0
@@ -149,7 +150,7 @@ class OrderedReader(Puller, Generic[_Item]):
                 await self._pull()
             if self._buffer or self._lost or await self._wait(_SILENCE_S):
                 continue
-            if self._connection.is_connected:  # not even heartbeats: the consumer or its server is gone
+            if self._connection.is_connected:  # not even a heartbeat came: the consumer or its server is gone
                 self.on_reconnect()
         item, size = self._buffer.popleft()
         self._buffered_bytes -= size
@@ -158,7 +159,7 @@ class OrderedReader(Puller, Generic[_Item]):
         return item
 
     def on_reconnect(self) -> None:
-        """Make another consumer before waiting for the next message. Messages that were received are kept."""
+        """Let the reader make another consumer before it waits for the next message. Messages already received are kept."""
         self._lost = True
         self._woken.set()
 
@@ -187,7 +188,7 @@ class OrderedReader(Puller, Generic[_Item]):
         )
 
     async def _attach(self) -> None:
-        """Subscribe a new inbox and make a consumer. Messages from an older consumer are ignored."""
+        """Subscribe to a new inbox, where no message of an older consumer arrives, and make a consumer."""
         self._lost, self._outstanding, self._consumer_position = False, 0, 0
         from_last = self._next_position == 0
         config = ConsumerConfig(
@@ -238,7 +239,7 @@ class OrderedReader(Puller, Generic[_Item]):
         self._buffer.append((self._convert(message), len(message.data)))
 
     def _on_status(self, message: Msg) -> None:
-        """Count the consumer as lost unless the pull ended normally. A heartbeat only wakes the waiting reader."""
+        """Treat the consumer as lost unless the status is a heartbeat or the normal end of a pull."""
         status, description = _status(message)
         if status == _HEARTBEAT:
             return
@@ -254,7 +255,7 @@ _DOUBT_AFTER_TTLS = 2.0
 
 
 class MemberWatch(OrderedReader[MemberEvent]):
-    """Async iterator over membership events: registrations, heartbeats and removals, as entries of the membership bucket.
+    """Async iterator over membership events: registrations, heartbeats, removals and expiries in the membership bucket.
 
     The server announces an expiry with a marker (nats-server 2.11). A client that was disconnected or busy may miss the marker,
     so this iterator asks the bucket about each member that has sent no heartbeat for two TTLs.
@@ -312,9 +313,9 @@ _TIME_OVER = ("404", "408")
 
 
 class PromptDelivery:
-    """A prompt group that was delivered to this actor. If it is not acknowledged within `ack_wait_s`, it is delivered again, at
-    the same `position` in the queue. `num_deliveries` is 1 at first; each hand-back and each missed deadline adds one. All
-    methods raise `BusError`; all but `in_progress` wait for the server's confirmation."""
+    """A prompt group that was delivered to this actor. If it is not acknowledged within `ack_wait_s`, it is delivered again and
+    keeps its `position` in the queue. `num_deliveries` is 1 at first and grows by one after each hand-back and each missed
+    deadline. All methods raise `BusError`, and all but `in_progress` wait for the server's confirmation."""
 
     def __init__(self, connection: Connection, message: Msg) -> None:
         self._connection, self._reply = connection, message.reply
@@ -337,7 +338,7 @@ class PromptDelivery:
         await self._answer(b"-NAK")
 
     async def terminate(self, reason: str) -> None:
-        """End the deliveries of a group that does not parse, or was delivered too often."""
+        """Remove a group from the queue that does not parse or was delivered too often."""
         await self._answer(b"+TERM " + " ".join(reason.split()).encode())
 
     async def _answer(self, word: bytes) -> None:
@@ -349,8 +350,8 @@ class PromptDelivery:
 class PromptQueue(Puller):
     """Take prompt groups from PROMPTS, one at a time, through the consumer that all actors share.
 
-    Each wait requests one message from the server, with the same timeout. The request of a cancelled wait stays open for the
-    next wait, so that no group is lost and no second one is taken.
+    Each wait requests one message from the server, with the wait's timeout. If a wait is cancelled, its request stays open and
+    serves the next wait, so that no group is lost and no second one is taken.
     """
 
     def __init__(self, connection: Connection, stream: str) -> None:
@@ -391,7 +392,7 @@ class PromptQueue(Puller):
             while self._ready:
                 await PromptDelivery(self._connection, self._ready.popleft()).give_back()
         except BusError as error:
-            _log.warning("a prompt group was not handed back: %s", error)
+            _log.warning("cannot hand back prompt groups, which will be redelivered after ack_wait_s: %s", error)
 
     def on_reconnect(self) -> None:
         """Request again, since the server forgets open requests when a connection ends."""
@@ -408,7 +409,7 @@ class PromptQueue(Puller):
     def _on_status(self, message: Msg) -> None:
         status, description = _status(message)
         if status == _NOBODY_THERE or "Deleted" in description:
-            self._error = BusError(f"no prompt groups from {self._stream}: the run's streams are not there (yet)")
+            self._error = BusError(f"no prompt groups from {self._stream}: the run's streams do not exist (yet)")
             self.on_reconnect()
         elif status in _TIME_OVER:
             self.on_reconnect()

@@ -34,7 +34,7 @@ def plan(args: argparse.Namespace) -> int:
     """Return exit code 0. Raises `UserError` if no plan can be made."""
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
-        raise FieldError("mode", recipe.mode, "shares no accelerators between actors and trainer; --set mode=pipeline")
+        raise FieldError("mode", recipe.mode, "actors and trainer divide no accelerators in this mode; use --set mode=pipeline")
     for option in ("accelerators", "sequences_in_progress", "kv_kib_per_token"):
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
@@ -71,7 +71,8 @@ def size_of(text: str, option: str = "--parameters") -> float:
 
 
 def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
-    """Return completion lengths from bars of a histogram or a run directory, and their source. Raises `FieldError`."""
+    """Return the completion lengths given by bars of a histogram or by a run's folder, and their source. Raises
+    `FieldError`."""
     max_tokens = recipe.max_tokens
     given = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
     if not all(given):
@@ -88,11 +89,11 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
-    """Return the lengths of a run's completions in the second half of its steps, stale ones included, and a text with their
-    number. metrics.jsonl has the numbers by power-of-two bucket. Within a bucket, lengths are spread as in samples.jsonl, or
-    evenly if that has none. Raises `FieldError`."""
+    """Return the completion lengths in the second half of a run's records, including completions dropped as stale, and a label
+    such as '1,234 completions of runs/x'. metrics.jsonl gives only a count per power-of-two bucket. Within a bucket, lengths
+    are distributed as in samples.jsonl, or evenly if samples.jsonl has none there. Raises `FieldError`."""
     if not run_dir.is_dir():
-        fix = "neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, with commas between them) nor the folder of a run"
+        fix = "is neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, separated by commas) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
     files = RunDir(run_dir, run_dir.name)
     records = read_jsonl(files.metrics)
@@ -106,7 +107,7 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
             if sample.get("spans") and not sample.get("heldout"):
                 seen.setdefault(length_bucket(sample["spans"][-1][2]), []).append(sample["spans"][-1][2])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FieldError("--lengths", str(run_dir), f"its records are not those of a run ({error}); give bars") from None
+        raise FieldError("--lengths", str(run_dir), f"holds invalid records of a run ({error}); give bars") from None
     if not any(counts.values()):
         raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no step with ended_by_length; give bars")
     bars: list[tuple[int, int, float]] = []
@@ -118,13 +119,13 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
             bars.append((min(first, max_tokens), min(bucket, max_tokens), count))
     lengths = Lengths.of_bars(bars)
     if lengths.longest > max_tokens:
-        fix = f"has {lengths.longest} tokens, more than sampling.max_tokens = {max_tokens}; change one of them"
+        fix = f"has completions of {lengths.longest} tokens, more than sampling.max_tokens = {max_tokens}; change one of them"
         raise FieldError("--lengths", str(run_dir), fix)
     return lengths, f"{sum(counts.values()):,} completions of {run_dir}"
 
 
 class MeasuredSpeeds(BaseModel, allow_inf_nan=False):
-    """A file of measured speeds."""
+    """Content of a file of measured speeds."""
 
     decode: tuple[tuple[float, float], ...] = Field(description="points [sequences in progress, tokens/s] of one actor")
     trained_tokens_per_s: float = Field(gt=0, description="completion tokens per second of one trainer rank")

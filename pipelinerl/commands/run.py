@@ -1,5 +1,5 @@
-"""`pipelinerl run`, `scale` and `cache`: train here or continue a run, change the number of its actors, and list files that
-are kept for the next run.
+"""`pipelinerl run`, `scale` and `cache`: start or continue a run on this machine, change the number of its actors, and list or
+remove files that are kept for later runs.
 
 Nothing is changed before it is certain that a run can start or continue. The trainer of a continued run finds its checkpoint
 itself, as after any restart.
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     if args.actors is not None and args.placement:
         raise FieldError(
-            "--actors", args.actors, "leave it out: --placement has as many actors as it has groups of GPUs for them"
+            "--actors", args.actors, "leave it out: --placement already sets the number of actors, by its groups of GPUs"
         )
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
@@ -192,7 +192,7 @@ def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
     finished = is_finished(summary)
     taken = max(version or 0, int(summary.get("steps") or 0) if finished else 0)
     if steps < taken or (steps == taken and finished):
-        what = "all of them are taken" if steps == taken else f"{taken} are taken"
+        what = "all of them have been taken" if steps == taken else f"{taken} have been taken"
         raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")
 
 
@@ -239,7 +239,7 @@ def kept_folders() -> dict[str, Path]:
 
 
 def cache(args: argparse.Namespace) -> int:
-    """List or remove kept folders. Raises `FieldError` for an unknown name, before any removal, and if a removal fails."""
+    """List or remove kept folders. Raises `FieldError` if a removal fails or, before any removal, if a name is unknown."""
     folder, kept = cache_folder(os.environ), kept_folders()
     chosen = args.clear or list(kept)
     for name in chosen:

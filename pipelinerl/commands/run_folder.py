@@ -1,8 +1,8 @@
 """Read a run, finished or not: `pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`.
 
-None of these commands changes a run. A command names the folder of a local run, or a NATS server and a run's name. In a pod
-of a run neither is needed, since the service's environment names the NATS server. A running local run has its own nats-server.
-After the end of the run, a temporary nats-server serves a copy of its streams.
+None of these commands changes a run. The user names the folder of a local run, or a NATS server and a run's name. In a pod of a
+run neither is needed, since the pod's environment names both. While a local run is running, its own nats-server is asked. After
+its end, a temporary nats-server serves a copy of its streams.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def dead_letters(args: argparse.Namespace) -> int:
-    """Print the dead letters. Raises `FieldError` for a place without streams, `BusError` when NATS does not answer."""
+    """Print the dead letters. Raises `FieldError` if the arguments lead to no streams, `BusError` if NATS does not answer."""
     letters, unreadable = asyncio.run(_read(args))
     if unreadable:
         print(f"{unreadable} messages are not dead letters of this run and are left out", file=sys.stderr)
@@ -140,8 +140,8 @@ _STOP_WITHIN_S = 5.0
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
-    """Return a function that opens the streams of `run`, or None without streams. The arguments name a NATS server or a folder
-    of a local run; else the environment names a server. Raises `FieldError` for an invalid run name."""
+    """Return a function that opens the streams of `run`; None if there are none. They are on the NATS server or in the folder
+    that the arguments name, or else on the server that the environment names. Raises `FieldError` for an invalid run name."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and _holds_streams(args.run_dir):
@@ -154,7 +154,7 @@ def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
 
 
 def _holds_streams(run_dir: Path) -> bool:
-    """Return whether the folder has streams, as that of a local run has."""
+    """Return whether the folder holds streams, as a local run's folder does."""
     return (run_dir / "nats" / _STORE).is_dir()
 
 

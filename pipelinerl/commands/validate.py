@@ -1,7 +1,7 @@
 """`pipelinerl validate RECIPE`: check a recipe, and list everything that is wrong with it.
 
-If this machine lacks something to run it, such as a GPU, a note says so and the recipe still counts as valid, so that a recipe
-for a cluster can be checked on a laptop. With `--gpu-memory`, the command also adds up the memory that GPUs of that size need.
+A recipe for a cluster can be checked on a laptop: if this machine lacks something that the run needs, such as a GPU, a note
+says so, and the recipe still counts as valid. With `--gpu-memory`, the command also adds up the needed memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def validate(args: argparse.Namespace) -> int:
     memory = list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
-        raise FieldError("--parameters", args.parameters, "is for --gpu-memory; give that too, or leave both out")
+        raise FieldError("--parameters", args.parameters, "needs --gpu-memory; give that, too, or leave this out")
     if args.gpu_memory is not None:
         model, memory_gib = model_of(recipe, args.parameters), gib_of(args.gpu_memory)
         memory = memory_outline(recipe, model, memory_gib)
@@ -107,7 +107,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{origin}"))
         giving = {problem.file for problem in source.problems}
         if not task.max_rows and (others := [file for file in found if str(file).removeprefix(task.path) not in giving]):
-            fix = f"{counted(len(others), 'file')} in it, such as {others[0]}, adds no problem; check that it is complete"
+            fix = f"no problem comes from {counted(len(others), 'file')} in it, such as {others[0]}; check if any are missing"
             warnings.append(FieldError(f"{place}task.path", task.path, fix))
     return rows, warnings
 
@@ -196,7 +196,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
-    """Return the contents of GPU memory as (name, value) rows, for one GPU of an actor and one of the trainer. Pure."""
+    """Return what fills one GPU of an actor and one of the trainer, as (name, value) rows. Pure."""
     engine, trainer = recipe.actor.engine, recipe.trainer
     size, in_share = engine.tensor_parallel_size, memory_gib * vllm_share(recipe, model, memory_gib)
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
@@ -209,7 +209,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
             "actor GPU",
             f"{in_share:.1f} GiB for vLLM: weights {model.weights_bytes / GIB / size:.1f}, KV cache {kv_gib / size:.1f} "
             f"({each:,.0f} tokens for each of {in_progress} sequences), the rest {ENGINE_GIB:g}; "
-            f"{memory_gib - in_share:.1f} beside it, for updates {update_gib(recipe, model):.1f}",
+            f"{memory_gib - in_share:.1f} outside vLLM, of which updates need {update_gib(recipe, model):.1f}",
         ),
         (
             "trainer GPU",

@@ -1,9 +1,9 @@
 """Calls to the Kubernetes API from inside a pod, through the official asyncio client, with bounded times and one typed error.
 
-The trainer's permissions are listed here as data: the chart's Role grants exactly these, and a refusal names the missing one.
-Address, token and CA are read from the files of the kubelet. The library reads the token again every minute, and this client
-does so at once when the API refuses it, so that a pod outlives its tokens. The client does not retry: callers know how urgent a
-call is.
+The trainer's permissions are listed here as data: the chart's Role grants exactly these, and the error of a refusal names the
+missing one. Token and CA are read from the files that the kubelet provides. The library reads the token again every minute, and
+this client does so at once if the API refuses the token, so that a pod outlives its tokens. Apart from that, the client does
+not retry: callers know how urgent a call is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps")
 TRAINER = frozenset({LIST_PODS, WATCH_PODS})
 """Permissions of the trainer, the only service with a token."""
 KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
-"""Every completion needs these: an earlier end of the run may have scaled its actors to zero."""
+"""Permissions for every value of `on_completion`, since an earlier end of the run may have scaled its actors to zero."""
 COMPLETION = {"keep": KEEP, "release": (*KEEP, PATCH_REPORT, SCALE_TRAINER), "exit": (*KEEP, SCALE_TRAINER)}
 """Further permissions by `on_completion`, each for a single object of the trainer's release."""
 _SCALE = {SCALE_ACTORS: "patch_namespaced_deployment_scale", SCALE_TRAINER: "patch_namespaced_stateful_set_scale"}
@@ -124,9 +124,9 @@ class Pod:
 
 REQUEST_S = 5.0
 WATCH_S = 300
-"""The server ends a watch after that time, and the next watch continues from there."""
+"""Seconds after which the server ends a watch. The next watch continues from there."""
 SILENCE_S = 120.0
-"""A watch that sends nothing for so long counts as broken, since bookmarks come every minute."""
+"""Seconds without data after which a watch counts as broken. Bookmarks come every minute."""
 DETAIL_CHARACTERS = 300
 
 
@@ -150,7 +150,7 @@ class KubeClient:
             await api.api_client.close()
 
     async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
-        """Set these keys of a ConfigMap, remove those that are None, keep the others. Return all keys."""
+        """Set these keys of a ConfigMap, remove those whose value is None, and keep the others. Return all keys and values."""
         body = {"data": dict(data)}
         raw = await self._ask(PATCH_CONFIG, "patch_namespaced_config_map", name=name, body=body, _content_type=_MERGE)
         return dict(raw.get("data") or {})
@@ -178,14 +178,14 @@ class KubeClient:
         return bool((raw.get("status") or {}).get("allowed"))
 
     async def list_pods(self, selector: str) -> tuple[list[Pod], str]:
-        """Return the pods, and the resource version from which a watch continues."""
+        """Return the pods, and the resource version from which a watch can follow their changes."""
         raw = await self._ask(LIST_PODS, "list_namespaced_pod", label_selector=selector)
         return [Pod.from_json(item) for item in raw.get("items") or ()], _resource_version(raw)
 
     @asynccontextmanager
     async def watch_pods(self, selector: str, resource_version: str) -> AsyncIterator[AsyncIterator[PodChange]]:
-        """Yield an iterator over the changes after `resource_version`, which ends when the server ends the watch. Leaving the
-        block closes the connection. An error of status 410 says that the server no longer keeps that version: then list
+        """Yield an iterator over the changes after `resource_version`. The iterator ends when the server ends the watch;
+        leaving the block closes the connection. An error with status 410 means that the server no longer has that version: list
         again."""
         with _as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):
@@ -210,7 +210,7 @@ class KubeClient:
             return _parsed(permission, await response.read())
 
     async def _respond(self, permission: Permission, method: str, **arguments: Any) -> ClientResponse:
-        """Return the response to an accepted call. If the token is refused, call once more with the token in the file now."""
+        """Return the response to an accepted call. If the token is refused, read its file again and repeat the call once."""
         if self._api is None:
             api = await asyncio.to_thread(_core_api, self._service_account)
             self._api = self._api or api
@@ -315,8 +315,8 @@ ENDED_PHASES = ("Succeeded", "Failed")
 
 @dataclass(frozen=True)
 class PodEnd:
-    """End of a pod. `still_running`: it was told to end and may use its grace period; otherwise its processes are gone. `final`
-    False: the pod may still run, without the labels by which it is watched."""
+    """The end of a pod. `still_running`: it was told to end, and may run until its grace period is over; if False, its
+    processes are gone. `final`: if False, the pod may in fact still run, but without the labels by which it is watched."""
 
     name: str
     uid: str
@@ -328,8 +328,8 @@ class PodEnd:
 class PodWatch:
     """List pods, follow every change from there, and call `on_end` when a pod is told to end and again when it has ended.
 
-    It waits out an outage, lists again when a watch has expired, and rarely repeats a call that was refused. `selector`: as
-    `kubectl get pods -l` takes it. `without`: consequence of not watching, for the log.
+    During an outage, calls are repeated; when a watch has expired, the pods are listed again; after a refusal, the next call
+    waits long. `selector`: as for `kubectl get pods -l`. `without`: the consequence of not watching, in words for the log.
     """
 
     def __init__(self, client: KubeClient, selector: str, on_end: Callable[[PodEnd], None], *, without: str) -> None:
@@ -365,7 +365,7 @@ class PodWatch:
     async def _watch(self) -> None:
         async with self._client.watch_pods(self._selector, self._resource_version) as changes:
             if self._logged:
-                log.info("the pods %s are watched again", self._selector)
+                log.info("watching the pods %s again", self._selector)
             self._logged, self._failures = (), 0
             async for pod, version in changes:
                 self._resource_version = version or self._resource_version
@@ -391,7 +391,8 @@ class PodWatch:
             self._on_end(PodEnd(pod.name, pod.uid, reason, still_running=False, final=final))
 
     def _log_away(self, error: KubeError) -> None:
-        """Warn once, and again when the reason changes, but not of a connection failure that the next attempt may cure."""
+        """Warn once, and again when the reason changes. Ignore a first failure to connect, since the next attempt may
+        succeed."""
         why = (error.permission, error.status) if error.denied else (error.denied,)
         if why == self._logged or (self._failures == 1 and not error.denied):
             log.debug("%s", error)

@@ -3,8 +3,8 @@
 Nothing here decides that a run is finished. The state is a ConfigMap of the release, whose `data.phase` is `Running`,
 `Finished` or `Failed`. A finished run is scaled to zero: first its actors, whose number is stored in that ConfigMap until the
 run continues, then the trainer. Scaling through the subresource leaves no field manager, so an upgrade can set the replicas
-again without a conflict. A process that is stopped before it is done begins again, so each action may run twice. All calls wait
-until the API answers.
+again without a conflict. If the process is stopped too early, the next one begins again, so an action may run twice. All calls
+are repeated until the API accepts them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 RUNNING, FINISHED, FAILED = "Running", "Finished", "Failed"
 REPORT = "report.html.gz"
 MOST_REPORT_BYTES = 1_000_000
-"""Limit that leaves room for keys and encoding, since a Secret holds 1 MiB."""
+"""Maximum size of the compressed report. A Secret holds 1 MiB, including keys and encoding."""
 SEEN_WITHIN_S = 30.0
 """Seconds that the trainer stays after the end, so that alerts and open pages notice it."""
 FAILURE_TOLD_WITHIN_S = 30.0
@@ -52,8 +52,8 @@ async def run_goes_on(settings: TrainerSettings, version: int) -> None:
 
 
 async def complete(settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]]) -> None:
-    """Free the resources of a finished run, as `on_completion` says, and publish that it has finished. The trainer goes last,
-    once `uploaded` returns: scaling it to zero ends this process."""
+    """Free the resources of a finished run, as `on_completion` says, and publish that it has finished. The trainer is scaled to
+    zero last, after `uploaded` has returned, because that ends this process."""
     async with _cluster(settings) as client:
         if client is None:
             return
@@ -73,7 +73,7 @@ async def complete(settings: TrainerSettings, version: int, uploaded: Callable[[
 @asynccontextmanager
 async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
     """If a user's mistake ends the block, publish that the run failed, because a restarted trainer would fail again. Other
-    errors may not recur."""
+    errors may not recur, so they are not published."""
     try:
         yield
     except Exception as error:
@@ -101,10 +101,10 @@ async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
         await asyncio.to_thread(write_report, settings.run_dir)
         report = await asyncio.to_thread(packed_report, settings.run_dir)
     except Exception:  # bad records must not keep GPUs allocated
-        log.exception("the run has no report")
+        log.exception("cannot make the report of the run")
         return
     if settings.on_completion == "release" and len(report) > MOST_REPORT_BYTES:
-        log.error("the report is only on the volume: with %d compressed bytes it does not fit into a Secret", len(report))
+        log.error("the report has %d compressed bytes, too many for a Secret; it is only on the volume", len(report))
     elif settings.on_completion == "release":
         await _insist(lambda: client.patch_secret(f"{settings.release}-report", {REPORT: report}))
 

@@ -34,7 +34,7 @@ _REPORT_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-"""Policy for the report, which is one file with its scripts inside."""
+"""Headers of the report, which is one file with its scripts inside."""
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 AWAY = "The trainer does not answer, and there is no report yet: try again in a minute.\n"
 
@@ -82,8 +82,8 @@ def main() -> int:
     parser.add_argument("--host", default="0.0.0.0", help="interface to listen on")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--trainer", required=True, metavar="HOST:PORT", help="the trainer's HTTP server")
-    parser.add_argument("--report", required=True, type=Path, metavar="FILE", help="report.html.gz, which may come later")
-    parser.add_argument("--names", default="", help="hosts, separated by commas, by which browsers call this server")
+    parser.add_argument("--report", required=True, type=Path, metavar="FILE", help="report.html.gz; the file may appear later")
+    parser.add_argument("--names", default="", help="host names under which browsers reach this server, separated by commas")
     args = parser.parse_args()
     names = [name for name in args.names.split(",") if name]
     return exit_code(lambda: asyncio.run(serve(args.host, args.port, args.trainer, args.report, names)))

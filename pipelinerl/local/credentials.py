@@ -20,7 +20,7 @@ _KEY_BYTES = 16
 _HANDSHAKE_S = 10
 """Time limit of a TLS handshake. NATS's default of 2 s is too short on a busy machine."""
 _VALID = timedelta(days=3650)
-"""Validity of the certificate. A run that lasts longer needs a new start."""
+"""Validity of the certificate. A run that lasts longer must be restarted, which makes a new one."""
 
 
 class Credentials:
@@ -38,7 +38,7 @@ class Credentials:
         return self._folder / f"nats-{user}"
 
     def make(self, run: str) -> dict[str, Any]:
-        """Write all files. Returns the part of nats-server's configuration with the passwords and the certificate."""
+        """Write all files. Return the part of nats-server's configuration for the passwords and the certificate."""
         from pipelinerl.service.tls import CA, CERTIFICATE, KEY
 
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Write the results of a run that has ended: summary.json, report.html, and the last lines on the terminal.
 
-The report is one page that needs no network. Model output in it is data, never markup: it stands in a JSON block without `<`,
-and the page inserts it as text.
+The report is one page that needs no network. Model output in the report is data, never markup: it is in a JSON block that
+contains no `<`, and the page's scripts insert it as text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 SAMPLES_READ = 64
-"""Number of first and of last samples that are read; the page chooses eight of each."""
+"""Number of samples read from the start and from the end of samples.jsonl; the page chooses eight of each."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -71,13 +71,13 @@ def script_json(data: Mapping[str, Any]) -> str:
 
 _REASONS_SHOWN = 3
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
-"""Exit codes of a run. In addition, a run returns `EXIT_USER_ERROR` if a service ended with it."""
+"""Exit codes of a run. In addition, a run returns `EXIT_USER_ERROR` if a service ended with that code."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run. `wall_s`: seconds since its latest start, which was at version `begun`. `restarts`: number by service,
-    without zeros. `unread`: the run was interrupted because its output was closed."""
+    """The end of a run. `wall_s`: seconds since its latest start, which was at version `begun`. `restarts`: number of restarts
+    by service, without zeros. `unread`: the run was interrupted because its output was closed."""
 
     wall_s: float
     restarts: Mapping[str, int] = field(default_factory=dict)
@@ -109,14 +109,14 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
         write_report(run_dir.path)
     except OSError as error:
         fix = "free some space, and run pipelinerl report on the folder"
-        print(f"pipelinerl: summary and report in {run_dir.path} are not written ({error.strerror}): {fix}", file=sys.stderr)
+        print(f"pipelinerl: cannot write summary and report in {run_dir.path} ({error.strerror}): {fix}", file=sys.stderr)
     with contextlib.suppress(OSError):  # the output is closed; the exit code stays
         print("\n".join(closing_lines(summary, run_dir, ending)), flush=True)
     return ending.exit_code
 
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
-    """Return the trainer's summary, or one from metrics.jsonl if it left none, with the figures that only the runner knows."""
+    """Return the trainer's summary, or else one from metrics.jsonl, completed with the figures that only the runner knows."""
     summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
@@ -124,7 +124,7 @@ def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[st
 
 
 def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -> list[str]:
-    since = f" since it went on from step {number(ending.begun)}" if ending.begun else ""
+    since = f" since it continued from step {number(ending.begun)}" if ending.begun else ""
     lines = [
         "",
         f"{ending.how} after {duration(ending.wall_s)}{since}: {number(summary.get('steps'))} optimizer steps",
@@ -162,7 +162,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     truncated = summary.get("sequences_truncated_fraction")
     newest = (summary.get("heldout") or [{}])[-1]
     if last is not None:
-        bound = f"; {percent(newest.get('lower_bound'))} with unanswered problems as wrong"
+        bound = f"; {percent(newest.get('lower_bound'))} if unanswered problems count as wrong"
         version = newest.get("version")
         of = "" if version in (None, summary.get("policy_version")) else f" (version {version})"
         yield f"  held-out accuracy  {percent(first)} -> {percent(last)}{of}{bound if newest.get('unanswered') else ''}"
@@ -182,11 +182,11 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"  cut short          {percent(truncated)} of the sequences, at sampling.max_tokens or model.max_context"
     if 2 * (summary.get("steps_clipped") or 0) > (summary.get("steps") or 0):
         share = f"{summary['steps_clipped']} of {counted(summary['steps'], 'step')}"
-        yield f"  GRADIENT           clipped in {share}, so all have the same norm: raise trainer.max_grad_norm"
+        yield f"  GRADIENT           clipped to the same norm in {share}: raise trainer.max_grad_norm"
     if 0 < (summary.get("steps") or 0) == summary.get("steps_equal_rewards"):
         check = "check the rewards and reasons in samples.jsonl, the reward and its pattern, sampling.max_tokens, the problems"
         yield f"  REWARD             all completions of each prompt earned the same, so nothing could be learned: {check}"
     if broken:
         largest = summary.get("logprob_mismatch_max")
         known = "" if largest is None else f" (largest known difference {largest:.2g} nats)"
-        yield f"  PARITY             {broken} probes of served against trained policy failed{known}: see logs"
+        yield f"  PARITY             {broken} probe answers do not match the trainer's{known}: see the logs"

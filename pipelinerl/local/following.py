@@ -39,8 +39,8 @@ async def follow_trainer(
     elapsed_s: Callable[[], float],
     on_up: Callable[[ServiceAddress], None],
 ) -> None:
-    """Consume the step stream and the status of the trainer's process, then of each process that replaces it. Wait for the
-    process's address file and call `on_up` with the content. The runner, not this loop, reports a trainer that died."""
+    """Follow the steps and the status of the trainer's process, and then of each process that replaces it. For each process,
+    wait for its address file and call `on_up` with its content. The runner, not this loop, reports a trainer that died."""
     followed: ServiceProcess | None = None
     while True:
         process = service.process

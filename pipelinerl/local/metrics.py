@@ -25,7 +25,7 @@ SERVICES = ("trainer", "actor", "verifier", "nats")
 
 
 class RunnerMetrics:
-    """The runner's metrics. `living`: returns the names of the processes that are alive; called at each scrape."""
+    """The runner's metrics. `living`: called at each scrape, to get the names of the processes that are alive."""
 
     def __init__(self, registry: CollectorRegistry, living: Callable[[], Collection[str]] = tuple) -> None:
         metrics = MetricSet("pipelinerl_runner", registry)  # no label `service`: the one that /targets sets would override it
@@ -37,9 +37,9 @@ class RunnerMetrics:
         metrics.reading("processes", "Running processes of the run.", {"process": SERVICES}, unit="processes").read(processes)
         restarted = {"process": SERVICES}
         self.restarts = metrics.counter("restarts_total", "Restarts of processes that died.", restarted, unit="processes")
-        wanted = "Number of actors set by the recipe or `pipelinerl scale`."
+        wanted = "Number of actors that the recipe or `pipelinerl scale` asks for."
         self.actors_wanted = metrics.reading("actors_wanted", wanted, unit="actors")
-        metrics.gauge("start_timestamp_seconds", "When this runner started.").set_to_current_time()
+        metrics.gauge("start_timestamp_seconds", "Unix time at which this runner started.").set_to_current_time()
 
 
 @asynccontextmanager
@@ -61,7 +61,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
-    """Return a target for each process of `names` that serves metrics: all except NATS, once they have started."""
+    """Return a target for each process of `names` that serves metrics. These are all but NATS, as soon as they have started."""
     found: list[dict[str, object]] = []
     for name in sorted(names):
         try:

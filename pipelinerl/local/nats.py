@@ -22,7 +22,7 @@ NAME = "nats"
 MAX_PAYLOAD_BYTES = 64 * 1024**2
 """Maximum size of a message, which is also NATS's own upper bound."""
 MAX_STORAGE_BYTES = 1 << 40
-"""Limit for the reservations of all streams. Each stream has its own limit, and the disk may be smaller."""
+"""Limit on what all streams together may reserve. Each stream has its own limit, and the disk may be smaller."""
 READY_WITHIN_S = 10.0
 
 

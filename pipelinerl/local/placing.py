@@ -20,7 +20,7 @@ _SHARES_A_GPU = (2, 30)
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
     """Return the recipe with numbers instead of `auto`, the placement (None without a GPU), and the table for the user.
 
-    `wanted`: the placement that the user gave, as JSON or the file with it. Raises `FieldError`.
+    `wanted`: the placement that the user gave, as JSON or as the name of a JSON file. Raises `FieldError`.
     """
     found = find_devices()
     if not found.devices:
@@ -33,18 +33,18 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
     recipe, placement = chosen
     lines = [*table(placement, devices)]
     if not parameters:
-        lines.append("warning: the size of the model is not known, so that its memory was not calculated")
+        lines.append("warning: the size of the model is unknown, so the memory that it needs was not checked")
     if placement.is_shared and _nccl() < _SHARES_A_GPU:
         why = "NCCL before 2.30 does not connect two processes on one GPU"
         if recipe.weights.backend == "nccl":
             raise FieldError("weights.backend", "nccl", f"{why}; use auto or gloo")
-        lines.append(f"note: weights travel by Gloo, since {why}")
+        lines.append(f"note: weights are sent by Gloo, since {why}")
         recipe = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"backend": "gloo"})})
     return recipe, placement, lines
 
 
 def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None) -> None:
-    """Write the placement, and the names of the fields that are `auto` in `recipe`, as the user wrote it."""
+    """Write the placement, and the names of the fields that are `auto` in `recipe`, the recipe as the user wrote it."""
     automatic = [field for field in AUTOMATIC if value_at(recipe, field) in (None, "auto")]
     run_dir.placement.unlink(missing_ok=True)
     if placement is not None or automatic:
@@ -58,7 +58,7 @@ def _text(wanted: str) -> str:
     try:
         return Path(wanted).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FieldError(OPTION, wanted, f"cannot be read ({error}); give JSON, or a file with it") from error
+        raise FieldError(OPTION, wanted, f"cannot be read ({error}); give JSON, or the name of a JSON file") from error
 
 
 def _nccl() -> tuple[int, ...]:

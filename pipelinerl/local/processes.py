@@ -59,11 +59,11 @@ class Launch:
 
 
 class ServiceDied(ServiceError):
-    """A service's process ended when it should not. Attributes: `name`, `returncode` (-9 = SIGKILL)."""
+    """A service's process ended unexpectedly. Attributes: `name`, `returncode` (-9 = SIGKILL)."""
 
     def __init__(self, launch: Launch, returncode: int, restarts: int = 0) -> None:
-        """`restarts`: restarts in a row before it was given up. The message quotes the end of the log, and for a user's mistake
-        only the lines that report it."""
+        """`restarts`: number of restarts in a row before the service was given up. The message quotes the end of the log; of a
+        user's mistake, only the lines that report it."""
         self.name, self.returncode, tail = launch.name, returncode, log_tail(launch.log)
         try:
             how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal.Signals(-returncode).name}"
@@ -100,7 +100,7 @@ class ServiceProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the number of the signal that ended it."""
+        """Exit code; None while the process runs, and minus the signal's number if a signal ended it."""
         return self._process.returncode
 
     async def wait(self) -> int:
@@ -121,7 +121,7 @@ class ServiceProcess:
         return await self.until(written, timeout_s, "wrote no address")
 
     async def ready(self, timeout_s: float) -> ServiceAddress:
-        """Wait for the address file and a good answer of /readyz. Raises as `address` does."""
+        """Wait for the address file, and then for status 200 from /readyz. Raises as `address` does."""
         address = await self.address(timeout_s)
 
         async def answers() -> ServiceAddress | None:
@@ -147,9 +147,9 @@ class ServiceProcess:
             exited.cancel()
 
     async def terminate(self, grace_s: float) -> int:
-        """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and everything it started. Returns the exit code.
+        """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and everything it started. Return the exit code.
         Workers get no SIGTERM, since the process stops them in its own order; those that outlive it get SIGKILL a second later.
-        The wait is bounded even if the kernel needs long to end them, for instance to free gigabytes that were swapped."""
+        The wait is bounded even if the kernel takes long to end them, for instance because it must free swapped memory."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         if self.returncode is None:
@@ -170,7 +170,7 @@ class ServiceProcess:
         kill_session(self.pid)
 
     async def kill_and_wait(self) -> int:
-        """Kill the process and everything it started. Raises `ServiceError` if a process hangs in a device or a dead disk."""
+        """Kill the process and everything it started. Raises `ServiceError` if one survives, for instance in a hung device."""
         if await self._killed():
             return await self.wait()
         raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
@@ -186,8 +186,8 @@ class ServiceProcess:
 
 @dataclass
 class Restarts:
-    """Decide when to start a service again, by its number of deaths since the run last made progress. A service that always
-    dies at the same point is given up; one that is killed now and then is not."""
+    """Decide whether and when to start a service again, by the number of its deaths since the run last made progress. A service
+    that always dies at the same point is given up; one that is killed now and then is not."""
 
     limit: int = 5
     """Maximum restarts in a row."""
@@ -219,7 +219,7 @@ class Service:
     """Called before each start, to return the process to start."""
     restarts: Restarts
     follows_run: bool = False
-    """True if progress of the run also resets the restart count, not only a long life of the process."""
+    """True if not only a long life of the process resets the restart count, but also progress of the run."""
     process: ServiceProcess | None = field(default=None, init=False)
     """The newest process; None before the first start."""
     keeper: asyncio.Task[None] | None = field(default=None, init=False)
@@ -243,8 +243,8 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """Keep the last `most_bytes` of a larger log as `<name>.log.1`, and empty the log. The process keeps the log open, so that
-    lines written meanwhile are lost."""
+    """Keep the last `most_bytes` of a larger log as `<name>.log.1`, and empty the log. Since the process keeps the log open,
+    lines that it writes meanwhile are lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)
@@ -329,7 +329,7 @@ def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
     try:
         pids = json.loads(run_dir.pids.read_bytes())
         if not (isinstance(pids, dict) and all(isinstance(pid, int) for pid in pids.values())):
-            raise ValueError("it holds no mapping of names to pids")
+            raise ValueError("it is not a mapping of names to pids")
     except (OSError, ValueError) as error:
         fix = f"its pids.json cannot be read: {error}; remove it once none of the run's processes lives"
         raise FieldError(option, str(run_dir.path), fix) from error
@@ -364,7 +364,7 @@ def lives(pid: int, folder: Path) -> bool:
 
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
-    """Return what `living` returns. Raises `FieldError` if that is nothing: no run is going on there."""
+    """Return what `living` returns. Raises `FieldError` if the run has no living process."""
     check_folder(run_dir.path, "--run-dir")
     if pids := living(run_dir):
         return pids

@@ -1,7 +1,7 @@
-"""Progress of a run for a person: a live display on a terminal, plain lines anywhere else.
+"""Show a run's progress to a person: by a live display on a terminal, by plain lines anywhere else.
 
-Events of the run update `RunState`; `rows` and `plain_line` turn it into text. These are pure: no terminal, no clock, no
-sockets. Any metric may be missing or null and is then shown as `-`. Model output is never shown here.
+Events of the run update `RunState`; `rows` and `plain_line` turn it into text. Both are pure: they use no terminal, clock or
+socket. Any metric may be missing or null and is then shown as `-`. Model output is never shown here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Metrics = Mapping[str, Any]
 
 _RATE_STEPS = 20
 _UNSTEADY_S = 10.0
-"""Pauses between steps up to this many seconds may be chance: the remaining time is still shown."""
+"""Seconds without a step up to which the remaining time is shown in any case, since such a pause may be chance."""
 _HISTORY_STEPS = 400
 
 
@@ -93,12 +93,12 @@ class RunState:
     furthest: int = 0
     """The highest step so far, including steps that a restart undid."""
     heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
-    """(step, seconds from the runner's start until its report) of the newest steps."""
+    """(step, seconds from the runner's start until the step was reported) of the newest steps."""
     actors: Mapping[str, ActorState | str] = field(default_factory=dict)
     """By name: each actor's state, or the reason why it is unknown."""
     sequences: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    """By reason: the message of the first sequence that failed for it. It may quote the model or a reward."""
+    """By reason: the message of the first sequence that failed for that reason. It may quote the model or a reward."""
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
     """Address of the live page; empty if there is none (yet)."""
@@ -113,8 +113,8 @@ class RunState:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """Record an optimizer step that was reported `elapsed_s` after the start; None = it was taken earlier and does not
-        count for the pace. If this step is already known, a restart undid it and all later steps, which are then removed."""
+        """Record an optimizer step that was reported `elapsed_s` after the runner's start (None: it was taken earlier, and does
+        not count for the pace). If the step is already known, a restart undid it, so it and all later ones are removed."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
@@ -148,7 +148,7 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the time to the run's final step at the pace of the newest steps; None if unknown, or if the last step is old."""
+    """Return the seconds to the final step at the newest steps' pace; None if that is unknown or the last step is too old."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -164,7 +164,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Return how long ago the newest step was, and the services' states; "" within `QUIET_S` or the time of three steps."""
+    """Describe a long time without a step and the services' states; "" up to `QUIET_S` or, if longer, the time of 3 steps."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -294,7 +294,7 @@ _PHASE_EVERY_S = 2.0
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Plain lines: each step, but at most one per `every_s`; phases before the first step and while stopping; long silences."""
+    """Print plain lines: a step, at most every `every_s`; phases before the first step and while stopping; long silences."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
@@ -359,7 +359,7 @@ class LiveDisplay(Display):
 
 
 def open_display(stream: TextIO | None = None) -> Display:
-    """Return a display on standard output by default: live if `stream` is a terminal that can redraw, plain lines otherwise."""
+    """Return a display for `stream` (None: standard output): live on a terminal that can redraw, otherwise plain lines."""
     stream = stream or sys.stdout
     console = Console(file=stream)
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else Display(stream)

@@ -86,7 +86,7 @@ _DISK_S = 1.0
 _UNLEARNED_STEPS = 5
 """Number of steps without any learning signal after which a warning is printed."""
 _HUNG_AFTER = 10
-"""Multiple of `STOP_WITHIN_S` within which a stopping trainer must answer or write."""
+"""Time in which a stopping trainer must answer or write, as a multiple of `STOP_WITHIN_S`."""
 _SCALED_GRACE_S = 15.0
 """Grace period of an actor that is scaled away, in which it hands over finished sequences."""
 _ENDED_GRACE_S = 1.0
@@ -137,7 +137,7 @@ class LocalRun:
         self._actors: dict[int, Service] = {}
         """The wanted actors by number; they may be starting or given up."""
         self._told: set[str] = set()
-        """Warnings that were printed."""
+        """Keys of the warnings that were printed."""
         self._interrupts, self._unread = 0, False
         self._stop_by_s: float | None = None
         self._writing_since: tuple[int, float] | None = None
@@ -161,7 +161,7 @@ class LocalRun:
         self._launches = ServiceLaunches(*launches)
 
     async def run(self) -> Ending:
-        """Wait for the run's end and return how it ended; by then every process is gone. Raises only for our own bugs."""
+        """Run to the end, and return how the run ended. By then, every process is gone. Only a bug of ours raises an error."""
         begun = newest_checkpoint(self.run_dir.path) or 0
         for record in read_jsonl(self.run_dir.metrics) if begun else ():
             if (record.get("step") or 0) <= begun:
@@ -193,7 +193,7 @@ class LocalRun:
             try:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True))
             except OSError as error:
-                raise ServiceError(f"no folder for temporary files can be made (TMPDIR): {error}") from error
+                raise ServiceError(f"cannot make a folder for temporary files: {error}; set another TMPDIR") from error
             if (excess := len(folder) - _LONGEST_FOLDER) > 0:
                 raise ServiceError(f"{folder} is {excess} characters too long for paths of sockets: set a shorter TMPDIR")
             self._launches.environment = private_files(self.environment, Path(folder))
@@ -240,7 +240,7 @@ class LocalRun:
             free, needed = free_bytes(self.run_dir.path), self.reserve_bytes + next_bytes
             if free < needed:
                 raise ServiceError(
-                    f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, and the next checkpoint needs "
+                    f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, but the next checkpoint needs "
                     f"{needed / 1e6:,.0f} MB: the run ends before the disk is full; free some space and resume it"
                 )
             await asyncio.sleep(_DISK_S)
@@ -331,7 +331,7 @@ class LocalRun:
             if now != written or await asyncio.to_thread(http_status, address, "/healthz", 2.0) is not None:
                 written, seen_s = now, time.monotonic()
             await asyncio.sleep(self.refresh_s)
-        self._note(f"the trainer has not answered and has written nothing for {duration(quiet_s)}: it hangs, and is killed")
+        self._note(f"the trainer has not answered and has written nothing for {duration(quiet_s)}: it hangs and is killed")
         trainer.kill()
 
     def _begin_to_stop(self) -> float:
@@ -341,7 +341,7 @@ class LocalRun:
             trainer = self._processes.get(TRAINER)
             if self._interrupts or (trainer is not None and trainer.returncode is None):
                 self._state.stopping = True
-                self._note("stopping; Ctrl-C again to kill at once, without a checkpoint of the last steps")
+                self._note("stopping; press Ctrl-C again to kill at once, without a checkpoint of the last steps")
         return self._stop_by_s
 
     def _show_stopping(self) -> None:
@@ -453,7 +453,7 @@ class LocalRun:
                     try:
                         await self._scale(wanted)
                     except ServiceError as error:
-                        self._note(f"not scaled to {counted(wanted, 'actor')}, trying again: {error}")
+                        self._note(f"cannot scale to {counted(wanted, 'actor')}; trying again: {error}")
                 for service in self._actors.values():
                     service.keeper = service.keeper or tasks.create_task(self._keep_actor(service))
                 await asyncio.sleep(self.refresh_s)
@@ -472,7 +472,7 @@ class LocalRun:
         new actors get the lowest free numbers, and need not serve yet on return. Raises `ServiceError` if one cannot be
         executed."""
         if count == 0:
-            self._note("no actors are wanted: nothing is generated until you run `pipelinerl scale actors 1`, or more")
+            self._note("the number of actors is 0: nothing is generated until you run `pipelinerl scale actors N`")
         ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))
         least = sum(not actor.given_up for actor in self._actors.values())
         await asyncio.gather(*(self._remove(number) for number in ordered[min(count, least) :]))
@@ -524,7 +524,7 @@ class LocalRun:
         last, problems = self._state.last, dict[str, FieldError | str | None]()
         log = self.run_dir.log(TRAINER)
         for reason, failure in self._state.failures.items():
-            problems[f"failed: {reason}"] = f"a sequence failed: {printable(failure)} (each one: {log})"
+            problems[f"failed: {reason}"] = f"a sequence failed: {printable(failure)} (all failures: {log})"
         newest = [step.get("equal_reward_groups") for step in self._state.history][-_UNLEARNED_STEPS:]
         if newest == [1.0] * _UNLEARNED_STEPS and self.recipe.algorithm.advantage != "value":
             problems["equal rewards"] = (
@@ -588,7 +588,8 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised` if all are ours or of a full disk. Raises `raised` if it has any other: a bug."""
+        """Return the first error in `raised` if all are ours or due to a full disk. Otherwise there is a bug: raise
+        `raised`."""
         group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
         full = (errno.ENOSPC, errno.EDQUOT)
         ours, others = group.split(

@@ -32,7 +32,7 @@ from pipelinerl.service.settings import ServiceAddress, split_host_port
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _POLL_S = 0.2
 PROGRESS = "initial model: "
-"""Prefix of the lines of the initial model's builder that users see as progress. Its errors are reported once, at its end."""
+"""Prefix of the builder's log lines that are shown to users as progress. The builder's errors are reported at its end."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class ThreadPlan:
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. Thread
-    numbers above 0 are the recipe's and are kept. `take_turns`: the two sides never compute at the same time, so each side gets
-    all cores, and an actor leaves one core of its share to the process that feeds its engine."""
+    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. Numbers above
+    0 are the recipe's and are kept; if only `engine_threads` is, the trainer gets the rest. `take_turns`: the two sides never
+    compute at the same time, so each gets all cores; an actor leaves one to the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -66,12 +66,12 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 
 def available_cores() -> int:
-    """Return the cores this process may use, by its CPU affinity and, in a container, the cgroup's CPU quota (rounded up)."""
+    """Return how many cores this process may use, by its CPU affinity or, if smaller, its cgroup's quota (rounded up)."""
     return min(_allowed_cores(), _quota_cores() or _allowed_cores())
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS if it is unset and the CPU quota is below the visible cores: torch would use all of these."""
+    """If a CPU quota applies, set OMP_NUM_THREADS (unless set) to a process's share: torch would use all visible cores."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 
@@ -155,7 +155,7 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. `again`: its address before a restart, kept for open pages unless the port is taken."""
+        """Return the trainer's launch. `again`: its address before a restart. Its HTTP port is kept for open pages, if free."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)
@@ -203,14 +203,14 @@ def _port(address: str) -> str:
 
 
 RunProcess = Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]]
-"""Function for a with block: starts a process, and stops it at the end of the block."""
+"""Function that returns a context manager, which starts a process and stops it at the end of the block."""
 
 
 async def initial_model(
     recipe: Recipe, launches: ServiceLaunches, run_process: RunProcess, report: Callable[[str], None]
 ) -> str:
-    """Return the folder of the initial policy; "" for a hub model, which the services fetch. If needed, it is built in another
-    process, which has torch, while `report` gets each line of progress. Raises `ServiceDied` if the building fails."""
+    """Return the folder of the initial policy; "" for a hub model, which the services fetch. If the folder must be built first,
+    another process, which has torch, does so, and `report` is called with its progress. Raises `ServiceDied` if that fails."""
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())

@@ -1,6 +1,6 @@
 """The control channel's messages (membership and the weight-update protocol), as the protobuf classes of `control.proto`.
 
-docs/weight-updates.md describes the exchange. The state machines decide whether a message's epoch or version is current.
+docs/weight-updates.md describes the exchange. Whether a message's epoch or version is current is not checked here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Control = (
 _Control = TypeVar("_Control", bound=Control)
 
 _MAX_RANKS = 1023
-"""Maximum number of ranks of one actor: far above any use, and small enough that a corrupt number does no harm."""
+"""Maximum number of ranks of one actor. It is far above any use, but small enough that a corrupt number does no harm."""
 _REQUIRED = {
     *("actor", "process", "grpc_address", "store_address", "manifest_id"),
     *("incarnation", "ranks", "first_rank", "world_size", "deadline_s"),
@@ -55,8 +55,8 @@ def _check_fields(message: Control | pb.EpochMember, kind: str, prefix: str = ""
 
 
 def _check_ranks(start: pb.EpochStart) -> None:
-    """Check that the members' ranks and the trainer's rank 0 fill [0, world_size), each once, and that no actor is listed
-    twice."""
+    """Check that the members' ranks and the trainer's rank 0 together are 0 to world_size - 1, each once, and that no actor is
+    listed twice."""
     taken = [0]
     for member in start.members:
         _check_fields(member, "EpochStart", "members.")

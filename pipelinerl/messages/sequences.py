@@ -1,9 +1,9 @@
 """Prompt groups, sequences and dead letters: the messages between services, apart from control messages.
 
-Algorithms work on the dataclasses here, with NumPy arrays that are read-only views of the decoded message, without a copy. An
-actor's messages are checked when they are encoded, so that an invalid one can be published as a failure with its reason; every
-message is checked where it enters a process. A `MessageError` names the message, the field and the problem. Whether a version
-exists or a group was issued is checked by the trainer, not here.
+Algorithms work on the dataclasses in this module. Their NumPy arrays are read-only views of the decoded message, not copies. An
+actor's messages are checked when they are encoded, so that an invalid one can be published as a failure with its reason. Every
+message is checked when it enters a process. A `MessageError` names the message, the field and the problem. The trainer, not
+this module, checks whether a version exists or a group was issued.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings for sampling completions; μ is the distribution after all of them. A completion ends with the end-of-sequence
-    token, one of `stop_token_ids`, or the token that completes one of the texts `stop`; or it is cut at `max_tokens`."""
+    """Settings for sampling completions; μ is the distribution with all of them applied. A completion ends with the
+    end-of-sequence token, one of `stop_token_ids`, or the token that completes a text in `stop`, or it is cut at
+    `max_tokens`."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -80,8 +81,8 @@ class Turn:
 @dataclass(frozen=True, eq=False)
 class Completion:
     """Tokens that the policy sampled, including the end-of-sequence token. behaviour_logprobs float32[tokens]: log μ of each
-    token, nats, after temperature and truncation. `spans` cover the tokens without gap or overlap. `finish_reason` None: it was
-    interrupted and is to be continued."""
+    token, nats, after temperature and truncation. `spans` cover the tokens without gap or overlap. `finish_reason` None: the
+    completion was interrupted and is to be continued."""
 
     completion_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     behaviour_logprobs: Logprobs = field(default_factory=lambda: np.empty(0, np.float32))
@@ -93,7 +94,7 @@ class Completion:
 class Branch(Completion):
     """Part of an episode, as one row of tokens: a prompt, then turns with an environment's observations between them.
 
-    prompt_token_ids int32[prompt]: input of the first turn. The completion reaches from the first turn to the last one;
+    prompt_token_ids int32[prompt]: input of the first turn. The completion is everything from the first turn to the last one.
     behaviour_logprobs and `spans` leave out the observations. Without `turns`, the whole completion is one turn.
     """
 
@@ -116,8 +117,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens that an actor had generated of one sample when it left. If the sample is finished, only its reward and publication
-    are missing. An episode has only `branches`: their turns are served again if its environment repeats its requests."""
+    """Tokens of one sample that an actor had generated when it left. If the sample is finished, only its reward and publication
+    are missing. An episode has only `branches`, whose turns are served again if its environment repeats its requests."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -132,8 +133,8 @@ class PartialSequence(Completion):
 class PromptGroup:
     """One prompt, with the number of samples wanted. `episodic`: each sample is an episode, whose environment makes the prompt.
 
-    `done_samples` are not requested here: they are published already, or another message of this group requests them.
-    `partials` are samples to continue; all others start from the prompt.
+    `done_samples` are not requested by this message: they are published already, or another message of the group requests them.
+    `partials` are samples to continue. All other samples start from the prompt.
     """
 
     run: str
@@ -159,8 +160,8 @@ class PromptGroup:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequence(Branch):
-    """One finished sequence, which is also the first of its branches; only an episode has more, in `branches`. `failure` is
-    empty if the sequence succeeded. `finish_reason` is that of the latest turn."""
+    """One finished sequence. Its own fields are its first branch; only an episode has more, in `branches`. `failure` is empty
+    if the sequence succeeded. `finish_reason` is that of the latest turn."""
 
     run: str
     sequence_id: str
@@ -173,7 +174,7 @@ class Sequence(Branch):
     metrics: dict[str, float] = field(default_factory=dict)
     """Other metrics that the episode's environment reports."""
     answer: str = ""
-    """For people: the part that the reward took as the answer."""
+    """For people: the part of the completion that the reward took as the answer."""
     reason: str = ""
     """For people: the reward's explanation of its value."""
     finish_reason: FinishReason = FinishReason.STOP
@@ -201,7 +202,7 @@ class Sequence(Branch):
 
     @property
     def reported(self) -> dict[str, float]:
-        """Return the numbers that environment and reward report, by name. An episode also has the number of its `turns`."""
+        """Numbers that environment and reward report, by name. For an episode, also the number of its `turns`."""
         turns = {"turns": float(self.num_turns)} if self.turns else {}
         return {**turns, **self.metrics, **self.reward_components}
 
@@ -211,9 +212,9 @@ class Sequence(Branch):
 
 
 EMPTY_COMPLETION = "empty_completion"
-"""Failure for which the policy is to blame. A held-out answer with it counts as wrong."""
+"""Failure for which the policy is to blame. A held-out answer that fails in this way counts as wrong."""
 MAX_SAMPLES = 65_536
-"""Maximum number of samples of one group: far above any use, and small enough that a corrupt count does no harm."""
+"""Maximum number of samples of one group. It is far above any use, but small enough that a corrupt count does no harm."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -234,7 +235,7 @@ _SAME_IN_GROUP = (
 
 
 def encode_sequence(sequence: Sequence) -> bytes:
-    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it; then publish it as a failure."""
+    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it; then publish it as failed."""
     _check_sequence(sequence)
     fields = vars(sequence)
     with building(_SEQUENCE):
@@ -307,8 +308,8 @@ def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
 
 
 def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
-    """Return the identity of a group that `decode_group` refuses, as a group of `run` without a prompt; None if the message
-    does not contain that much. The result is for recording that the group's samples failed, not for generating them."""
+    """Return what identifies a group that `decode_group` refuses, as a group of `run` without a prompt; None if the message
+    does not contain that much. The result serves to record that the group's samples failed, not to generate them."""
     try:
         message = parse(pb.PromptGroup(), data, _GROUP)
     except MessageError:
@@ -337,7 +338,7 @@ def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Convert without checks. A float32 becomes the shortest decimal that it stands for: 0.7 comes back as 0.7."""
+    """Convert without checks. A float32 becomes the shortest decimal number that rounds to it, so 0.7 comes back as 0.7."""
     return SamplingParams(
         temperature=float(str(np.float32(message.temperature))),
         max_tokens=message.max_tokens,
@@ -350,7 +351,7 @@ def write_completion(message: CompletionMessage, completion: Completion) -> None
     """Write a completion's tokens, log-probabilities and spans to a message that has none of them yet."""
     message.completion_token_ids = completion.completion_token_ids.tobytes()
     message.behaviour_logprobs = completion.behaviour_logprobs.tobytes()
-    for span in completion.spans:  # added in place: half the cost of handing over a list
+    for span in completion.spans:  # added in place, at half the cost of passing a list
         message.spans.add(version=span.version, start=span.start, end=span.end, incarnation=span.incarnation)
 
 
@@ -435,9 +436,9 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
         check_token_ids(branch.prompt_token_ids, _SEQUENCE, f"{prefix}prompt_token_ids")
         if not sequence.failure and not (len(branch.prompt_token_ids) and len(branch.completion_token_ids)):
             field = "completion_token_ids" if len(branch.prompt_token_ids) else "prompt_token_ids"
-            raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, and the sequence names no failure")
+            raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, although the sequence names no failure")
         if any(turn.finish_reason is None for turn in branch.turns):
-            raise MessageError(_SEQUENCE, f"{prefix}turns", "a turn is unfinished, as only in a sequence handed back")
+            raise MessageError(_SEQUENCE, f"{prefix}turns", "a turn is unfinished; only a partial sequence may have one")
     terms = {f"reward_components[{name}]": value for name, value in sequence.reward_components.items()}
     for name, value in {"reward": sequence.reward, **terms}.items():
         check_finite(value, _SEQUENCE, name)
@@ -479,7 +480,7 @@ def _check_partial(partial: PartialSequence, max_tokens: int) -> None:
     check_finite(partial.generation_s, _GROUP, "partials.generation_s", at_least=0.0)
     num_tokens = len(partial.completion_token_ids)
     if num_tokens > max_tokens:
-        problem = f"{num_tokens} tokens of sample {partial.sample_index}, sampling.max_tokens is {max_tokens}"
+        problem = f"sample {partial.sample_index} has {num_tokens} tokens, but sampling.max_tokens is {max_tokens}"
         raise MessageError(_GROUP, "partials.completion_token_ids", problem)
     if partial.finish_reason is not None and not num_tokens:
         problem = f"sample {partial.sample_index} is finished ({partial.finish_reason}) without a token"
@@ -512,7 +513,7 @@ def _check_tokens(tokens: Completion, kind: str, prefix: str, turns: tuple[Turn,
             raise MessageError(kind, f"{prefix}turns", problem)
         num_sampled, end = num_sampled + turn.end - turn.start, turn.end
     if turns and end != len(completion):
-        problem = f"end at {end} of {len(completion)} completion tokens, but a turn must end the completion"
+        problem = f"end at {end} of {len(completion)} completion tokens, but the last one must end the completion"
         raise MessageError(kind, f"{prefix}turns", problem)
     if len(logprobs) != (num_sampled if turns else len(completion)):
         sampled = f"{num_sampled} sampled" if turns else f"{len(completion)} completion"
@@ -529,7 +530,7 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
         if span.start != covered or not span.start < span.end <= turns[number].end:
             problem = f"[{span.start}, {span.end}) does not follow the spans of [0, {covered})"
             raise MessageError(kind, field, problem)
-        if not (0 <= span.version < 1 << 64 and 1 <= span.incarnation < 1 << 32):  # in line: this runs for every span
+        if not (0 <= span.version < 1 << 64 and 1 <= span.incarnation < 1 << 32):  # inlined, since this runs for every span
             check_uint(span.version, kind, f"{field}.version", bits=64)
             check_uint(span.incarnation, kind, f"{field}.incarnation", at_least=1)
         covered = span.end
@@ -577,7 +578,7 @@ def check_finite(value: float, kind: str, field: str, *, at_least: float = -math
 
 
 def check_run(run: str, expected_run: str, kind: str) -> None:
-    """Raise `MessageError` unless `run` is `expected_run`, or any run if that is empty."""
+    """Raise `MessageError` if `run` is empty or not `expected_run`, where an empty `expected_run` means any run."""
     if not run or run != (expected_run or run):
         raise MessageError(kind, "run", f"{run!r} is not this run, {expected_run!r}" if run else "is empty")
 
@@ -590,7 +591,7 @@ def _check_names(message: Sequence | PromptGroup, expected_run: str, kind: str) 
 
 
 def array_from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
-    """Return [tokens], read-only. Raises `MessageError` if the length is no multiple of the dtype's size."""
+    """Return a read-only array [tokens]. Raises `MessageError` if the number of bytes is no multiple of the dtype's size."""
     if len(data) % dtype.itemsize:
         raise MessageError(kind, field, f"{len(data)} bytes are not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)

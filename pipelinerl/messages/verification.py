@@ -1,7 +1,7 @@
 """The verifier's client: it sends items and returns results, over gRPC, as the protobuf classes of `verifier.proto`.
 
-`verify` waits for a verifier that is unreachable, restarting or full. The caller keeps its sequences meanwhile, so that none
-is lost, and decides what to do with a result that is not OK.
+`verify` waits while the verifier is unreachable, restarting or full. The caller must keep its sequences meanwhile, and decides
+what to do with a result that is not OK.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelinerl.v1 import verifier_pb2_grpc
 log = logging.getLogger(__name__)
 
 DEADLINE_S, LONGEST_DEADLINE_S = 120.0, 3600.0
-"""Deadline of one attempt. After each attempt of a batch that exceeds it, the deadline doubles, up to the second value."""
+"""Deadline of a batch's first attempt. Each timeout doubles the deadline of the next attempt, up to the second value."""
 BACKOFF = Backoff(first_s=0.1, most_s=3.0, jitter=0.5)
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -38,7 +38,7 @@ _AWAY = (
     grpc.StatusCode.CANCELLED,  # by a server that is stopping
 )
 _DOUBTFUL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""Signs of a connection that broke half-way, or of a defect of the verifier. They are retried a limited number of times."""
+"""Statuses of a connection that broke half-way, or of a defect of the verifier. Such a call is retried only a few times."""
 MOST_DOUBTFUL_TRIES = 3
 FAILURE_CODES = tuple(code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -65,7 +65,7 @@ def judged(sequence: Sequence, result: pb.VerifyResult) -> Sequence:
 
 
 def result_of(sequence: Sequence) -> pb.VerifyResult:
-    """Return the result that `judged` merged into a sequence without a failure."""
+    """Return the result that `judged` merged into this sequence, which must have no failure."""
     return pb.VerifyResult(
         sequence_id=sequence.sequence_id,
         status=pb.VERIFY_STATUS_OK,
@@ -78,7 +78,7 @@ def result_of(sequence: Sequence) -> pb.VerifyResult:
 
 
 def status_name(status: int) -> str:
-    """Return the name of a `VerifyStatus` in lower case without its prefix."""
+    """Return the name of a `VerifyStatus`, in lower case and without its prefix."""
     return pb.VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()
 
 
@@ -94,8 +94,7 @@ class VerifierClient:
         self, target: str, *, tls_dir: Path | None = None, on_failed_try: Callable[[str], None] = lambda code: None
     ) -> None:
         """`tls_dir`: folder of the certificates (`pipelinerl.service.tls`), which may be renewed; None = plain text.
-        `on_failed_try`: called with the gRPC status (one of `FAILURE_CODES`) of each failed attempt, including a final
-        refusal."""
+        `on_failed_try`: called with the gRPC status (one of `FAILURE_CODES`) of each failed attempt, including the last one."""
         self.target, self._tls_dir, self._on_failed_try = target, tls_dir, on_failed_try
 
     async def __aenter__(self) -> VerifierClient:
@@ -108,10 +107,10 @@ class VerifierClient:
         await self._channel.close()
 
     async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
-        """Return one result per item, in order. A reward is within ±`MOST_REWARD` if the result's status is OK, else 0.
+        """Return one result per item, in order. A reward is within ±`MOST_REWARD`, and 0 unless the result's status is OK.
 
         Retries without end while the verifier is unreachable, full or late; cancel the task to stop it. Raises `ServiceError`
-        when the verifier refuses the call, `MessageError` when the answer does not fit the items.
+        if the verifier refuses the call, `MessageError` if the answer does not match the items.
         """
         if not items:
             return []
@@ -162,9 +161,9 @@ class VerifierClient:
 
     @contextmanager
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
-        """Yield the stub for one call. If the call fails, report it, and open another channel if the certificates were renewed:
-        a channel keeps the certificates that it was opened with, and makes no new connections once they have expired. The old
-        channel is not closed, because that would cancel the calls in progress on it; it is freed with the last of them."""
+        """Yield the stub for one call. If the call fails, report it, and open another channel if the server was unreachable and
+        the certificates were renewed: a channel keeps the certificates that it was opened with, and cannot connect again once
+        they have expired. The old one is not closed, because that would cancel its calls; it is freed with the last of them."""
         channel = self._channel
         try:
             yield verifier_pb2_grpc.VerifierServiceStub(channel)

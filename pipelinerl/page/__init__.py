@@ -1,4 +1,4 @@
-"""Static files of the web pages: charts, views and styles, without dependencies and without the network.
+"""Static files of the web pages: charts, views and styles. They have no dependencies and load nothing from the network.
 
 `report.html` of a finished run inlines them; the trainer serves `live.html`, which links the same files. `data.py` selects the
 data that the pages show.

@@ -1,6 +1,6 @@
-"""The data of a run's pages, as one plain object. Pure and bounded: records of a long run are thinned.
+"""Make the data of a run's pages, as one plain object. Pure. The data is bounded: records of a long run are thinned.
 
-`pipelinerl.local.ending` makes it from a finished run's files; during a run the trainer keeps it up to date
+`pipelinerl.local.ending` makes it from a finished run's files. During a run, the trainer keeps it up to date
 (`services.trainer.reporting.page`).
 """
 
@@ -25,7 +25,7 @@ NEWEST = 20
 SAMPLES_SHOWN = 8
 _MAX_TEXT = 4000
 _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
-"""Maximum numbers for a shown episode: its branches; turns and observations of a branch; characters of each of these."""
+"""Limits for a shown episode: number of branches; number of turns and observations per branch; characters of each of those."""
 _DIGITS = 6
 
 
@@ -59,7 +59,7 @@ _TIMES_KEPT = 256
 
 
 class RunHistory:
-    """The run so far, as the page's views draw it. `limit`: number of records and evaluations above which they are thinned."""
+    """The run so far, as the page's views draw it. More than about `limit` records, or evaluations, are thinned."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._records = ThinnedSeries(limit, NEWEST)
@@ -69,7 +69,7 @@ class RunHistory:
         self._lengths: dict[str, list[int]] = {}
         self._mismatch: float | None = None
         self._parity_failures = 0
-        """Number of failures over all probes. `_mismatch`: difference at the last comparable probe, in nats."""
+        """Number of failures over all probes. `_mismatch` is the difference at the last comparable probe, in nats."""
         self._ess: defaultdict[str, float] = defaultdict(float)
         self._ess_steps: Counter[str] = Counter()
         """Sum of the ESS, and number of steps, by lag bucket."""
@@ -134,7 +134,7 @@ class RunHistory:
 
 
 def shown_evaluation(one: Record, time_s: float | None) -> dict[str, Any]:
-    """Return an evaluation from summary.json as the views draw it, at the policy version that was evaluated."""
+    """Return an evaluation of summary.json in the form that the views draw, at the policy version that was evaluated."""
     accuracy = {"accuracy": one["accuracy"], "lower_bound": one.get("lower_bound")}
     return {"step": one["version"], "time_s": time_s, **accuracy, "sets": one.get("sets") or {}}
 
@@ -164,7 +164,7 @@ def _short(value: Any) -> Any:
 
 
 def shown_sample(sample: Record) -> dict[str, Any]:
-    """Return a line of samples.jsonl with clipped texts. Old lines lack some keys. `num_tokens` includes clipped tokens."""
+    """Return a line of samples.jsonl with clipped texts. Old lines lack some keys. `num_tokens` counts clipped tokens, too."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)

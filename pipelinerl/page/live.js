@@ -81,21 +81,21 @@ const PrlLive = (() => {
     const recent = records.slice(-20).map((one) => one.reward_mean).filter((one) => one !== null && one !== undefined);
     const mean = recent.length ? recent.reduce((a, b) => a + b, 0) / recent.length : null;
     return [
-      ["version", "Policy version", String(versionOf(data)), `of ${number(data.total_steps)} steps; ${serving.length ? `every actor serves ${state.served_version ?? "none yet"}` : "no actor serves"}`],
+      ["version", "Policy version", String(versionOf(data)), `of ${number(data.total_steps)} steps; ${serving.length ? `served by all actors: ${state.served_version ?? "none yet"}` : "no actor serves"}`],
       ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
       ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}${heldoutNote(newest)}` : "no evaluation yet"],
       ["lag", "Token lag", number(lag.mean), ...lagNote(last, data.max_lag, counts)],
       ["ess", "ESS", number(last.ess), "1 = on-policy; check the lag if it is below 0.5", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
       ["parity", "Parity", number(data.parity.mismatch), data.parity.failures ? `${number(data.parity.failures)} PROBES FAILED: actors serve another policy` : "nats, largest difference of the last probe", data.parity.failures ? "warn" : ""],
       ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
-      ["busy", "Trainer at work", percent(last.trainer_busy_fraction), `of the time; the actors ${percent(last.actor_busy_fraction)}${state.actors_held_back ? ": they outrun the trainer and idle rather than stockpile" : ""}`],
+      ["busy", "Trainer at work", percent(last.trainer_busy_fraction), `of the time; the actors ${percent(last.actor_busy_fraction)}${state.actors_held_back ? ": they wait, since they generate more than the trainer can use" : ""}`],
       ["stall", "Actor stall", seconds(update.stall_s), update.weight_update ? `update to version ${update.weight_update.version}, sent in ${seconds(update.weight_update.transfer_s)}` : "no update yet"],
       ["actors", "Actors serving", `${serving.length}`, `of ${members.length} registered; epoch ${number(state.epoch)}`, members.length && !serving.length ? "warn" : ""],
       ["time", "Trained for", duration(last.time_s), `trainer number ${number(state.incarnation)} of this run`],
     ];
   }
 
-  const stateText = { serving: "serving", joining: "joining: gets the weights", waiting: "waiting to join", leaving: "leaving: is stopping" };
+  const stateText = { serving: "serving", joining: "joining: receives the weights", waiting: "waiting to join", leaving: "leaving: is stopping" };
 
   function memberRow(member, newest) {
     const row = node("tr", { "data-member": member.name });

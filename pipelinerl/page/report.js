@@ -31,7 +31,7 @@ const PrlReport = (() => {
       ["Trainer", known(rate.computed, (v) => `${number(v)} tokens/s`) || "–", `while it computes${known(s.mfu_mean, (v) => `, MFU ${percent(v)}`)}${known(s.memory_peak_gib, (v) => `; memory ${number(v)} GiB at most`)}`],
       ["Token lag", number(lag.mean), `p95 ${number(lag.p95)}, max ${number(lag.max)} steps; predicted max ${number(s.largest_lag)}`],
       ["ESS", number(ess.mean), `lowest ${number(ess.min)}`],
-      ["Several versions", percent(s.sequences_multi_version_fraction), "of sequences were updated in flight: their tokens are of two or more versions"],
+      ["Several versions", percent(s.sequences_multi_version_fraction), "of sequences have tokens of two or more versions, due to updates in flight"],
       ["Cut short", percent(s.sequences_truncated_fraction), "of sequences at sampling.max_tokens or model.max_context"],
       ["Actor stall", seconds(updates.stall_s_p50), `p99 ${seconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],
       ["Parity", number(s.logprob_mismatch_max), s.parity_failures ? `${number(s.parity_failures)} PROBES FAILED` : "largest probe difference, nats"],

@@ -18,7 +18,7 @@ const PrlViews = (() => {
     if (sets.length === 1) return sets.map(([, of]) => `; 95 % interval ${percent(of.accuracy.low)} to ${percent(of.accuracy.high)}${passed(of)}`).join("");
     return sets.map(([name, of]) => `; ${name} ${percent(of.accuracy.value)}${passed(of)}`).join("");
   }
-  const heldoutNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} with unanswered problems as wrong`) + setsNote(one);
+  const heldoutNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} if unanswered problems count as wrong`) + setsNote(one);
   const COLOR = ["var(--series-1)", "var(--series-2)", "var(--series-3)", "var(--series-4)"];
   const RECENT = 20;
 
@@ -68,7 +68,7 @@ const PrlViews = (() => {
     const accuracy = pick(data.heldout, axis, (one) => one.accuracy);
     const bounds = pick(data.heldout, axis, lowerBound).filter((p) => p[1] !== null);
     const evaluations = [{ name: "accuracy", color: COLOR[0], points: accuracy, dots: accuracy.length < 40 }];
-    if (bounds.length) evaluations.push({ name: "with unanswered problems as wrong", color: COLOR[1], points: bounds, dots: true });
+    if (bounds.length) evaluations.push({ name: "if unanswered problems count as wrong", color: COLOR[1], points: bounds, dots: true });
     const names = [...new Set(data.heldout.flatMap((one) => Object.keys(one.sets)))];
     const ofSet = (name, label, value) => ({ name: label, color: COLOR[2 + (names.indexOf(name) % 2)], dots: true,
       points: pick(data.heldout, axis, (one) => (one.sets[name] ? value(one.sets[name]) : null)).filter((p) => p[1] !== null && p[1] !== undefined) });
@@ -115,9 +115,9 @@ const PrlViews = (() => {
         { name: "p95", color: COLOR[1], points: pick(r, axis, (one) => one.lag && one.lag.p95) },
         { name: "max", color: COLOR[2], points: pick(r, axis, (one) => one.lag && one.lag.max) }] }),
       (root) => lines(root, { title: "Effective sample size", sub: "1 = on-policy; unclamped importance weights", series: noisy("ESS", COLOR[0], pick(r, axis, (one) => one.ess)), xName: axis.name, yHigh: 1 }),
-      (root) => bars(root, { title: "Effective sample size by lag", sub: "Mean over the run; it says how much older tokens are still worth", bars: essBars, xName: "lag", yLow: 0, yHigh: 1 }),
+      (root) => bars(root, { title: "Effective sample size by lag", sub: "Mean over the run: how much tokens of each lag are still worth", bars: essBars, xName: "lag", yLow: 0, yHigh: 1 }),
       (root) => bars(root, { title: "Dropped as stale, by length", sub: "Share of the sequences of each length; if it grows with length, training sees too few long ones", bars: staleBars, xName: "completion tokens", format: percent, yLow: 0, yHigh: 1 }),
-      (root) => lines(root, { title: "Mismatch KL", sub: "Actor against trainer, nats; for steps that trained on tokens of lag 0", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name }),
+      (root) => lines(root, { title: "Mismatch KL", sub: "Between actor and trainer, nats; only for steps that trained on tokens of lag 0", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name }),
     ];
   }
 

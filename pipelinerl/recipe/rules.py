@@ -1,6 +1,6 @@
-"""Rules between the fields of a recipe; all broken rules are reported at once.
+"""Rules between the fields of a recipe. All broken rules are reported at once.
 
-Pure. Rules for single fields are in `fields`; `preflight` checks the machine.
+Pure. `fields` has the rules of single fields, and `preflight` checks the machine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""Source and name of the only task that each small model of this package can read."""
+"""For each small model of this package, `source` and `name` of the only task that it can read."""
 
 Broken = Iterator[tuple[str, str]]
-"""(dotted field, problem with its value)."""
+"""Pairs (dotted field, problem with its value)."""
 
 
 class BrokenRules(ValueError):
@@ -35,7 +35,7 @@ class BrokenRules(ValueError):
 
 
 def check_rules(recipe: Recipe) -> None:
-    """Raise `BrokenRules` with all rules that `recipe` breaks, in the order of its sections."""
+    """Raise `BrokenRules` if `recipe` breaks rules. It lists all of them, in the order of the sections."""
     rules = (_model, _tasks, _lengths, _rewards, _groups, _schedule, _others)
     broken = [one for rule in rules for one in rule(recipe)]
     if broken:
@@ -43,7 +43,7 @@ def check_rules(recipe: Recipe) -> None:
 
 
 def value_at(recipe: Recipe, field: str) -> Any:
-    """Return the value of a dotted field. A number in `field` is a position in a list."""
+    """Return the value of a dotted field, in which a number is a position in a list."""
     value: Any = recipe
     for name in field.split("."):
         value = value[int(name)] if name.isdecimal() else getattr(value, name)
@@ -54,16 +54,16 @@ STORES = ("s3", "gs", "hf", "file")
 
 
 def wrong_url(url: str) -> str:
-    """Return why `url` is not that of a folder in one of `STORES`; empty if it is."""
+    """Return the reason why `url` does not name a folder in one of `STORES`; empty if it does."""
     parts = urlsplit(url)
     if parts.scheme not in STORES or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in STORES)}..."
     if parts.username or parts.password:
-        return "credentials do not belong here: give them in the environment, from a Secret (docs/storage.md)"
+        return "must not contain credentials: give them in the environment, from a Secret (docs/storage.md)"
     if parts.query or parts.fragment:
         return "must not contain ? or #: give the store's settings in the environment, such as AWS_ENDPOINT_URL"
     if not (parts.path.startswith("/") and parts.path.strip("/") if parts.scheme == "file" else parts.netloc):
-        return "names no folder" if parts.scheme == "file" else "names no bucket"
+        return "names no folder; add one" if parts.scheme == "file" else "names no bucket; add one"
     return ""
 
 
@@ -75,29 +75,29 @@ def _model(recipe: Recipe) -> Broken:
     if model.source == "checkpoint" and "://" in model.name and (problem := wrong_url(model.name)):
         yield "model.name", problem
     if model.source == "package" and model.name not in PACKAGED:
-        yield "model.name", f"no small model of this package has this name; use {one_of([*PACKAGED])}"
+        yield "model.name", f"is no small model of this package; use {one_of([*PACKAGED])}"
     if model.source == "hub" and model.name in PACKAGED:  # left by --set model.source=hub
         yield "model.name", "is a small model of this package, not of the hub; give a Hugging Face id"
 
 
 def _tasks(recipe: Recipe) -> Broken:
     if not recipe.tasks_by_place:
-        yield "task", "a recipe needs this section, or several in tasks"
+        yield "task", "a recipe needs this section, or a list of tasks in tasks"
     if recipe.task is not None and recipe.tasks:
-        yield "tasks", "replaces task; give only one of the two"
+        yield "tasks", "cannot be combined with task; give only one of the two"
     names = [one.name for one in recipe.sets_by_place.values()]
     for place, one in recipe.sets_by_place.items():
         if place and (not one.name or names.count(one.name) > 1):
-            yield (f"{place}name", "each of several tasks and sets needs a unique name, which identifies its reward")
+            yield (f"{place}name", "each task and each set needs a unique name, by which its reward is found")
         yield from ((f"{place}task.{field}", fix) for field, fix in _task(recipe, one.task))
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, that is the first problem."""
+    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, that comes first."""
     if recipe.model.source == "package" and recipe.model.name in PACKAGED:
         source, name = PACKAGED[recipe.model.name]
         other = "set model.source to another one: hub, path, checkpoint or smollm2"
-        fix = f"the small model {recipe.model.name!r} (model.name) reads compact prompts of {source}'s {name} only; {other}"
+        fix = f"the small model {recipe.model.name!r} (model.name) reads only compact prompts of {source}'s {name}; {other}"
         if task.source != source:
             yield "source", fix
         elif task.name != name:
@@ -109,26 +109,26 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
         yield "path", f"is empty: task.source = {task.source!r} needs {needed} here"
     for field in ("subset", "split", "revision"):
         if task.source != "hub" and getattr(task, field) != type(task).model_fields[field].default:
-            yield field, f"is for task.source = 'hub', not {task.source!r}; leave it out"
+            yield field, f"applies only to task.source = 'hub', not to {task.source!r}; leave it out"
     for field in ("max_rows", "prompt_template", "answer_pattern"):
         if getattr(task, field) and not task.path:
-            yield field, "is for rows of task.path, which is empty; leave it out"
+            yield field, "applies only to rows of task.path, which is empty; leave it out"
     if task.prompt_template and task.source in ("environment", "agent"):
-        yield "prompt_template", f"task.source = {task.source!r} makes its prompts itself; leave it out"
+        yield "prompt_template", f"is not used: task.source = {task.source!r} writes its prompts itself; leave it out"
     if task.answer_pattern and not task.answer_field:
-        yield "answer_pattern", "looks into task.answer_field, which is empty; name that field"
+        yield "answer_pattern", "searches task.answer_field, which is empty; name that field"
     if task.source == "verifiers" and task.path:
-        yield "path", "task.source = 'verifiers' needs none: the environment has its tasks; leave it out"
+        yield "path", "is not used: an environment of task.source = 'verifiers' has its own problems; leave it out"
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
-        yield "name", "task.source = 'environment' needs its class here: pkg.module:Class"
+        yield "name", "must name a class, such as pkg.module:Class, because task.source = 'environment'"
     if bool(task.tools) != (task.source == "tools"):
-        yield "tools", f"task.source = {task.source!r} needs {'functions' if task.source == 'tools' else 'none'} here"
+        yield "tools", f"task.source = {task.source!r} {'needs functions' if task.source == 'tools' else 'has no tools'}"
     if bool(task.command) != (task.source == "agent"):
-        yield "command", f"task.source = {task.source!r} needs {'a program' if task.source == 'agent' else 'none'} here"
+        yield "command", f"task.source = {task.source!r} {'needs a program' if task.source == 'agent' else 'runs no program'}"
     try:
         shlex.split(task.command)
     except ValueError:
-        yield "command", "has an unclosed quotation mark"
+        yield "command", "has an unclosed quotation mark; close it"
 
 
 def _lengths(recipe: Recipe) -> Broken:
@@ -136,9 +136,9 @@ def _lengths(recipe: Recipe) -> Broken:
     for place, share in recipe.sets_by_place.items():
         longest, limit = share.max_tokens, f"{place or 'sampling.'}max_tokens"
         if share.reward.overlong.buffer_tokens > longest:
-            yield f"{place}reward.overlong.buffer_tokens", f"is wider than {limit} = {longest}; use at most that"
+            yield f"{place}reward.overlong.buffer_tokens", f"is more than {limit} = {longest}; use at most that"
         if longest >= context:
-            yield limit, f"leaves no room for a prompt in model.max_context = {context}; lower it, or raise the context"
+            yield limit, f"leaves no room for a prompt in model.max_context = {context}; lower it, or raise model.max_context"
     if recipe.trainer.tokens_per_microbatch < context:
         yield "trainer.tokens_per_microbatch", f"cannot hold one sequence of model.max_context = {context} tokens; raise it"
 
@@ -149,21 +149,21 @@ def _rewards(recipe: Recipe) -> Broken:
         if is_judged and reward.judge is None:
             yield f"{place}reward.judge", "reward.scorer = 'judge' needs this section"
         if not is_judged and reward.judge is not None:
-            yield f"{place}reward.judge", "is for reward.scorer = 'judge'; name that scorer, or leave this section out"
+            yield f"{place}reward.judge", "applies only to reward.scorer = 'judge'; use that scorer, or leave this section out"
         yield from ((f"{place}reward.{name}", fix) for name, fix in _ignored(share.task, reward))
         for name in ("correct", "format_weight", "overlong.penalty"):
             if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
-                yield f"{place}reward.{name}", f"is beyond reward.max_abs = {reward.max_abs:g}; lower it, or raise that"
+                yield f"{place}reward.{name}", f"is above reward.max_abs = {reward.max_abs:g}; lower it, or raise that"
         if reward.scorer == "code" and any(
             one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values()
         ):
             yield f"{place}reward.scorer", "code cannot be mixed with a function of your own that has reward.sandbox: true"
         if reward.scorer == "code" and share.task.source in ("tools", "agent"):
-            yield f"{place}reward.scorer", f"code scores completions, not episodes (task.source = {share.task.source!r})"
+            yield f"{place}reward.scorer", f"code scores no episodes (task.source = {share.task.source!r}); use another scorer"
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
         if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":
-            yield f"{place}reward.truncated", "the reward does not know here which turns were cut; use score or mask"
+            yield f"{place}reward.truncated", f"{share.task.source!r} does not say which turns were cut; use score or mask"
         if share.task.source == "verifiers" and reward.sandbox:
             yield f"{place}reward.sandbox", "a sandbox would block the servers that verifiers starts for an episode; use null"
 
@@ -173,7 +173,7 @@ _OF_SCORER = {"json_schema": "json_schema", "tests_field": "code", "test_timeout
 
 
 def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
-    """Yield fields of `reward`, by name, that are set but would be ignored."""
+    """Yield pairs (field of `reward`, fix) for each field that is set but would be ignored."""
     told = {name for name, field in type(reward).model_fields.items() if getattr(reward, name) != field.default}
     told -= {name for name in ("json_schema",) if not reward.json_schema}
     if reward.overlong.buffer_tokens:
@@ -183,11 +183,11 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
     if task.source in ("environment", "verifiers"):
         own = f"the reward is the environment's own (task.source = {task.source!r})"
         if reward.scorer != "task":
-            yield "scorer", f"{own}; use task, and give this task its own section reward if tasks share one"
+            yield "scorer", f"{own}; use task here, in a section reward of this task's own if several tasks share one"
         yield from ((name, f"is ignored: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
     for name, scorer in _OF_SCORER.items():
         if name in told and reward.scorer != scorer:
-            yield name, f"is for reward.scorer = {scorer!r}; name that scorer, or leave it out"
+            yield name, f"applies only to reward.scorer = {scorer!r}; use that scorer, or leave it out"
     if reward.format_weight and not reward.format_pattern:
         yield "format_weight", "adds nothing without reward.format_pattern; set both, or neither"
     if reward.format_pattern and not reward.format_weight:
@@ -195,25 +195,25 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
     if reward.judge is not None and reward.answer_pattern:
         yield "answer_pattern", "is ignored: the judge gets the whole completion; leave it out"
     if reward.sandbox and not (task.is_episodic or reward.is_function or reward.scorer == "code"):
-        yield "sandbox", f"is for programs and functions, and reward.scorer = {reward.scorer!r} runs none; use null"
+        yield "sandbox", f"applies only to programs and functions, and reward.scorer = {reward.scorer!r} runs none; use null"
 
 
 def _groups(recipe: Recipe) -> Broken:
     algorithm, size = recipe.algorithm, recipe.sampling.group_size
     if algorithm.advantage != "value" and size < 2:
-        fix = f"gives the only sample of a group (sampling.group_size = {size}) advantage 0, so that nothing is learned; "
-        yield "algorithm.advantage", f"{fix}use larger groups, or the advantage value"
+        fix = f"gives a group's only sample (sampling.group_size = {size}) an advantage of 0, so nothing is learned; "
+        yield "algorithm.advantage", f"{fix}use larger groups, or the advantage 'value'"
     if algorithm.advantage == "value" and algorithm.normalize_std:
-        yield "algorithm.normalize_std", "the advantage 'value' has no group statistics; use false"
+        yield "algorithm.normalize_std", "the advantage 'value' uses no group statistics; use false"
     if algorithm.advantage != "value" and recipe.trainer.value_learning_rate is not None:
-        yield "trainer.value_learning_rate", f"the advantage {algorithm.advantage!r} has no value head; use null, or value"
+        yield "trainer.value_learning_rate", f"the advantage {algorithm.advantage!r} has no value head; use null here"
     for place, share in recipe.tasks_by_place.items():
         if algorithm.advantage == "value" and share.reward.truncated == "mask":
-            yield f"{place}reward.truncated", "the advantage 'value', whose baseline needs every reward, needs score or zero"
+            yield f"{place}reward.truncated", "the advantage 'value' needs every reward for its baseline; use score or zero"
     if algorithm.filter_equal_rewards and size < 2:
         yield "algorithm.filter_equal_rewards", "drops every group of sampling.group_size = 1; use false, or larger groups"
     if recipe.trainer.batch_size % size:
-        yield "trainer.batch_size", f"is not a multiple of sampling.group_size = {size}: a batch holds whole groups"
+        yield "trainer.batch_size", f"must be a multiple of sampling.group_size = {size}, because a batch holds whole groups"
 
 
 def _schedule(recipe: Recipe) -> Broken:
@@ -223,25 +223,25 @@ def _schedule(recipe: Recipe) -> Broken:
     if trainer.schedule == "wsd" and left < 1:
         yield "trainer.warmup_steps", f"leaves {schedule} no step of trainer.steps = {trainer.steps} to decay in; lower it"
     elif trainer.schedule == "wsd" and not 1 <= decay <= left:
-        yield "trainer.decay_steps", f"{schedule} needs 1 to {left} here, the steps after warm-up"
+        yield "trainer.decay_steps", f"{schedule} needs 1 to {left} here: at most all steps after warm-up"
     if trainer.schedule != "wsd" and decay:
-        yield "trainer.decay_steps", f"{schedule} has no such phase; use wsd, or 0"
+        yield "trainer.decay_steps", f"{schedule} has no such phase; use 0 here, or the schedule wsd"
     if trainer.schedule == "constant" and trainer.final_learning_rate:
-        yield "trainer.final_learning_rate", f"{schedule} does not decay; use linear, cosine, wsd or inverse_sqrt, or 0"
+        yield "trainer.final_learning_rate", f"{schedule} does not decay; use 0 here, or another schedule"
     if trainer.schedule == "inverse_sqrt" and not trainer.warmup_steps:
-        yield "trainer.warmup_steps", f"{schedule} decays on the scale of its warm-up; use at least 1"
+        yield "trainer.warmup_steps", f"{schedule} decays as √(warmup_steps / step); use at least 1"
 
 
 def _others(recipe: Recipe) -> Broken:
     max_lag, last_lag = recipe.algorithm.max_lag, recipe.algorithm.conventional_g - 1
     if recipe.mode == "conventional" and max_lag is not None and max_lag < last_lag:
-        yield "algorithm.max_lag", f"would drop the data of step G = {last_lag + 1}; use null, or at least {last_lag}"
+        yield "algorithm.max_lag", f"would drop all data of step {last_lag + 1} of each phase; use null, or at least {last_lag}"
     if recipe.trainer.context_parallel > 1 and recipe.model.attention != "auto":
-        yield "trainer.context_parallel", "only model.attention = 'auto' shares rows among ranks"
+        yield "trainer.context_parallel", "needs model.attention = 'auto'; use that, or 1 here"
     lora = recipe.trainer.lora
     if lora is not None and lora.send == "merged" and "bfloat16" in (recipe.model.dtype, recipe.weights.wire_dtype):
-        yield "trainer.lora.send", "loses updates below half a unit in the last place of 16 bits; use adapter, or float32"
+        yield "trainer.lora.send", "loses small updates, because merged weights have 16 bits; use adapter, or float32 weights"
     if recipe.evaluation.samples > 1 and not recipe.evaluation.temperature:
-        yield "evaluation.samples", "greedy answers are all the same; use 1, or evaluation.temperature above 0"
+        yield "evaluation.samples", "greedy answers to a problem are all the same; use 1, or evaluation.temperature above 0"
     if recipe.checkpoint.upload and (problem := wrong_url(recipe.checkpoint.upload)):
         yield "checkpoint.upload", problem

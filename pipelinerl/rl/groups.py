@@ -79,7 +79,7 @@ class IssueBounds:
         self._recipe = recipe
         self._group_size, self._batch_size = recipe.sampling.group_size, recipe.trainer.batch_size
         self._held_back = 0
-        """Samples by which the freshness limit is below its ceiling, which depends on the number of actors."""
+        """Number of samples by which the freshness limit is below its ceiling. The ceiling depends on the number of actors."""
         self._num_actors = 0
         """Number of actors when `_held_back` was set."""
         self._left_over: deque[int] = deque()

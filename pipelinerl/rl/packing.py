@@ -140,9 +140,8 @@ class StepPlan:
 Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Divisors: a piece has at most budget / divisor tokens; 0 = each sequence alone. With several ranks, all divisors are tried.
-
-Small pieces can be spread evenly; large ones compute a prompt less often."""
+"""Divisors of the token budget: a piece has at most budget / divisor tokens; 0 puts each sequence in its own piece. With
+several ranks, all divisors are tried. Small pieces can be spread evenly; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
 """Number of copies of a prompt token that together need the memory of one computed token: copies exist only in attention."""
 

@@ -46,7 +46,7 @@ IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768,
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well; engines need milliseconds around each step."""
 _MOST_SPLITS = 4096
-"""About how many different numbers of actors are tried, at most."""
+"""Approximate maximum of the actor counts that are tried."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 """Limits of a simulation's version spans and sequences. Of a larger system, only a part is simulated."""
 
@@ -65,7 +65,8 @@ class Machine:
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
-    """Return the mean KV cache tokens of a sequence in progress: it is half generated on average, and long ones take longer."""
+    """Return the mean number of KV cache tokens of a sequence in progress. On average it is half generated, and a long sequence
+    is in progress for longer than a short one."""
     return prompt_tokens + float(lengths.tokens**2 @ lengths.shares) / (2 * lengths.mean)
 
 
@@ -101,7 +102,8 @@ def longest_prompt(recipe: Recipe) -> int:
 
 
 def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:
-    """Return how many samples of a group fit in a micro-batch that has their prompt once, and copies of it in attention."""
+    """Return how many samples of a group fit in one micro-batch. The first sample's prompt counts in full. For each further
+    sample, attention holds a copy of the prompt, which counts as 1 / `COPIES_OF_A_TOKEN` of its tokens."""
     if recipe.trainer.context_parallel > 1:
         return 1
     prompt_tokens, copied = longest_prompt(recipe), longest_prompt(recipe) / COPIES_OF_A_TOKEN

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 256 * 1024**2
 STOP_GRACE_S = 5.0
 CONNECTION_AGE_S = 300.0
-"""Seconds after which a client has to connect again, without a call being cut off. It then resolves the name again, which finds
-new servers, and both sides show renewed certificates."""
+"""Seconds after which a client must connect again; no call is cut off. The client then resolves the server's name again, which
+finds new servers, and both sides present renewed certificates."""
 _DETAILS_CHARACTERS = 300
 
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
@@ -39,8 +39,8 @@ Options = Sequence[tuple[str, Any]]
 
 
 class ErrorBoundary(aio.ServerInterceptor):
-    """Convert errors of handlers to statuses: `UserError` to INVALID_ARGUMENT, others to INTERNAL with the error's name and the
-    start of its text. A handler's own abort is not changed, and neither are the errors of the grpc library's services."""
+    """Convert errors of handlers to statuses: `UserError` to INVALID_ARGUMENT, all others to INTERNAL with the error's name and
+    the start of its text. A handler's own abort and the errors of the grpc library's services are not changed."""
 
     async def intercept_service(
         self,
@@ -93,9 +93,9 @@ async def serve_grpc(
     credentials: grpc.ServerCredentials | None = None,
     connection_age_s: float = CONNECTION_AGE_S,
 ) -> AsyncIterator[int]:
-    """Serve what `register` adds on `port` (0 = any free one), and yield the port.
+    """Serve on `port` (0 = any free one) what `register` adds to the server, and yield the port.
 
-    At the end, health checks answer NOT_SERVING, new calls are refused, and calls in progress get `stop_grace_s`.
+    At the end, health checks answer NOT_SERVING, new calls are refused, and calls in progress have `stop_grace_s` to finish.
     `service_names` are the full names for health and reflection, such as `pipelinerl.v1.VerifierService`. Raises `ServiceError`
     with the port if nothing can listen there.
     """
@@ -133,7 +133,7 @@ async def serve_calls(
 
 
 def open_channel(target: str, tls: Path | Certificates | None, name_override: str = "", options: Options = ()) -> aio.Channel:
-    """Return a channel to `target` (host:port, or dns:///name:port), which keeps these certificates; None = plain text.
+    """Return a channel to `target` (host:port, or dns:///name:port) that uses the certificates in `tls`; None = plain text.
 
     `name_override`: the name in the server's certificate, if `target` is an address. Raises `FieldError` on `tls_dir` if the
     folder's files cannot be used.
@@ -149,17 +149,17 @@ def open_channel(target: str, tls: Path | Certificates | None, name_override: st
 
 
 def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
-    """Return status and details of a failed call, with a hint if TLS is, or may be, the reason."""
+    """Return the status and details of a failed call as text, with a hint if TLS is or may be the cause."""
     details, hint = error.details() or "", ""
     closed_at_once = "failed to connect" in details and "Socket closed" in details
     if tls_dir is None:
-        hint = " (does it ask for TLS? then set tls_dir)" if closed_at_once else ""
+        hint = " (if the server requires TLS, set tls_dir)" if closed_at_once else ""
     elif "WRONG_VERSION_NUMBER" in details:
-        hint = " (it speaks no TLS, and tls_dir is set here: set it there too)"
+        hint = " (the server uses no TLS, but tls_dir is set here; set it there, too)"
     elif "Hostname Verification" in details or "does not match SSL server name" in details:
         hint = " (its certificate is for other names)"
     elif "CERTIFICATE_VERIFY_FAILED" in details:
         hint = f" (its certificate is not valid under {tls_dir / CA})"
     elif closed_at_once:
-        hint = f" (it may refuse {tls_dir / CERTIFICATE}: expired, or of another CA)"
+        hint = f" (the server may refuse {tls_dir / CERTIFICATE}, as expired or of another CA)"
     return f"{error.code().name}: {details}{hint}"

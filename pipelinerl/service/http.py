@@ -1,11 +1,11 @@
 """HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that has other work.
 
 On a loopback interface, a request is only answered if its Host header names this service. A browser lets a web site read
-answers from the site's own name, and the site's owner may point that name at this machine (DNS rebinding). Only names that no
-site can have are accepted here. This is not a login: a program that reaches the port may send any Host header.
+answers from the site's own host name, and the site's owner may point that name at this machine (DNS rebinding). Therefore only
+names that no site can have are accepted. This is not a login: a program that reaches the port may send any Host header.
 
-The size of a request's head is limited. The time that a request takes to arrive is not, since uvicorn has no setting for it: a
-client that sends nothing holds a connection until the process ends.
+The size of a request's head is limited, but not the time that a request takes to arrive, since uvicorn has no setting for that:
+a client that sends nothing holds a connection until the process ends.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Most clients close an idle connection earlier. A request on one that the server is closing would have to be repeated."""
+"""Seconds until the server closes an idle connection. Most clients do so earlier, so few requests hit a closed one."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
-    """Answer only requests for `open_paths`, and those whose Host header is in `names` (IPv6 in brackets), with any port."""
+    """Answer only requests for `open_paths`, and those whose Host header without its port is in `names` (IPv6: bracketed)."""
     known = frozenset(name.lower() for name in names)
     asked_for = ", ".join(sorted(known))
-    refusal = f"refused: the Host of this request names another server; call this one by one of these names: {asked_for}\n"
+    refusal = f"refused: the Host header of this request names another server; use one of these names: {asked_for}\n"
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         is_answered = scope["type"] != "http" or scope["path"] in open_paths
@@ -65,7 +65,7 @@ def bracketed(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an interface, given by name or address."""
+    """Return whether only this machine can reach the interface with this name or address."""
     if host == "localhost":
         return True
     try:
@@ -105,12 +105,12 @@ def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch:
 async def serve_http(
     app: Any, host: str, port: int, *, names: Collection[str] = (), on_this_loop: bool = False
 ) -> AsyncIterator[int]:
-    """Serve `app` and yield the bound port (`port` 0 = any free one). Open requests get two seconds at the end.
+    """Serve `app` and yield the bound port (`port` 0 = any free one). At the end, open requests have two seconds to finish.
 
     `names`: further hosts that a request's Host header may name if `host` is a loopback interface. `on_this_loop`: run the
-    application on this event loop, because it shares data with the loop's other work; otherwise it runs in its own thread, and
-    answers even while this loop is blocked. Raises `ServiceError` if the port cannot be bound or the application does not
-    start.
+    application on this event loop, which is needed if it shares data with the loop's other work. Otherwise it runs in a thread
+    of its own, and answers even while this loop is blocked. Raises `ServiceError` if the port cannot be bound or the
+    application does not start.
     """
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
@@ -159,7 +159,7 @@ class _EmbeddedServer(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",
-                http="h11",  # httptools is twice as fast, but sets no limit to a head
+                http="h11",  # httptools is twice as fast, but does not limit the size of a head
                 h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             )
         )

@@ -1,5 +1,5 @@
-"""The life of a service process: signals become one event, errors become exit codes, /readyz and /healthz get their answers.
-Signal handlers are only installed inside `run_service` and `stop_event`."""
+"""Run a service process: turn signals into one event and errors into exit codes, and provide the answers of /readyz and
+/healthz. Signal handlers are only installed inside `run_service` and `stop_event`."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class Readiness:
     parts: tuple[Readiness, ...] = ()
 
     def part(self, reason: str) -> Readiness:
-        """Add a part that the process needs, not ready at first for this reason."""
+        """Add and return a part that the process needs. At first it is not ready, for this reason."""
         self.parts = (*self.parts, part := Readiness(reason))
         return part
 
     @property
     def why_not(self) -> str:
-        """Return the process's reason and those of its parts; empty if it is ready."""
+        """Reasons of the process and of its parts; empty if it is ready."""
         return "; ".join(filter(None, (self.reason, *(part.why_not for part in self.parts))))
 
 
 @asynccontextmanager
 async def watch_loop() -> AsyncIterator[Callable[[], float]]:
-    """Yield a function, for any thread, that returns the seconds since this loop last ran: up to `MARK_EVERY_S` if healthy.
-    This lets the liveness probe restart a process whose loop is blocked."""
+    """Yield a function that any thread may call, and that returns the seconds since this loop last ran: at most `MARK_EVERY_S`
+    if the loop is healthy. With it, the liveness probe can restart a process whose loop is blocked."""
     loop, ran_at_s = asyncio.get_running_loop(), time.monotonic()
     handle: asyncio.TimerHandle
 
@@ -92,7 +92,7 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
 
 
 def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
-    """Run `work` on a new daemon thread, which blocks neither other work nor the end of the process."""
+    """Run `work` on a new daemon thread, which delays neither other work nor the end of the process."""
     done = Future[_Result]()
     done.set_running_or_notify_cancel()  # so that cancelling a waiting task does not cancel the work
 
@@ -112,7 +112,7 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
-"""Function that serves until the event is set, then ends. A service with a policy version sets it in the context."""
+"""Function that serves until the event is set, then ends. A service that has a policy version sets it in the `LogContext`."""
 
 
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:
@@ -123,7 +123,7 @@ def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings],
     """
 
     def end_at_once() -> None:
-        log.critical("not finished %g s after the signal; exiting at once", stop_within_s)
+        log.critical("still running %g s after the signal; exiting at once", stop_within_s)
         logging.shutdown()
         os._exit(EXIT_FAILURE)
 
@@ -150,8 +150,8 @@ def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings],
 def leave(code: int) -> NoReturn:
     """End the process with `code` at once, even if threads are still running.
 
-    If the interpreter shut down normally, a thread inside native code, such as an abandoned transfer in its last seconds, could
-    abort or hang the process, and a run that went well would count as failed.
+    If the interpreter shut down normally, a thread in native code, such as that of an abandoned transfer, could abort or hang
+    the process, and a run that went well would count as failed.
     """
     try:
         # Libraries end their child processes when the interpreter ends.
@@ -165,7 +165,8 @@ def leave(code: int) -> NoReturn:
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Call `run` and return the exit code. Print a user's mistake; log other errors, if needed with a traceback."""
+    """Call `run` and return the exit code. Print a user's mistake. Log other errors, with a traceback except for
+    `ServiceError`."""
     try:
         run()
     except asyncio.CancelledError:
@@ -182,7 +183,7 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def sole_error(error: BaseException) -> BaseException:
-    """Return the error inside nested task groups if all failed tasks met the same one, else the group itself."""
+    """Return the error inside nested exception groups if all have the same type and text, else the group itself."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [sole_error(one) for one in error.exceptions]

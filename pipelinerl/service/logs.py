@@ -1,8 +1,8 @@
 """Structured logs on the standard library: one line per event, as text for people or as JSON for a cluster.
 
 Every line has run, service, instance and, once known, the policy version. The items of a call's `extra={...}` become fields of
-the line. Text has its control characters escaped, since it may quote model output and users' code. Rotating and collecting logs
-is left to the runner or the cluster.
+the line. In text, control characters are escaped, since it may quote model output and users' code. The runner or the cluster
+rotates and collects the logs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters, which could steer a terminal, as `\\x1b`. Tabs and line ends stay. Pure."""
+    """Return the text with control characters, which could steer a terminal, escaped as `\\x1b`. Tabs and line ends stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 @dataclass
 class LogContext:
-    """The process that writes the log. It sets `policy_version` when its policy changes, for all later lines."""
+    """The process that writes the log. It sets `policy_version`, which all later lines show, when its policy changes."""
 
     run: str
     service: str
@@ -62,13 +62,13 @@ def configure_logging(context: LogContext, *, log_format: Literal["text", "json"
 
 _REPETITIVE = ("uvicorn.error", "opentelemetry.")
 AGGREGATED = {"aggregated": True}
-"""`extra` of a log line that other parties can cause at will; `RepetitionFilter` limits these lines."""
+"""`extra` of log lines that outsiders can cause at will; `RepetitionFilter` limits them."""
 AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Pass one line of a kind (a logger and its message before values are filled in) every `AGGREGATE_S`, for lines that other
-    parties can cause at will. The next line says how many were left out."""
+    """Limit the log lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`. A kind is a logger and its
+    message before values are filled in. The next line of the kind says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ class RepetitionFilter(logging.Filter):
         passes = now_s - passed_at_s >= AGGREGATE_S
         self._passed[kind] = (now_s, 0) if passes else (passed_at_s, left_out + 1)
         if passes and left_out:
-            record.msg = f"{record.msg} ({left_out} more of this kind came before)"
+            record.msg = f"{record.msg} ({left_out} lines of this kind were left out before)"
         return passes
 
 
 def take_over(*libraries: str) -> None:
-    """Make imported libraries log only through the root logger; their levels stay. Loggers that a library makes later are not
-    changed."""
+    """Make imported libraries log only through the root logger, with their own levels. Loggers that a library makes later are
+    not changed."""
     for name in (*libraries, *logging.root.manager.loggerDict):
         if name.partition(".")[0] in libraries:
             logger = logging.getLogger(name)
@@ -97,7 +97,7 @@ def take_over(*libraries: str) -> None:
 
 
 class ContextFormatter(logging.Formatter):
-    """Format a record as text, or as one line of JSON, in which a context field replaces an extra field of the same name.
+    """Format a record as text or as one line of JSON. In JSON, a context field replaces an extra field of the same name.
 
     Text looks like `10:45:01.123 INFO run verifier/verifier-0 v8 logger: message key=value`; a traceback follows on separate
     lines.

@@ -1,7 +1,7 @@
-"""The retry helper: it repeats an operation that fails for a while because of something outside the process, until it succeeds.
+"""Repeat an operation that fails for a while because of something outside the process, until it succeeds.
 
-It retries errors that can heal (an outage, a full stream) and raises others at once (a message that is too large, no
-permission, our own mistakes). It stores nothing: the caller keeps its message. Cancel the task to stop it.
+Errors that can pass (an outage, a full stream) are retried. Others (a message that is too large, a missing permission, our own
+mistakes) are raised at once. Nothing is stored: the caller keeps its message. Cancel the task to stop the retries.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 """Seconds between two log lines with the same reason for waiting."""
 MOST_REASONS = 8
-"""Maximum number of different reasons logged in that time, since texts may contain a port or a duration."""
+"""Maximum number of different reasons logged in that time. Texts that contain a port or a duration all differ."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delays between tries: doubling from `first_s` to `most_s`, each shortened at random by up to the share `jitter`."""
+    """Delays between tries. They double from `first_s` to `most_s`; each is shortened at random by up to the share `jitter`."""
 
     first_s: float = 0.1
     most_s: float = 5.0
     jitter: float = 0.0
 
     def delay_s(self, failures: int) -> float:
-        """Seconds to wait after `failures` tries in a row have failed (at least 1)."""
+        """Return the seconds to wait after `failures` (at least 1) tries in a row have failed."""
         delay_s = min(self.most_s, self.first_s * 2 ** min(failures - 1, 30))
         return delay_s * random.uniform(1 - self.jitter, 1)
 
@@ -59,8 +59,8 @@ async def retry_forever(
 ) -> _Result:
     """Return the result of the first `attempt()` that succeeds; raise the first error for which `retried` is false.
 
-    `action` is for the log ("publish g1.0"). Each new reason, in the words of `explain`, is logged with `level`, and a repeated
-    one at most once a minute. The end of the waiting is logged, too.
+    `action` is for the log ("publish g1.0"). The reason of a failure, in the words of `explain`, is logged with `level`, the
+    same reason at most once a minute. The success after a failure is logged, too.
     """
     failures, waiting_since_s = 0, time.monotonic()
     logged_at_s: dict[str, float] = {}
@@ -79,5 +79,5 @@ async def retry_forever(
             await asyncio.sleep(backoff.after(error, failures))
         else:
             if failures:
-                log.info("could %s after %.1f s", action, time.monotonic() - waiting_since_s)
+                log.info("managed to %s after %.1f s", action, time.monotonic() - waiting_since_s)
             return result

@@ -1,7 +1,7 @@
 """Settings of a run's processes: addresses, ports and folders. Only this module reads them from the environment.
 
-Every field is an environment variable `PIPELINERL_<FIELD>`, in a container and in a local run. This module also reads and
-writes `host:port` texts, and the address file, in which a process reports the ports that it got.
+Every field is set by an environment variable `PIPELINERL_<FIELD>`, in a container and in a local run. This module also handles
+`host:port` texts and the address file, in which a process reports the ports that it got.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_settings(kind: type[Settings]) -> Settings:
     try:
         return from_environment()
     except ValidationError as error:
-        lines = ["the environment does not configure this service:"]
+        lines = ["settings of this service are missing or wrong:"]
         for details in error.errors(include_url=False):
             name = kind.model_config.get("env_prefix", "") + "_".join(map(str, details["loc"])).upper()
             problem = "is not set" if details["type"] == "missing" else f"= {details['input']!r}: {details['msg']}"
@@ -37,20 +37,20 @@ def read_settings(kind: type[Settings]) -> Settings:
 class ServiceSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 
-    run: str = Field(description="Name of the run: prefix of its subjects.")
-    recipe: Path = Field(description="Resolved recipe, YAML.")
+    run: str = Field(description="Name of the run, with which its NATS subjects begin.")
+    recipe: Path = Field(description="File with the resolved recipe, in YAML.")
     instance: str = Field(description="Name of this process in the run: actor-0, or the pod's name.")
     grpc_host: str = Field("127.0.0.1", description="Interface of the gRPC server.")
-    grpc_port: int = Field(0, ge=0, le=65535, description="0 = any free port, written to the address file.")
+    grpc_port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 = any free one, named in the address file.")
     http_host: str = Field("127.0.0.1", description="Interface of /healthz, /readyz and /metrics.")
-    http_port: int = Field(0, ge=0, le=65535, description="0 = any free port.")
+    http_port: int = Field(0, ge=0, le=65535, description="Port for HTTP; 0 = any free one, named in the address file.")
     advertise_host: str = Field("127.0.0.1", description="Name or address under which other services reach this one.")
-    address_file: Path | None = Field(None, description="Written when serving: JSON {grpc, http, pid}.")
-    log_format: Literal["text", "json"] = Field("text", description="json in a cluster.")
+    address_file: Path | None = Field(None, description="File that this process writes once it serves: JSON {grpc, http, pid}.")
+    log_format: Literal["text", "json"] = Field("text", description="Format of the log; json in a cluster.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tls_dir: Path | None = Field(
         None,
-        description="Folder with tls.crt, tls.key and ca.crt: gRPC is encrypted and both sides show certificates of that "
+        description="Folder with tls.crt, tls.key and ca.crt: gRPC is encrypted, and both sides present certificates of that "
         "CA. None = plain text.",
     )
 
@@ -60,7 +60,7 @@ class BusSettings(ServiceSettings):
     nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
     nats_tls_dir: Path | None = Field(
         None,
-        description="Folder with ca.crt, and tls.crt and tls.key where the server asks for a certificate. None = the "
+        description="Folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate. None = the "
         "machine's own CAs, for a tls:// address.",
     )
 
@@ -70,23 +70,23 @@ class PolicySettings(BusSettings):
 
     model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
     model_cache: Path | None = Field(
-        None, description="Folder that holds initial policies which the run itself builds; used where model_dir is empty."
+        None, description="Folder for initial policies that the run itself builds; used if model_dir is empty."
     )
-    verifier: str = Field(description="host:port of the verifier, or dns:///name:port for all addresses of a name.")
+    verifier: str = Field(description="host:port of the verifier, or dns:///name:port to use all addresses of a name.")
 
 
 class ActorSettings(PolicySettings):
     pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not reported.")
-    trainer: str = Field("", description="host:port of the trainer, which provides an initial policy that it built.")
+    trainer: str = Field("", description="host:port of the trainer, from which an initial policy that it built is fetched.")
     episode_host: str = Field(
-        "127.0.0.1", description="Interface on which environments and agents ask for turns, if the recipe has such."
+        "127.0.0.1", description="Interface on which environments and agents request turns, if the recipe has any."
     )
-    episode_port: int = Field(0, ge=0, le=65535, description="0 = any free port.")
+    episode_port: int = Field(0, ge=0, le=65535, description="Port for these requests; 0 = any free one.")
 
 
 class TrainerSettings(PolicySettings):
-    run_dir: Path = Field(description="metrics.jsonl, checkpoint/ and samples go here.")
-    expected_actors: int = Field(1, ge=0, description="Actors to wait for before the first step.")
+    run_dir: Path = Field(description="Folder of the run, for metrics.jsonl, samples.jsonl, checkpoints and so on.")
+    expected_actors: int = Field(1, ge=0, description="Number of actors to wait for before the first step.")
     stop_checkpoint_s: float = Field(
         3600.0,
         gt=0,
@@ -94,21 +94,21 @@ class TrainerSettings(PolicySettings):
         "process must wait longer, as a local run does.",
     )
     linger: bool = Field(
-        False, description="Keep answering after the run's end until a signal: a StatefulSet restarts a process that exits."
+        False, description="Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."
     )
     on_completion: Literal["keep", "release", "exit"] = Field(
         "keep",
         description="Objects that a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither "
         "pods nor report.",
     )
-    release: str = Field("", description="Start of the names of this release's objects; empty = not started by the chart.")
+    release: str = Field("", description="Beginning of the names of this release's objects; empty = not started by the chart.")
     page: bool = Field(
         False, description="Serve the live page at http_port. Anyone who can reach it can read prompts and completions."
     )
     page_hosts: str = Field(
         "",
-        description="Names, separated by commas, by which browsers may call the live page; localhost and advertise_host are "
-        "always allowed.",
+        description="Host names, separated by commas, by which browsers may open the live page; advertise_host and localhost "
+        "are always allowed.",
     )
     page_key: Path | None = Field(None, description="File with the key at the start of the live page's path. None = no key.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
@@ -116,43 +116,43 @@ class TrainerSettings(PolicySettings):
         Path("/var/run/secrets/kubernetes.io/serviceaccount"),
         description="Folder with the token and the ca.crt that Kubernetes gives this pod.",
     )
-    actor_selector: str = Field("", description="Labels of the actors' pods, as `kubectl get pods -l` takes them.")
-    actor_tls_name: str = Field("", description="Name in the actors' certificates, since actors are reached by address.")
-    stream_replicas: int = Field(1, ge=1, le=5, description="NATS servers that keep each stream.")
-    sequences_max_gib: float = Field(8.0, gt=0, description="Bound of the SEQUENCES stream, GiB.")
+    actor_selector: str = Field("", description="Labels of the actors' pods, in the form of `kubectl get pods -l`.")
+    actor_tls_name: str = Field("", description="Name in the actors' certificates, which the trainer calls by address.")
+    stream_replicas: int = Field(1, ge=1, le=5, description="Number of NATS servers that keep each stream.")
+    sequences_max_gib: float = Field(8.0, gt=0, description="Maximum size of the SEQUENCES stream, GiB.")
     transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the store for joining transfer groups.")
     transfer_port: int = Field(0, ge=0, le=65535, description="Port of that store; 0 = any free port.")
 
-    nodes: int = Field(1, ge=1, description="Pods of the trainer, each of which starts its own ranks.")
-    node: int = Field(0, ge=0, description="Index of this pod among them; node 0 has rank 0.")
-    ranks_per_node: int = Field(0, ge=0, description="Ranks that a node starts, one per GPU; 0 = the recipe's.")
+    nodes: int = Field(1, ge=1, description="Number of the trainer's pods, each of which starts its own ranks.")
+    node: int = Field(0, ge=0, description="Index of this pod among these; node 0 has rank 0.")
+    ranks_per_node: int = Field(0, ge=0, description="Number of ranks that a node starts, one per GPU; 0 = as in the recipe.")
     rendezvous: str = Field("", description="host:port of node 0, through which the ranks of several nodes connect.")
-    revision: str = Field("", description="Revision of the pods' template. Nodes with different ones do not train together.")
+    revision: str = Field("", description="Revision of the pods' template. Nodes of different revisions do not train together.")
 
 
 class RankSettings(BaseSettings):
-    """A rank's place, from torchrun's variables. A process that torchrun did not start is the only rank."""
+    """A rank's position, from torchrun's variables. A process that torchrun did not start is the only rank."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
 
-    rank: int = Field(0, ge=0, description="This rank among all ranks of the trainer.")
-    world_size: int = Field(1, ge=1, description="Ranks of the trainer.")
-    local_rank: int = Field(0, ge=0, description="This rank among the ranks of its node, which is the index of its GPU.")
+    rank: int = Field(0, ge=0, description="Index of this rank among all ranks of the trainer.")
+    world_size: int = Field(1, ge=1, description="Number of ranks of the trainer.")
+    local_rank: int = Field(0, ge=0, description="Index of this rank among the ranks of its node, and of its GPU.")
     rank_folder: Path | None = Field(
-        None, description="Folder through which the ranks of a single node connect; None = torchrun's MASTER_ADDR."
+        None, description="Folder through which the ranks of a single node connect; None = they use torchrun's MASTER_ADDR."
     )
 
 
 class VerifierSettings(ServiceSettings):
-    workers: int = Field(2, ge=1, le=256, description="Reward processes.")
+    workers: int = Field(2, ge=1, le=256, description="Number of processes that compute rewards.")
     max_queue: int = Field(4096, ge=1, description="Maximum number of waiting items; more are refused with RESOURCE_EXHAUSTED.")
     private_dir: Path | None = Field(None, description="Folder that code in a sandbox cannot read: a local run's, or runs/.")
-    max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum running episodes; more are refused, too.")
-    reward_modules: Path | None = Field(None, description="Folder in which workers look for modules, before PYTHONPATH.")
+    max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum number of running episodes; more are refused, too.")
+    reward_modules: Path | None = Field(None, description="Folder in which workers look for modules first, before PYTHONPATH.")
 
 
 class StreamsSettings(BaseSettings):
-    """Defaults for commands that read a run's streams. In a pod of the run, they are the settings of the pod's service."""
+    """Defaults for commands that read a run's streams. In a pod of the run, these are the settings of the pod's service."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 

@@ -1,5 +1,5 @@
-"""Read a folder with a certificate, its key and its CA, as cert-manager writes it, check it, and read it again when renewed. A
-gRPC server presents the certificate, and accepts callers with any certificate of the same CA."""
+"""Read and check a folder with a certificate, its key and its CA, as cert-manager writes them, and read them again when
+renewed. A gRPC server presents the certificate, and accepts callers with any certificate of the same CA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _MOST_HANDSHAKE_TURNS = 10
-"""Maximum number of turns of a handshake in memory, which takes three."""
+"""Maximum number of rounds of a handshake in memory. It needs three."""
 Role = Literal["client", "server"]
 
 
@@ -34,8 +34,8 @@ class Certificates:
 def read_certificates(folder: Path, role: Role) -> Certificates:
     """Read the files in `folder` and check them for `role`.
 
-    Raises `FieldError` on `tls_dir` with the file's name if one cannot be read, the key does not belong to the certificate, or
-    the certificate is expired or not signed by that CA.
+    Raises `FieldError` on `tls_dir`, naming the file, if a file cannot be read, if the key does not belong to the certificate,
+    or if the certificate has expired or is not signed by that CA.
     """
     found = Certificates(*(read_file(folder / name, "tls_dir") for name in (CERTIFICATE, KEY, CA)))
     check_pair(folder, "tls_dir")
@@ -43,7 +43,7 @@ def read_certificates(folder: Path, role: Role) -> Certificates:
     try:
         _shake_hands(folder, role)
     except ssl.SSLCertVerificationError as error:
-        raise FieldError("tls_dir", str(folder / CERTIFICATE), f"is refused under {CA}: {error.verify_message}") from error
+        raise FieldError("tls_dir", str(folder / CERTIFICATE), f"is not valid under {CA}: {error.verify_message}") from error
     except OSError as error:
         raise FieldError("tls_dir", str(folder / CERTIFICATE), f"cannot be used: {error}") from error
     return found
@@ -92,7 +92,7 @@ class RenewedCertificates:
         try:
             found = read_certificates(self.folder, self._role)
         except FieldError as error:
-            log.warning("the certificates in %s changed and cannot be used: %s", self.folder, error)
+            log.warning("cannot use the renewed certificates in %s; keeping the previous ones: %s", self.folder, error)
             self._seen = stamps
             return False
         self._seen, changed = stamps, found != self.certificates
@@ -101,7 +101,7 @@ class RenewedCertificates:
 
 
 def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """Return values that change with every renewal, since a Secret's files are replaced, not rewritten."""
+    """Return values of the files that change with every renewal. A Secret's files are replaced, not rewritten."""
     stamps = []
     for name in (CERTIFICATE, KEY, CA):
         with contextlib.suppress(OSError):

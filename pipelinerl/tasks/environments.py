@@ -1,6 +1,6 @@
-"""Two small environments, of the recipes guess and calculator, for models that read and write single characters.
+"""Two small environments, for the recipes guess and calculator, whose models read and write single characters.
 
-Each draws its problem from the episode's seed. `benchmarks.small_models` has trained a small model for each.
+Each environment draws its problem from the episode's seed. `benchmarks.small_models` trained a small model for each.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class GuessNumber:
 
         ?  50  >  75  <  62        a hit, which ends the episode
 
-    A hit by the first guess earns 1, and each further guess costs 1 / `max_guesses`. An episode without a hit, or with a turn
-    that is not a number with as many digits as `limit` - 1, earns 0 and counts `max_guesses` + 1 guesses. An episode counts as
-    right if it needs no more guesses than halving the range needs in the worst case.
+    A hit with the first guess earns 1, and each further guess costs 1 / `max_guesses`. A turn must be a number with as many
+    digits as `limit` - 1. Otherwise, or without a hit, the episode earns 0 and counts as `max_guesses` + 1 guesses. An episode
+    counts as correct if it needs at most as many guesses as halving the range needs in the worst case.
     """
 
     def __init__(self, limit: int = 100, max_guesses: int = 12) -> None:
@@ -43,7 +43,7 @@ class GuessNumber:
 
 
 def halvings(number: int, limit: int) -> int:
-    """Return how many guesses find `number`, from 0 to `limit` - 1, if each is the middle of the remaining range."""
+    """Return how many guesses find `number`, from 0 to `limit` - 1, if each guess is the middle of the remaining range."""
     lowest, end, guesses = 0, limit, 1
     while (middle := (lowest + end) // 2) != number:
         lowest, end, guesses = (middle + 1, end, guesses + 1) if middle < number else (lowest, middle, guesses + 1)

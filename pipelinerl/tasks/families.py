@@ -1,6 +1,6 @@
 """Two families for reasoning-gym: repeated additions and one-line programs.
 
-Importing this module imports reasoning-gym but registers nothing; `reasoning_gym.check_family` registers the families.
+Importing this module imports reasoning-gym but registers nothing; `pipelinerl.tasks.source` registers the families.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from reasoning_gym.factory import ProceduralDataset
 
 @dataclass
 class RepeatedAdditionConfig:
-    """Bounds are inclusive. The number of additions has a truncated Pareto distribution with α = `tail_index`, so that most
-    problems are short and a few are very long, as with reasoning models. Each addition needs only the previous result, so
-    a small model that can do one addition can do any number of them."""
+    """Bounds are inclusive. The number of additions follows a truncated Pareto distribution with α = `tail_index`: most
+    problems are short and a few are very long, like the completions of reasoning models. Each addition needs only the previous
+    result, so a small model that can do one addition can do any number of them."""
 
     min_start: int = 1000
     max_start: int = 9000
@@ -32,7 +32,7 @@ class RepeatedAdditionConfig:
     size: int = 500
 
     def validate(self) -> None:
-        """Raises `AssertionError`, as reasoning-gym's own families do."""
+        """Raise `AssertionError` for wrong bounds, as reasoning-gym's own families do."""
         for name in ("start", "step", "times"):
             lowest, highest = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             assert 0 <= lowest <= highest, f"max_{name} must be >= min_{name}, and both >= 0"
@@ -41,7 +41,7 @@ class RepeatedAdditionConfig:
 
 
 class RepeatedAdditionDataset(ProceduralDataset):
-    """Problems such as `12 x 7 + 1037`: add 7 to 1037, 12 times. The first number is padded to the width of the largest one."""
+    """Problems such as `12 x 7 + 1037`: add 7 to 1037, 12 times. The 12 is padded with zeros to the width of `max_times`."""
 
     def __init__(self, config: RepeatedAdditionConfig) -> None:
         super().__init__(config=config, seed=config.seed, size=config.size)
@@ -79,13 +79,13 @@ class OneLineFunctionConfig:
     size: int = 500
 
     def validate(self) -> None:
-        """Raises `AssertionError`, as reasoning-gym's own families do."""
+        """Raise `AssertionError` for wrong bounds, as reasoning-gym's own families do."""
         assert 1 <= self.min_operations <= self.max_operations, "max_operations must be >= min_operations >= 1"
 
 
 class OneLineFunctionDataset(ProceduralDataset):
-    """Problems such as `+3 *2 -1`, operations on x in this order, whose answer is a Python function:
-    `def f(x):return(x+3)*2-1`. The model must learn where brackets belong. Scorer `code` finds the tests in the metadata."""
+    """Problems such as `+3 *2 -1`: operations on x, in this order. The answer is a Python function such as `def
+    f(x):return(x+3)*2-1`. The model must learn where brackets belong. The scorer `code` finds the tests in the metadata."""
 
     def __init__(self, config: OneLineFunctionConfig) -> None:
         super().__init__(config=config, seed=config.seed, size=config.size)
@@ -109,7 +109,7 @@ def _apply(value: int, operation: str) -> int:
 
 
 def in_brackets(operations: Sequence[str], are_set: Sequence[bool]) -> str:
-    """Return the expression of `operations` on x. `are_set` says for each operation whether needed brackets are written."""
+    """Return the expression of `operations` on x. `are_set`: for each operation, whether brackets that it needs are written."""
     expression = "x"
     for operation, is_set in zip(operations, are_set, strict=True):
         is_sum = "+" in expression.split(")")[-1] or "-" in expression.split(")")[-1]

@@ -1,7 +1,7 @@
 r"""Find the final answer in a mathematics reference, and make wrong answers that look like it.
 
-References are answers, or whole solutions that end in `#### 42` (GSM8K) or in a box (MATH). The mathematics scorers read
-them with `final_answer`; a rehearsal tries the wrong answers of `near_misses`. This module only handles text.
+A reference is an answer, or a whole solution that ends with `#### 42` (GSM8K) or a box (MATH). The mathematics scorers read it
+with `final_answer`. A rehearsal tests a scorer with the wrong answers of `near_misses`. This module only handles text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _UNIT = re.compile(
     r"(?<=[\d}])\s*(?:\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*/\s*\\mathrm\s*\{[^{}]*\})?|[A-Za-z]{2,}|\\?%|\^\{?\\circ\}?)[A-Za-z\s^\d]*$|_\{?\d+\}?$|^[A-Za-z]\s*="
 )
 _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(?:[|{}()\[\]\s!.]|\\[{}])*")
-"""Text around a number that leaves, or may leave, its value unchanged: brackets, a division by 1, the factorial of 2."""
+"""Text around a number that may leave its value unchanged, such as brackets, a division by 1, or the factorial of 2."""
 
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
-    r"""Return start, end and content of the last `_LAST_BOXES` boxes, `\boxed 42` included; a cut-off box has content None."""
+    r"""Return start, end and content of the last `_LAST_BOXES` boxes, including `\boxed 42`. A cut-off box has content None."""
     found = list[tuple[int, int, str | None]]()
     for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
         if match[2]:
@@ -50,7 +50,7 @@ def final_answer(reference: str) -> str:
 
 
 def near_misses(answer: str) -> list[str]:
-    """Return wrong answers like `answer` that certainly differ from it: its first number, its negation, its parts exchanged."""
+    """Return answers that resemble `answer` and are surely wrong: its first number, its negation, or its parts exchanged."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)

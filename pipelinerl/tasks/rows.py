@@ -1,6 +1,6 @@
 """Rows of a data set: from files (JSONL, JSON, CSV, Parquet, compressed or not) and from the Hugging Face hub.
 
-A row that cannot be read becomes a `BadRow` in its place, so that the caller can name all of them at once. This module does not
+A row that cannot be read is yielded as a `BadRow`, so that the caller can report all such rows at once. This module does not
 interpret prompts and answers.
 """
 
@@ -30,7 +30,7 @@ LONGEST_LINE = 64 * 2**20
 LARGEST_WHOLE = 2 * 2**30
 """Maximum bytes of a file that is read whole: a JSON array, or Parquet inside .gz or .zst."""
 LARGEST_UNPACKED = 32 * 2**30
-"""Maximum bytes of the lines of one file, so that a small compressed file cannot take unbounded time and memory."""
+"""Maximum bytes of all lines of one file, so that a small compressed file cannot take unbounded time and memory."""
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst", ".zstd")
 _SPLITS = re.compile(r"(?<![a-z])(?:(?P<train>train(ing)?)|(?P<test>test(ing)?|eval(uation)?)|val(id(ation)?)?|dev)(?![a-z])")
@@ -50,7 +50,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One row with its place: `number` counts lines of text files and rows of others, from 1."""
+    """One row with its place. `number` counts from 1: lines of text files, rows or entries of others."""
 
     file: str
     unit: str
@@ -83,8 +83,8 @@ def rows_of(config: TaskConfig) -> Iterator[Row]:
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the sorted files of a name, a folder or a pattern. Raises `FieldError`, also if the files of a folder have several
-    formats or splits, because it is then unclear which of them hold the problems."""
+    """Return the sorted files at a path, which may be a file, a folder or a pattern. Raises `FieldError`, also if the files of
+    a folder differ in format or split, because it is then unclear which of them hold the problems."""
     given = Path(path)
     if given.is_dir():
         visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
@@ -103,7 +103,7 @@ def files_at(path: str) -> list[Path]:
 
 
 def _check_alike(folder: Path, files: list[Path]) -> None:
-    """Raise `FieldError` if the files have several formats or, by their names, are of several splits."""
+    """Raise `FieldError` if the files differ in format or, judging by their names, belong to different splits."""
     names = [str(file.relative_to(folder)) for file in files]
     words = [_SPLITS.search(name.lower()) for name in names]
     for kinds in ([known_format(file) for file in files], [word and (word.lastgroup or "validation") for word in words]):
@@ -111,12 +111,12 @@ def _check_alike(folder: Path, files: list[Path]) -> None:
         if len(first) > 1:
             told = ", ".join(f"{kind} ({counted(kinds.count(kind), 'file')}, such as {first[kind]})" for kind in sorted(first))
             pattern = folder / "**" / f"*{max(sorted(first), key=kinds.count)}*"
-            fix = f"this folder holds {told}; name one by its folder or a pattern, such as {pattern}"
+            fix = f"this folder holds {told}; select one kind by its folder or a pattern, such as {pattern}"
             raise FieldError("task.path", str(folder), fix)
 
 
 def known_format(path: Path) -> str:
-    """Return the format in a file's name, without its compression; empty if it cannot be read."""
+    """Return the format that a file's name ends with, apart from a compression; empty if the format is not supported."""
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
     return suffixes[-1] if suffixes and suffixes[-1] in _FORMATS else ""
 
@@ -161,7 +161,7 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
         size += len(line)
         if len(line) > LONGEST_LINE or size > LARGEST_UNPACKED:
             what = f"a line of more than {LONGEST_LINE:,}" if len(line) > LONGEST_LINE else f"more than {LARGEST_UNPACKED:,}"
-            raise UserError(f"{path}: holds {what} bytes; split it, or check that it is the kind of file that its name says")
+            raise UserError(f"{path}: holds {what} bytes; split it, or check that its format is the one in its name")
         yield line
 
 
@@ -192,11 +192,11 @@ def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Va
 def _object(row: Any) -> Values | BadRow:
     if isinstance(row, dict | BadRow):
         return row
-    return BadRow(f"{type(row).__name__} where an object with the problem's fields is needed")
+    return BadRow(f"{type(row).__name__} instead of an object with the problem's fields")
 
 
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read a JSON array of objects. A file that does not begin with `[` is read as JSONL, which is often named .json."""
+    """Read a JSON array of objects. A file that does not begin with `[` is read as JSONL: such files are often named .json."""
     content = _whole(path, stream)
     if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         yield from _jsonl_rows(path, io.BytesIO(content))
@@ -231,7 +231,7 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
             elif len(values) == len(header):
                 yield first, dict(zip(header, values, strict=True))
             elif values:
-                yield first, BadRow(f"has {len(values)} values where the header has {len(header)} columns; quote its commas")
+                yield first, BadRow(f"has {len(values)} values, but the header has {len(header)} columns; quote its commas")
             first = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
@@ -246,7 +246,7 @@ def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, 
         for batch in ParquetFile(io.BytesIO(_whole(path, stream)) if path.suffix in _COMPRESSIONS else path).iter_batches():
             try:
                 rows = batch.to_pylist()
-            except (ValueError, OverflowError):  # find the bad row, one by one, which is slower
+            except (ValueError, OverflowError):  # read the rows one by one, which is slower, to find the bad one
                 rows = [_parquet_row(batch.slice(row, 1)) for row in range(batch.num_rows)]
             yield from enumerate(rows, start=number + 1)
             number += len(rows)
@@ -264,9 +264,9 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the hub, or a local folder in the hub's form, with the library `datasets`, which takes the token from
-    the environment and refuses a set that wants to run code. If the hub cannot be reached, only the library's cache is used.
-    With `task.max_rows`, rows are streamed, so that a large set is not fetched whole."""
+    """Read a data set of the hub, or a local folder in the hub's form, with the library `datasets`. The library takes the token
+    from the environment, and refuses a set that needs code of its own. If the hub cannot be reached, only the library's cache
+    is used. With `task.max_rows`, rows are streamed, so that a large set is not fetched whole."""
     try:
         import datasets
     except ImportError as error:
@@ -303,7 +303,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
 
 
 def _check_cached_commit(config: TaskConfig, found: Any) -> None:
-    """Raise `Lacking` if the cache has another revision, which the library takes silently when the hub is unreachable."""
+    """Raise `Lacking` if the cache has another revision, which the library uses silently if the hub cannot be reached."""
     from huggingface_hub import try_to_load_from_cache
 
     card = try_to_load_from_cache(config.path, "README.md", repo_type="dataset", revision=config.revision)
@@ -314,8 +314,8 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of the revision, so that all readers of a run get the same rows; None if the hub cannot be reached.
-    Raises `FieldError` if the hub refuses it."""
+    """Return the commit of `task.revision`; None if the hub cannot be reached. Pinned to a commit, all readers of a run get the
+    same rows. Raises `FieldError` if the hub refuses the request."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -333,7 +333,7 @@ def _commit(config: TaskConfig) -> str | None:
 
 
 def _hub_error(config: TaskConfig, error: Exception) -> UserError:
-    """Return an error for the field whose value the set does not have, with the library's message."""
+    """Return an error on the field whose value caused the library's error, with the library's message."""
     from datasets.exceptions import DatasetNotFoundError
 
     said = " ".join(str(error).split())[:300]

@@ -1,13 +1,13 @@
 """Make the source of problems that a recipe's task section describes. A source is a pure function of split and index.
 
 The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder can resume
-from a number. Held-out problems never occur in training. Rows of files or of the hub (`rows`) are all read at start; the seed
-draws the held-out ones, since files are often sorted, and shuffles the others for each pass.
+from a number. Held-out problems never occur in training. Rows of files or of the hub (`rows`) are all read at the start. The
+seed draws the held-out ones at random, since files are often sorted, and shuffles the others for each pass.
 
 A family of reasoning-gym, ours included, generates blocks of `BLOCK` problems from a seed that is derived from the run's seed,
-the split and the block's number. A training problem whose question is held out is replaced by the next candidate. A few
-families (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets, so another
-process generates the same problems only with the same PYTHONHASHSEED.
+the split and the block's number. A training problem whose question is held out is replaced by another candidate. A few families
+(isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets, so another process
+generates the same problems only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `reference` holds JSON values: `answer`; `row`, the whole row if it has more than prompt and answer; for
-    reasoning-gym also `dataset` and `entry`. `messages`: the prompt, if the file has it in OpenAI's form; `question` is
-    then its JSON."""
+    """One problem. `reference` holds JSON values: `answer`; `row`, the whole row, if it has more than prompt and answer; for
+    reasoning-gym also `dataset` and `entry`. `messages`: the prompt, if the file has it as OpenAI messages; `question` is then
+    their JSON."""
 
     question: str
     reference: Mapping[str, Any] = field(default_factory=dict)
@@ -53,11 +53,11 @@ class Problem:
     place: str = field(default="", compare=False)
     """The problem's place, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
     file: str = field(default="", compare=False)
-    """Rest of the file's path after `task.path`, if that stands for several files."""
+    """Part of the file's path after `task.path`, if that names several files."""
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the messages, or the question."""
+        """Texts of the messages if there are any, or else the question."""
         return [str(message["content"]) for message in self.messages] or [self.question]
 
     @property
@@ -74,9 +74,9 @@ class Source(Protocol):
 
 
 class Interleaving:
-    """Assign a run's problems to several tasks by their weights, as a pure function of the problem's number: in order, each
-    task takes its evenly spaced share of the problems that earlier tasks have left. Among the first n problems, each task's
-    number differs from its exact share by at most half the number of tasks."""
+    """Assign a run's problems to several tasks by the tasks' weights, as a pure function of the problem's number. In order,
+    each task takes its share, evenly spaced, of the problems that earlier tasks have left. Among the first n problems, a task's
+    number of problems differs from its exact share by at most half the number of tasks."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
@@ -93,8 +93,8 @@ class Interleaving:
 
 
 def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> Source:
-    """Make the source of a task and import its libraries (about a second). Raises `UserError` for a user's mistake.
-    `is_trained_on`: False if all problems of a file may be evaluated."""
+    """Make the source of a task. Importing its libraries takes about a second. Raises `UserError` for a user's mistake.
+    `is_trained_on`: False if the task is only evaluated, so that all problems of a file may be held out."""
     if config.path:  # files, or a data set of the hub
         return FileSource(config, seed, is_trained_on=is_trained_on)
     if config.is_episodic:
@@ -103,13 +103,13 @@ def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) ->
 
 
 def episode_seed(run_seed: int, split: Split, index: int) -> int:
-    """Return the seed, below 2^62, from which an environment draws a problem. Only samples of the same problem share a seed."""
+    """Return the seed, below 2^62, from which an environment draws a problem. All samples of one problem share it."""
     drawn = np.random.SeedSequence((run_seed, list(Split).index(split), index)).generate_state(1, np.uint64)
     return int(drawn[0] >> 2)
 
 
 class SeededSource:
-    """Problems that an environment draws from the episode's seed, or by their number if the environment is of `verifiers`."""
+    """Problems that an environment draws from the episode's seed or, if it is one of `verifiers`, selects by their number."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -121,8 +121,8 @@ class SeededSource:
 
 
 class Division:
-    """A seeded division of problems into held-out and training ones. Training shuffles its problems anew for each pass. Raises
-    `FieldError` for too few."""
+    """A seeded division of problems into held-out and training ones, which are shuffled anew for each pass. Raises `FieldError`
+    if there are too few problems."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
@@ -155,7 +155,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems left out since they repeat a prompt, the first one's place, and how many have another answer."""
+        """Of the problems left out as repetitions: their number, the first one's place, and how many have another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -190,7 +190,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
     for name in (key for key, count in absent.items() if key and count == num_rows):
         keys = {config.prompt_field: "prompt_field", config.answer_field: "answer_field"}
         key = "prompt_template" if name in _names(config.prompt_template) else keys[name]
-        raise FieldError(f"task.{key}", name, f"{config.path} has no such field; name one of those that it has: {found}")
+        raise FieldError(f"task.{key}", name, f"{config.path} has no such field; name one of its fields: {found}")
     if num_wrong == 1:
         raise UserError(f"{config.path}, {told[0]}")
     if num_wrong:
@@ -210,7 +210,7 @@ def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
 
 
 _PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w. -]*)\}\}|\{([A-Za-z_][\w. -]*)\}")
-"""Name of a row's field in `task.prompt_template`. Double braces become single ones; all other braces stay as they are."""
+"""Placeholder in `task.prompt_template`. `{field}` stands for a row's field, and `{{field}}` for the text `{field}`."""
 
 
 def _names(template: str) -> list[str]:
@@ -228,7 +228,7 @@ def _problem(given: Row, config: TaskConfig) -> Problem:
 
 
 def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any]]:
-    """Return the prompt as text, and its messages if the row has it in that form. Raises `BadRow`."""
+    """Return the prompt as text, and its messages if the row has messages. Raises `BadRow`."""
     if config.source in ("environment", "agent"):  # they may read any field of the row
         return _text(json.dumps(row, ensure_ascii=False, default=str), "the row"), []
     if config.prompt_template:
@@ -246,7 +246,7 @@ def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any
 
 
 def conversation(messages: Sequence[Mapping[str, Any]], config: TaskConfig) -> list[dict[str, Any]]:
-    """Return a problem's messages with the recipe's instruction and system prompt."""
+    """Return a problem's messages, with the recipe's instruction and system prompt added."""
     *before, last = map(dict, messages)
     if config.instruction:
         last["content"] = f"{last['content']}\n{config.instruction}"
@@ -255,7 +255,7 @@ def conversation(messages: Sequence[Mapping[str, Any]], config: TaskConfig) -> l
 
 
 def _text_at(row: Mapping[str, Any], name: str) -> str:
-    """Return a text or a number of the row as text; a list with one item counts as its item. Raises `BadRow`."""
+    """Return a field of the row, a text or a number, as text. A list with one item counts as that item. Raises `BadRow`."""
     value = value_in(row, name)
     if value is ABSENT:
         raise BadRow(f"has no field {name!r}, only {', '.join(_fields(row)) or 'an empty object'}", name)
@@ -283,7 +283,7 @@ def _without_nulls(message: Any) -> Any:
 
 
 def _text(text: str, what: str) -> str:
-    """Return the text. Raises `BadRow` for half a surrogate pair, which JSON can express and UTF-8 cannot."""
+    """Return the text. Raises `BadRow` if it holds half a surrogate pair, which JSON can represent but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -305,8 +305,9 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """Return the reference answer, and the whole row if a reward may need more than prompt and answer as texts. Raises `BadRow`
-    if a needed answer is missing; environments, agents and conversations need none unless the recipe sets `answer_field`."""
+    """Return the reference answer and, if a reward may need more than the texts of prompt and answer, the whole row. Raises
+    `BadRow` if a needed answer is missing. Environments, agents and conversations need one only if the recipe sets
+    `answer_field`."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -327,7 +328,7 @@ def _answer_in(text: str, config: TaskConfig) -> str:
 
 
 def compact_question(entry: Mapping[str, Any]) -> str:
-    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models without English. Raises `FieldError` for other families."""
+    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models that know no words. Raises `FieldError` for other families."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
         raise FieldError("task.prompt_style", "compact", "this family's problems have no expression; use plain or chat")
@@ -408,13 +409,13 @@ class ReasoningGymSource:
         return FieldError(
             "task.heldout_problems",
             self.num_heldout,
-            f"{self._family} with {self._config} has too few distinct problems; lower it or make the task larger",
+            f"{self._family} with {self._config} has too few distinct problems; lower this number, or change task.config",
         )
 
 
 @contextmanager
 def _global_random(seed: int) -> Iterator[None]:
-    """Seed Python's global generator temporarily, since some families (list_functions) also draw from it."""
+    """Seed Python's global random generator temporarily, since some families, such as list_functions, also draw from it."""
     before = random.getstate()
     random.seed(seed)
     try:
@@ -424,7 +425,7 @@ def _global_random(seed: int) -> Iterator[None]:
 
 
 def _families() -> Mapping[str, tuple[Any, Any]]:
-    """Return data set and configuration of each family, ours included. Raises `FieldError` without reasoning-gym."""
+    """Return each family's classes of data set and configuration, ours included. Raises `FieldError` without reasoning-gym."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # imported by reasoning-gym; warns if the home is read-only
     try:
         from reasoning_gym.factory import DATASETS, register_dataset
@@ -439,12 +440,12 @@ def _families() -> Mapping[str, tuple[Any, Any]]:
 
 
 def check_family(family: str) -> None:
-    """Raise `FieldError` with similar names if reasoning-gym has no such family."""
+    """Raise `FieldError`, with similar names, if there is no such family."""
     families = _families()
     if family not in families:
         near = difflib.get_close_matches(family, families, n=3)
         hint = f"did you mean {one_of(near)}?" if near else f"list its {len(families)} families: {_LIST_FAMILIES}"
-        raise FieldError("task.name", family, f"not a reasoning-gym family; {hint}")
+        raise FieldError("task.name", family, f"is not a reasoning-gym family; {hint}")
 
 
 def check_arguments(family: str, config: Mapping[str, Any]) -> None:

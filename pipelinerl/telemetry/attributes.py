@@ -34,7 +34,7 @@ ERROR = "error.type"
 
 
 def messaging(operation: str, destination: str, message_id: str = "", body_bytes: int | None = None) -> Attributes:
-    """Return attributes of a message. `operation`: send, receive or process; `destination`: subject of the message."""
+    """Return the attributes of a message. `operation`: send, receive or process. `destination`: the message's subject."""
     about = {
         "messaging.system": "nats",
         "messaging.operation.type": operation,

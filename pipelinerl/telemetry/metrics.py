@@ -1,7 +1,7 @@
 """Create the metrics of a service, in a registry that puts the run's name on every sample.
 
-This module adds three things to `prometheus_client`: a metric that does not apply has no series, where a gauge would show 0; a
-counter or histogram with known label values has all its series from the start, so that a rate includes the first event; and
+This module adds three things to `prometheus_client`. A metric that does not apply has no series, whereas a gauge would show 0.
+A counter or histogram with known label values has all its series from the start, so that a rate includes the first event. And
 each metric is described for docs/metrics.md.
 """
 
@@ -23,12 +23,12 @@ OTHER = "(other)"
 
 
 def short_reason(failure: str) -> str:
-    """Return the part before the colon."""
+    """Return the part before the first colon, in at most `REASON_CHARACTERS`."""
     return failure.partition(":")[0].strip()[:REASON_CHARACTERS] or "unknown"
 
 
 class BoundedLabels:
-    """Bounds the label values of a counter: the first `most` different short reasons, and `OTHER` for all others."""
+    """Bounds the label values of a counter to the first `most` different short reasons, and `OTHER` for all later ones."""
 
     def __init__(self, most: int = MOST_REASONS) -> None:
         self._most, self._seen = most, set[str]()
@@ -43,19 +43,19 @@ class BoundedLabels:
 Value = float | None
 """Value of a series; None removes the series."""
 Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
-"""Value of a metric without labels, or values by label value (by the tuple of them if the metric has several labels)."""
+"""Value of a metric without labels, or values by label value; by a tuple of label values if the metric has several labels."""
 
 
 class Reading(Collector):
-    """A gauge or counter. `set` stores values; `read` stores a function that is called at each scrape, outside the event loop's
-    thread: it may read plain attributes, but must not change anything or wait."""
+    """A gauge or counter. `set` stores values. `read` stores a function that is called at each scrape, outside the event loop's
+    thread, so the function may read plain attributes, but must not change anything or wait."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = (), kind: Literal["gauge", "counter"] = "gauge") -> None:
         self.name, self.text, self.labels, self.kind = name, text, tuple(labels), kind
         self._values: Callable[[], Values] = lambda: None
 
     def set(self, values: Values) -> None:
-        """Set all values; all other series are removed."""
+        """Replace all values. Series without a new value are removed."""
         taken = dict(values) if isinstance(values, Mapping) else values
         self._values = lambda: taken
 
@@ -145,7 +145,7 @@ class MetricSet:
         return Gauge(full, text, tuple(labels or ()), registry=self._registry)
 
     def reading(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Reading:
-        """Make a gauge, or a counter if `name` ends with `_total`, that has no series until it has a value or is read."""
+        """Make a gauge, or a counter if `name` ends with `_total`. It has no series before `set` or `read` is called."""
         kind: Literal["gauge", "counter"] = "counter" if name.endswith("_total") else "gauge"
         full = self._describe(name, kind, text, labels, unit)
         reading = Reading(full, text, tuple(labels or ()), kind)
@@ -153,14 +153,14 @@ class MetricSet:
         return reading
 
     def counter(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Counter:
-        """Make a counter, whose `name` must end with `_total`."""
+        """Make a counter. Its `name` must end with `_total`."""
         full = self._describe(name, "counter", text, labels, unit)
         return _with_series(Counter(full, text, tuple(labels or ()), registry=self._registry), labels)
 
     def histogram(
         self, name: str, text: str, buckets: Sequence[float], labels: Labels | None = None, *, unit: str = ""
     ) -> Histogram:
-        """Make a histogram with inclusive upper edges `buckets`."""
+        """Make a histogram. `buckets`: the inclusive upper edges of its buckets."""
         full = self._describe(name, "histogram", text, labels, unit, buckets)
         made = Histogram(full, text, tuple(labels or ()), registry=self._registry, buckets=tuple(buckets))
         return _with_series(made, labels)

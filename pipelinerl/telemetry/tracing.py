@@ -1,12 +1,13 @@
 """Make spans, carry traces from one process to the next, and send spans to a collector (docs/traces.md).
 
-The sampler decides where a trace begins. Later spans exist only if there is a sampled trace to follow, and cost nothing without
-one. A trace is handed from task to task as data, with its sequence or message, since the next span belongs to another task or
-process. OpenTelemetry's global provider and current span are left alone: libraries that trace by themselves (vLLM) see neither.
+The sampler decides which traces are recorded. Later spans exist only within a sampled trace, and cost nothing otherwise. A
+trace is handed from task to task as data, with its sequence or message, since the next span belongs to another task or process.
+OpenTelemetry's global provider and current span are not used, so libraries with traces of their own (vLLM) do not see ours.
 
 Spans are sent only if OpenTelemetry's own environment variables ask for it; otherwise the SDK is not loaded. This module reads
-the variables that choose the exporter, and the SDK reads the others. Spans wait in a bounded queue and are sent by a separate
-thread. If the collector is away, spans are lost, the work goes on, and the process ends at most `END_WITHIN_S` later.
+the variables that choose the exporter, and the SDK reads the others. Spans wait in a bounded queue, from which a separate
+thread sends them. If the collector is down, spans are lost, the work goes on, and the process ends at most `END_WITHIN_S`
+later.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class TracingSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
 
-    sdk_disabled: str = Field("", description="true = no traces, regardless of other settings.")
+    sdk_disabled: str = Field("", description="If true, no traces are sent, regardless of other settings.")
     traces_exporter: Annotated[Literal["otlp", "console", "none"], BeforeValidator(_lower)] = Field(
         "otlp", description="Unset = otlp if an endpoint is set, else none."
     )
@@ -106,14 +107,15 @@ class TracingSettings(BaseSettings):
 
 @contextmanager
 def tracing(context: LogContext) -> Iterator[None]:
-    """Send the spans made inside if OTEL_* variables name a destination. Raises `UserError` for an unusable variable."""
+    """Send the spans made in this context if OTEL_* variables name a destination. Raises `UserError` for an unusable
+    variable."""
     settings = read_settings(TracingSettings)
     if settings.traces_exporter == "none":
         yield
         return
     provider = _provider(context, _exporter(settings))
     where = "the log" if settings.traces_exporter == "console" else f"{settings.endpoint} by {settings.protocol}"
-    log.info("traces go to %s", where)
+    log.info("traces are sent to %s", where)
     try:
         with use_tracer(provider.get_tracer("pipelinerl", __version__)):
             yield
@@ -122,7 +124,7 @@ def tracing(context: LogContext) -> Iterator[None]:
 
 
 def _exporter(settings: TracingSettings) -> SpanExporter:
-    """Return the exporter, which itself reads headers, certificates and its other variables from the environment."""
+    """Return the exporter, which reads its headers, certificates and other settings from the environment."""
     try:
         if settings.traces_exporter == "console":
             from opentelemetry.sdk.trace.export import ConsoleSpanExporter
@@ -137,7 +139,7 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
 
 
 def _provider(context: LogContext, exporter: SpanExporter) -> TracerProvider:
-    """Return a provider that takes sampler and queue bounds from the environment. OTEL_SERVICE_NAME and
+    """Return a provider, which reads its sampler and the bounds of its queue from the environment. OTEL_SERVICE_NAME and
     OTEL_RESOURCE_ATTRIBUTES override our resource attributes."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -164,14 +166,14 @@ def _end(provider: TracerProvider) -> None:
     ending.start()
     ending.join(END_WITHIN_S)
     if ending.is_alive():
-        log.warning("the last spans are lost: the collector did not take them in time")
+        log.warning("the collector did not accept the last spans in time; they are lost")
 
 
 Trace = SpanContext | None
 """A span of a sampled trace, which others may continue; None without a sampled trace."""
 
 MOST_LINKS = 128
-"""Maximum number of links of a span, equal to the SDK's limit, above which it drops links silently."""
+"""Maximum number of links of a span. It is also the SDK's limit, above which the SDK drops links silently."""
 _TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OFF = NoOpTracer()
@@ -189,12 +191,13 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
 
 
 def is_on() -> bool:
-    """Return whether a trace may begin here."""
+    """Return whether a tracer is in use. Without one, no trace begins."""
     return _TRACER.get() is not _OFF
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begin a trace if the sampler selects it. Use it in a `with` statement, which ends the span. Keeps `MOST_LINKS` links."""
+    """Begin a trace if the sampler selects it. Use it in a `with` statement, which ends the span. At most `MOST_LINKS`
+    links."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 
@@ -244,5 +247,5 @@ def trace_in(headers: Mapping[str, str]) -> Trace:
 
 
 def before_ns(seconds: float) -> int:
-    """Return the Unix time in ns, the clock of spans, `seconds` ago."""
+    """Return the Unix time in nanoseconds, as spans use it, of `seconds` ago."""
     return time.time_ns() - int(seconds * 1e9)

@@ -63,10 +63,10 @@ SERVICE = "pipelinerl.v1.ActorService"
 MAX_PROMPTS = 100_000
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
-"""Time for the engine to return unfinished sequences. It needs milliseconds, unless a weight update is being committed."""
+"""Maximum seconds for the engine to return unfinished sequences. It takes milliseconds unless weights are being committed."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
-"""Time to publish unfinished groups on PROMPTS. If nothing answers, the whole stop takes about 9 s."""
+"""Maximum seconds to publish unfinished groups on PROMPTS. If nothing answers, the whole stop takes about 9 s."""
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
@@ -100,7 +100,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
             serving = serve_http(endpoint, settings.episode_host, settings.episode_port, on_this_loop=True)
             episode_port = await stack.enter_async_context(serving)
             episodes.address = host_port(settings.advertise_host, episode_port)
-            log.info("environments request turns at %s", episodes.address)
+            log.info("environments can request turns at %s", episodes.address)
         actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes)
         register = partial(actor_pb2_grpc.add_ActorServiceServicer_to_server, actor)
         address = await stack.enter_async_context(serve_calls(settings, register, SERVICE, http_port))
@@ -172,7 +172,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     async with asyncio.timeout(DRAIN_S):
                         await self._finisher.buffer.join()
                 except TimeoutError:
-                    log.warning("finished sequences that could not be stored within %g s are handed over", DRAIN_S)
+                    log.warning("some finished sequences were not stored within %g s; handing them over", DRAIN_S)
                 await _cancelled(producers)
                 started, num_groups = time.monotonic(), len(self._held)
                 await hand_over(self.bus, self._held, self.metrics, instance=instance, timeout_s=HAND_OVER_S)
@@ -278,7 +278,7 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: Container[str] = ()) -> dict[str, PromptGroup]:
-    """Return a one-sample group for each prompt, by the prompt's id. `episodic`: tasks with episodes. Raises `MessageError`."""
+    """Return one-sample groups, keyed by the prompts' ids. `episodic`: tasks with episodes. Raises `MessageError`."""
     kind, call = "GenerateRequest", os.urandom(4).hex()
     if len(request.prompts) > MAX_PROMPTS:
         raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
@@ -312,7 +312,7 @@ def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
         first = outside[0]
-        raise MessageError(kind, field, f"token {first} is {tokens[first]}, allowed are 0 to {vocab_size - 1}")
+        raise MessageError(kind, field, f"token {first} has the id {tokens[first]}; give ids from 0 to {vocab_size - 1}")
     return tokens
 
 
@@ -329,7 +329,7 @@ class Heartbeat:
         self._away = self._left = False
 
     async def run(self) -> None:
-        """Refresh until cancelled, or until `leave`. A failed refresh is tried again, and a series of failures logged once."""
+        """Refresh until cancelled or until `leave`. Failed refreshes are tried again; a series of them causes one warning."""
         while not self._left:
             try:
                 await self._bus.put_member(self._me.actor, self.registration().SerializeToString())

@@ -34,7 +34,7 @@ class EngineError(PipelineRLError):
 class GenerationRequest:
     """A request for one completion. `prompt_token_ids` is int32[tokens]; `seed` None selects the engine's own random stream.
     Requests share cached keys and values of a common prefix only if their salts are equal. The engine calls `cache_salt` when
-    the request enters, and again if the request restarts because weights were swapped before its first token."""
+    the request enters it, and again if the request restarts because weights were swapped before its first token."""
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -44,7 +44,7 @@ class GenerationRequest:
 
 
 class InferenceEngine(Protocol):
-    """Generates on one policy version at a time. `vllm_engine.py` implements this protocol with vLLM, and tests with a fake."""
+    """Generates with one policy version at a time. `vllm_engine.py` implements this protocol with vLLM; tests use a fake."""
 
     @property
     def weights(self) -> WeightUpdateClient: ...
@@ -80,7 +80,7 @@ StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
 
 
 def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
-    """Return the part of this sample that another actor has handed over, or an empty one."""
+    """Return the part of this sample that another actor has handed over, or an empty part if there is none."""
     given = (partial for partial in group.partials if partial.sample_index == sample_index)
     return next(given, None) or PartialSequence(sample_index=sample_index)
 
@@ -126,9 +126,9 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """If a stop string begins in the first `carried` tokens of a sample or turn, cut after the token that completes the string.
-    An earlier request sampled these tokens. The engine misses the string, because it only looks at tokens of its current
-    request. Dropping the later tokens changes no probability: a single actor would have sampled the same ones."""
+    """If a stop string begins in the first `carried` tokens of a sample or turn, which an earlier request sampled, cut after
+    the token that completes the string. The engine misses such a string, because it looks only at tokens of its current
+    request. Dropping the later tokens leaves the distribution unchanged: a single actor would have stopped there, too."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made

@@ -44,9 +44,9 @@ class FinishedSample:
 
 @dataclass(eq=False)
 class Finisher:
-    """Gets a reward from the verifier for each finished sample, then publishes it on SEQUENCES and calls `on_published(group,
-    sample_index)`. If the verifier or the stream is unavailable, the bounded buffer fills and generation slots stay taken, but
-    nothing is dropped. The verifier unblocks the finisher by answering, the trainer by reading."""
+    """Gets a reward from the verifier for each finished sample, publishes the sample on SEQUENCES and calls
+    `on_published(group, sample_index)`. If the verifier or the stream is unavailable, the bounded buffer fills and generation
+    slots stay taken, but nothing is dropped. Work resumes when the verifier answers, or the trainer reads and makes room."""
 
     bus: Bus
     verifier: VerifierClient
@@ -87,7 +87,7 @@ class Finisher:
             return done + await self._verified(good)
         except (ServiceError, MessageError) as error:
             if len(good) > 1:
-                log.warning("a batch of %d is verified one by one: %s", len(good), error)
+                log.warning("cannot verify %d sequences in one batch; verifying them one by one: %s", len(good), error)
                 return done + [rewarded for sample in good for rewarded in await self._rewarded([sample])]
             log.error("sequence %s gets no reward: %s", good[0].sequence.sequence_id, error)
             failure = f"verifier_refused: {error}"[:500]

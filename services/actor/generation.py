@@ -82,7 +82,7 @@ class Sampler:
                     await asyncio.sleep(ABORT_AGAIN_S)
         except (EngineError, TimeoutError) as error:
             left = len(self.generating)
-            log.error("%d sequences are lost with the engine: %s", left, error or f"no answer within {timeout_s:g} s")
+            log.error("%d sequences stay in the engine and are lost: %s", left, error or f"no answer within {timeout_s:g} s")
         self.stopped.set()  # ends the episodes, whose recorded turns are kept
         if self._playing:
             await asyncio.wait(self._playing, timeout=timeout_s)
@@ -150,7 +150,7 @@ class Sampler:
     async def extend(
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
     ) -> tuple[Made, float]:
-        """Wait for a free place and continue `made`, the tokens after `context`, until it ends, has `sampling.max_tokens`
+        """Wait for a free place and continue `made` (the tokens after `context`) until it ends, has `sampling.max_tokens`
         tokens or is interrupted. Return the longer completion and the seconds that the engine took. `salt()` is called when the
         request enters the engine. Raises `EngineError`."""
         carried, elapsed_s = len(made.completion_token_ids), 0.0
@@ -178,13 +178,13 @@ class Sampler:
 
 @dataclass(eq=False)
 class GenerationLoop:
-    """Keeps H sequences decoding, one in each of the H places of its sampler.
+    """Keeps H (`actor.sequences_in_progress`) sequences decoding, one in each place of its sampler.
 
-    Consumes prompt groups from PROMPTS, produces finished samples for the finisher. Waits for the serving gate (a commit opens
+    Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits for the serving gate (a commit opens
     it), for a free slot (a sample frees its slot when it enters the finisher's bounded buffer) and for a group (the trainer's
     feeder issues it). Each sample of a group starts as soon as a slot is free, so that a large group never leaves slots empty.
-    If the gate closes before all samples of a group have started, the others go back to PROMPTS. There are H slots; with
-    episodes there are more, because an episode takes a place only while it decodes a turn.
+    If the gate closes before all samples of a group have started, the others go back to PROMPTS. There are H slots, or more
+    with episodes, because an episode takes a place only while it decodes a turn.
     """
 
     bus: Bus
@@ -234,8 +234,8 @@ class GenerationLoop:
         return await self.admit(delivery)
 
     async def admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
-        """Take a message and return its group with the samples to generate, or None if none must be generated. A group that
-        cannot be generated ends as failed sequences and a dead letter."""
+        """Take a message and return its group, the samples to generate and the trace, or None if there is no such sample. A
+        group that cannot be generated ends as failed sequences and a dead letter."""
         try:
             group = sequences.decode_group(delivery.payload, expected_run=self.bus.run)
         except MessageError as error:
@@ -255,21 +255,25 @@ class GenerationLoop:
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
-        """Give back samples that were not begun, and return whether another actor will get them. Waits for the stream."""
+        """Hand back samples that were not started. Return whether another actor will get them. Waits for the stream."""
         try:
             await publish_samples(self.bus, self.held[group.group_id], samples, self.instance)
         except (MessageError, PayloadTooLarge) as error:
-            log.warning("cannot return %d samples of group %s, generating them: %s", len(samples), group.group_id, error)
+            log.warning("cannot hand back %d samples of group %s, generating them: %s", len(samples), group.group_id, error)
             return False
         for sample_index in samples:
             await self.held.published(group, sample_index)
-        log.info("returned %d samples of group %s for another actor: %s", len(samples), group.group_id, self.gate.reason)
+        log.info(
+            "handed %d unstarted samples of group %s back for another actor to generate: %s",
+            len(samples), group.group_id, self.gate.reason,
+        )  # fmt: skip
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
         """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences, and
-        acknowledge it when these are stored. If the letter is too large, it is stored without the message. If it cannot be
-        stored, nothing is given up and NATS delivers the message again. `group` is None if the message does not identify it."""
+        acknowledge the message when these are stored. A letter that is too large is stored without the message. If it cannot be
+        stored, nothing is given up, and NATS delivers the message again. `group` is None if the message does not identify
+        it."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
             msg_id=delivery.msg_id,
@@ -319,7 +323,7 @@ class GenerationLoop:
                     span.add_event("interrupted")
                 elif span.is_recording():
                     span.set_attributes(attributes.generated(sequence))
-            if sequence is not None:  # no longer in one of the H places, so that a full buffer does not block episodes' turns
+            if sequence is not None:  # its place is free by now, so that a full buffer does not block episodes' turns
                 self.metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
                 await self.finisher.buffer.put(FinishedSample(group, sequence, follows))
         finally:

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 async def answered(answer: Awaitable[None], action: str) -> bool:
-    """Await `answer`, which acknowledges, extends or gives back a delivery. Return whether it succeeded. `action` names it in
-    the log. A failure is only logged, because the call is then repeated or the message is redelivered."""
+    """Await `answer`, which acknowledges, extends or gives back a delivery, and return whether that succeeded. `action` names
+    it in the log. A failure is only logged, because the call is then repeated or the message is redelivered."""
     try:
         await answer
     except BusError as error:
@@ -53,13 +53,13 @@ class HeldGroup:
 
     @property
     def missing(self) -> set[int]:
-        """Samples that are not stored yet, over all messages."""
+        """Indices of the samples that are not stored yet, over all messages."""
         return {index for message in self.messages.values() for index in message.missing}
 
 
 class HeldGroups(dict[str, HeldGroup]):
     """Groups by id. The ack deadline of each message is extended until all its samples are stored; then the message is
-    acknowledged. Each group has a sample in progress or in the finisher's bounded buffer, which limits their number.
+    acknowledged. Each group has a sample in progress or in the finisher's bounded buffer; this limits the number of groups.
 
     A group arrives in several messages if it was handed over in parts, or if an actor handed it over and died before it could
     acknowledge its own message. Each sample is still generated once."""
@@ -125,8 +125,8 @@ ANSWER_WITHIN_S = 1.0
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
     """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. Acknowledge the old
-    messages only then, so that no group is lost. Waits little more than `timeout_s` for the stream. If a group cannot be stored
-    in time, its old messages are delivered again, its tokens are lost, and the loss is logged."""
+    messages only afterwards, so that no group is lost. Waits little more than `timeout_s` for the stream. If a group cannot be
+    stored in time, its old messages are delivered again, its tokens are lost, and the loss is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:
@@ -176,15 +176,15 @@ async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
                 done = acknowledge or not message.missing
                 await (message.delivery.ack() if done else message.delivery.give_back())
     except (BusError, TimeoutError) as error:
-        log.warning("group %s will be redelivered: %s", held.group.group_id, error or "no answer in time")
+        log.warning("cannot answer for group %s; it will be redelivered: %s", held.group.group_id, error or "timed out")
 
 
 def messages_of(
     group: PromptGroup, missing: Sequence[int], partials: Collection[PartialSequence], max_bytes: int
 ) -> tuple[list[bytes], int]:
-    """Return PROMPTS messages that together ask once for each sample in `missing` of `group`, with its partial sequence, and
-    the number of discarded tokens. If a message exceeds `max_bytes`, its samples are divided between two messages. If one
-    sample alone is too long, its tokens are discarded, and it starts again from the prompt. Raises `MessageError`. Pure."""
+    """Return messages for PROMPTS and the number of discarded tokens. Together, the messages request each sample in `missing`
+    of `group` once, with its partial sequence. If one exceeds `max_bytes`, its samples are divided between two. If one sample
+    alone is too long, its tokens are discarded, and it starts again from the prompt. Raises `MessageError`. Pure."""
     others = tuple(sorted(set(range(group.num_samples)) - set(missing)))
     mine = tuple(sample for sample in partials if sample.sample_index in missing)
     payload = encode_group(replace(group, partials=mine, done_samples=others))

@@ -1,4 +1,4 @@
-"""`python -m services.actor.initial_model`: fetch an initial model that the run itself built, from the trainer.
+"""`python -m services.actor.initial_model`: fetch from the trainer an initial model that the run itself built.
 
 The actor's pod runs this first. The program does nothing if the recipe names a hub model or a folder, or if the model is
 already in PIPELINERL_MODEL_CACHE. A cluster starts actor and trainer at once, so the program waits without limit for a trainer
@@ -41,7 +41,7 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
         log.info("initial model from the cache: %s", folder)
         return
     if not settings.trainer:
-        raise FieldError("PIPELINERL_TRAINER", "", f"host:port of the trainer, which has {folder.name}")
+        raise FieldError("PIPELINERL_TRAINER", "", f"set it to host:port of the trainer, which has {folder.name}")
 
     async def attempt() -> int:
         with filling(folder) as beside:

@@ -36,7 +36,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Items in progress, start of the current busy time, seconds of earlier ones; replaced as a whole for other threads."""
+        """Running blocks, start of the current busy time, seconds of earlier ones. Replaced as a whole, for other threads."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state
@@ -71,54 +71,54 @@ class ActorMetrics:
         self._weights(metrics)
 
     def _generating(self, metrics: MetricSet) -> None:
-        self.version = metrics.reading("policy_version", "Policy version served; absent until a version is served.")
+        self.version = metrics.reading("policy_version", "Policy version that the actor serves; no series before the first.")
         self.ready = metrics.reading("ready", "1 while the actor takes prompts, 0 otherwise.", unit="1 or 0")
         self.ready.set(0)  # shows an engine that never starts
-        self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups taken but not acknowledged yet.")
+        self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups that are taken but not acknowledged yet.")
         self.bad_messages = metrics.counter(
-            "bad_messages_total", "Messages that were invalid and ignored.", {"kind": ("prompt_group", "control")}
+            "bad_messages_total", "Invalid messages, which were ignored.", {"kind": ("prompt_group", "control")}
         )
         self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups stored as dead letters.", unit="groups")
         in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
         in_progress.set_function(lambda: self.busy.running)
         self.most_in_progress = metrics.reading(
-            "sequences_in_progress_max", "Maximum number of sequences in progress, from the recipe.", unit="sequences"
+            "sequences_in_progress_max", "Maximum number of sequences in progress, as the recipe says.", unit="sequences"
         )
         self.generated_tokens = metrics.counter(
-            "generated_tokens_total", "Completion tokens that this actor sampled for finished and unfinished sequences."
+            "generated_tokens_total", "Completion tokens that this actor sampled, also of unfinished sequences."
         )
         metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.").read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
-            "Duration of an engine step with sequences in progress, measured on the event loop, with the stall of a swap.",
+            "Duration of an engine step with sequences in progress, measured on the event loop; the stall of a swap counts.",
             DECODE_SECONDS,
         )
-        self._kv_cache = metrics.reading("kv_cache_usage_ratio", "Share of KV cache blocks in use at the last decode step.")
+        self._kv_cache = metrics.reading("kv_cache_usage_ratio", "Share of the KV cache in use at the last decode step.")
 
     def _finishing(self, metrics: MetricSet) -> None:
         reasons = tuple(reason.value for reason in FinishReason)
         self.finished = metrics.counter(
-            "sequences_finished_total", "Sequences by finish reason.", {"reason": reasons}, unit="sequences"
+            "sequences_finished_total", "Finished sequences, by finish reason.", {"reason": reasons}, unit="sequences"
         )
         self.failed = metrics.counter(
-            "sequences_failed_total", "Sequences that failed here.", {"reason": "see docs/errors.md"}, unit="sequences"
+            "sequences_failed_total", "Sequences failed here, by reason.", {"reason": "see docs/errors.md"}, unit="sequences"
         )
         self.handed_over = metrics.counter(
             "sequences_handed_over_total",
-            "Sequences handed over to another actor, either unfinished or finished but not stored yet.",
+            "Sequences that this actor handed over when it stopped: unfinished ones, and finished ones not stored yet.",
             {"state": CARRIED_STATES},
             unit="sequences",
         )
         self.continued = metrics.counter(
             "sequences_continued_total",
-            "Sequences taken over from an actor that left, either unfinished or finished but not stored yet.",
+            "Sequences that this actor took over from one that stopped: unfinished ones, and finished ones not stored yet.",
             {"state": CARRIED_STATES},
             unit="sequences",
         )
         self.carried_tokens = metrics.counter(
-            "carried_tokens_total", "Tokens of continued sequences that were not generated again."
+            "carried_tokens_total", "Tokens of sequences taken over that did not have to be generated again."
         )
-        self.completion_tokens = metrics.histogram("completion_tokens", "Length of completions.", COMPLETION_TOKENS)
+        self.completion_tokens = metrics.histogram("completion_tokens", "Length of completions, tokens.", COMPLETION_TOKENS)
         self.verify_seconds = metrics.histogram(
             "verify_seconds", "Duration of a verifier call for one batch, measured by the actor.", CALL_SECONDS
         )
@@ -135,27 +135,27 @@ class ActorMetrics:
     def _episodes(self, metrics: MetricSet) -> None:
         self.episodes = metrics.gauge(
             "episodes_in_progress",
-            "Running episodes: those that decode a turn, and those that wait for their environment or a slot.",
+            "Running episodes, whether they decode a turn or wait for their environment or for a place.",
             unit="episodes",
         )
         self.episode_turns = metrics.counter(
             "episode_turns_total",
-            "Turns that environments requested, either sampled or, if an episode runs again, replayed from its record.",
+            "Turns that environments requested. They were sampled or, if an episode ran again, replayed from its record.",
             {"source": ("sampled", "replayed")},
             unit="turns",
         )
         self.episode_branches = metrics.counter(
             "episode_branches_total",
-            "Additional branches of episodes, begun because a request's history did not extend the recorded tokens.",
+            "Branches of episodes beyond the first; one begins if a request's history does not extend the recorded tokens.",
             unit="branches",
         )
         self.episode_dropped_turns = metrics.counter(
             "episode_dropped_turns_total",
-            "Recorded turns that the last run of an environment did not request again.",
+            "Recorded turns that were dropped, because the last run of the environment did not request them again.",
             unit="turns",
         )
         self.episode_refusals = metrics.counter(
-            "episode_refusals_total", "Requests of environments that got no turn.", {"code": REFUSALS}, unit="requests"
+            "episode_refusals_total", "Requests of environments that got no turn, by code.", {"code": REFUSALS}, unit="requests"
         )
         self.episode_ignored_fields = metrics.counter(
             "episode_ignored_fields_total",
@@ -167,21 +167,21 @@ class ActorMetrics:
     def _weights(self, metrics: MetricSet) -> None:
         self.updates = metrics.counter(
             "weight_updates_total",
-            "Weight updates by outcome: committed, failed here, discarded before a commit, or refused with their manifest.",
+            "Weight updates by outcome: committed, failed here, discarded before the commit, or refused at their manifest.",
             {"outcome": ("committed", "failed", "discarded", "refused")},
             unit="updates",
         )
-        self.received_bytes = metrics.counter("received_bytes_total", "Weight bytes received.")
+        self.received_bytes = metrics.counter("received_bytes_total", "Bytes of weights received.")
         self.receive_seconds = metrics.histogram("receive_seconds", "Time to receive one update.", RECEIVE_SECONDS)
-        self.stall_seconds = metrics.histogram("stall_seconds", "Time without generation because of one update.", STALL_SECONDS)
+        self.stall_seconds = metrics.histogram("stall_seconds", "Time for which one update stopped generation.", STALL_SECONDS)
         self.staging = metrics.reading(
             "staging_state",
-            "1 for the state of the next version's update, 0 for the others.",
+            "1 for the state that the update to the next version is in, 0 for the others.",
             {"state": STAGING_STATES},
             unit="1 or 0",
         )
         self.weight_loader = metrics.reading(
-            "weight_loader", "1 for the mode of the weight loader.", {"mode": "shadow, in_place, paused, adapter"}, unit="1"
+            "weight_loader", "1 for the weight loader's mode.", {"mode": "shadow, in_place, paused, adapter"}, unit="1"
         )
 
     def engine_step(self, decode_s: float | None, kv_cache_usage: float) -> None:

@@ -40,7 +40,7 @@ async def serve(
     context: LogContext,
     load: LoadPolicy = load_policy_trainer,
 ) -> None:
-    """Rank 0: execute the training run until it ends or `stop` is set. Raises the error that ends the run, if any."""
+    """On rank 0, execute the training run until it ends or `stop` is set. Raises the error that ends the run, if any."""
     recipe = load_recipe(settings.recipe)
     registry, readiness = RunRegistry(settings.run), Readiness("the model is loading")
     metrics = TrainerMetrics(registry)

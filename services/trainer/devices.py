@@ -1,4 +1,5 @@
-"""`python -m services.trainer.devices`: print the NVIDIA GPUs that torch can use as one JSON object, or why it can use none.
+"""`python -m services.trainer.devices`: print one JSON object with the NVIDIA GPUs that torch can use, or with the reason why
+it can use none.
 
 The runner starts this as a process (`pipelinerl.recipe.devices`), since it imports neither torch nor NVML. CUDA decides which
 GPUs are visible and in which order; NVML says how much memory is free, which GPUs are divided (MIG), and which ones NVLink

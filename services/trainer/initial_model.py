@@ -33,7 +33,7 @@ log = logging.getLogger("services.trainer.initial_model")
 
 
 def make_model() -> None:
-    """Copy or unpack the initial model, if the recipe needs it. Raises `UserError` if environment or recipe are unusable."""
+    """Copy or unpack the initial model if the recipe needs it. Raises `UserError` for an unusable environment or recipe."""
     settings = read_settings(TrainerSettings)
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)

@@ -51,10 +51,10 @@ def launch_ranks() -> int | None:
 
 
 def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
-    """Return the trainer's number of ranks over all nodes. Raises `FieldError` if several nodes have no rendezvous, or the node
-    number is too high."""
+    """Return how many ranks the trainer has on all nodes together. Raises `FieldError` if several nodes have no rendezvous, or
+    the node number is too high."""
     if settings.nodes > 1 and not settings.rendezvous:
-        raise FieldError("PIPELINERL_RENDEZVOUS", "", "several nodes need host:port of node 0 here")
+        raise FieldError("PIPELINERL_RENDEZVOUS", "", "with several nodes, set it to host:port of node 0")
     if settings.node >= settings.nodes:
         fix = f"must be 0 to {settings.nodes - 1} for PIPELINERL_NODES = {settings.nodes}"
         raise FieldError("PIPELINERL_NODE", settings.node, fix)

@@ -25,14 +25,14 @@ from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.settings import TrainerSettings, read_settings, split_host_port
 
 ANSWER_S = 15.0
-"""Seconds allowed for one call. They need not cover the start of the run: before it has started, an earlier check fails."""
+"""Seconds allowed for one call. No call waits for the start of the run, since an earlier check fails until then."""
 CHECK_S = 60.0
-"""Seconds allowed for a whole check, since importing a client takes long on a busy node."""
+"""Seconds allowed for a whole check, since importing a client can take a long time on a busy node."""
 CLOSED_S = 5.0
 """Seconds without an answer after which an address counts as closed, since network policies drop packets silently."""
 
 OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
-"""Suffixes of object names, by kind. The trainer may only access the object named after the release with this suffix."""
+"""Name suffixes by kind of object. Of each kind, the trainer may access only the object named RELEASE-SUFFIX."""
 
 Check = Callable[[], Awaitable[str]]
 
@@ -50,7 +50,7 @@ async def check_volume(settings: TrainerSettings) -> str:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ServiceError(f"{folder} cannot be written as user {os.getuid()}: {error}; look at the claim's volume") from error
+        raise ServiceError(f"user {os.getuid()} cannot write to {folder}: {error}; check the volume of the claim") from error
     return f"{folder} is writable; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
 
 
@@ -99,7 +99,7 @@ async def check_verifier(settings: TrainerSettings) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Ask the API server for all permissions of the trainer's ServiceAccount. Only listing the actors' pods is tried."""
+    """Ask the API server about each permission of the trainer's ServiceAccount. Only listing the actors' pods is tried out."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"
@@ -136,7 +136,7 @@ async def answers(address: str, within_s: float) -> bool:
 
 async def check_episodes(address: str) -> str:
     if await answers(address, ANSWER_S):
-        return f"{address} takes the turns of episodes"
+        return f"{address} serves the turns of episodes"
     raise ServiceError(f"{address} takes no connections: `kubectl logs` of the actors says whether they serve episodes")
 
 
@@ -188,7 +188,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--actor-login", type=Path, metavar="FILE", help="the actors' user and password for NATS")
     for name, what in (
         ("--actor", "the actors' Service and HTTP port"),
-        ("--episodes", "address at which actors take the turns of episodes"),
+        ("--episodes", "address at which actors serve the turns of episodes"),
         ("--closed", "address that network policies close to this pod"),
     ):
         parser.add_argument(name, default="", metavar="HOST:PORT", help=what)

@@ -52,7 +52,7 @@ DISMISS_S = 1.5
 """Maximum seconds to wait for the other ranks' computation before ordering them to end."""
 LAST_UPLOAD_S = 1800.0
 """Maximum seconds to wait for the last upload at the end of the run, if the process then exits (`settings.linger` is false)."""
-HEARTBEATS_ALONE = "departed actors are noticed by their own message or by a missing heartbeat"
+HEARTBEATS_ALONE = "departed actors are noticed only by their own message or by a missing heartbeat"
 
 
 class TrainingRun:
@@ -127,7 +127,7 @@ class TrainingRun:
                     self.loop.close()
 
     async def _train(self, stop: asyncio.Event) -> bool:
-        """Train. Return True if the run finished, and False if it was stopped early."""
+        """Train. Return whether the run finished; False means that it was stopped early."""
         try:
             await unless_stopped(self.loop.take_over(), stop)
         except StartStopped:  # stopped early, perhaps while NATS was unreachable
@@ -192,7 +192,7 @@ class TrainingRun:
             async with asyncio.timeout(LAST_UPLOAD_S):
                 await unless_stopped(self.uploads.all_done(), stop)
         except (StartStopped, TimeoutError):
-            log.error("the run ends before its last checkpoint is uploaded; pipelinerl run --resume uploads it")
+            log.error("the run ends, but its last checkpoint is not uploaded yet; pipelinerl run --resume uploads it")
 
     async def _linger(self, stop: asyncio.Event) -> None:
         """Answer requests until `stop`. Raises `RuntimeError` if another rank is gone."""
@@ -265,7 +265,7 @@ class TrainingRun:
 
 async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) -> bool:
     """Execute one part of the run and return True. If it fails after `stop` is set, for example because all actors are gone,
-    log the error and return False, so that it cannot prevent the checkpoint."""
+    log the error and return False, so that the error cannot prevent the checkpoint."""
     try:
         await part
     except PipelineRLError as error:
@@ -283,7 +283,7 @@ async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) ->
     if client is None:
         return
     if not settings.actor_selector:
-        log.warning("PIPELINERL_ACTOR_SELECTOR is empty: no pods are watched, %s", HEARTBEATS_ALONE)
+        log.warning("PIPELINERL_ACTOR_SELECTOR is empty, so no pods are watched; %s", HEARTBEATS_ALONE)
         return
     try:
         await PodWatch(client, settings.actor_selector, updater.pod_ends, without=HEARTBEATS_ALONE).run()

@@ -41,7 +41,7 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
 
 class StepFeed:
     """The run's step records, for any number of readers at their own pace. All records (a few kilobytes per step) are kept, so
-    that a late reader gets all of them. The feed ends with the run. Use it on one event loop."""
+    that a late reader gets all of them. The feed ends with the run. It must be used on one event loop."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._records: list[StepRecord | None] = list(records)

@@ -24,12 +24,12 @@ LOOK_EVERY_S = 10.0
 LOST_AFTER_S = 60.0
 GROUP_LOST = "prompt group lost"
 FULL_SHARE = 0.5
-"""Share of a log's size limit above which it is purged."""
+"""Share of SEQUENCES's limits above which a checkpoint is written, so that older messages can be purged."""
 
 
 class StreamUpkeep:
     """Purges messages from SEQUENCES that no kept checkpoint of `checkpoints` needs any more, and fails the missing samples of
-    lost groups. If SEQUENCES is more than half full, a new checkpoint is written first."""
+    lost groups. If SEQUENCES is more than half full, a new checkpoint is written first, and only later messages are kept."""
 
     def __init__(
         self, bus: Bus, tracker: SequenceTracker, intake: Intake, recorder: Recorder, checkpoints: Checkpointer
@@ -38,7 +38,7 @@ class StreamUpkeep:
         self._recorder, self._checkpoints = recorder, checkpoints
         self._purged_below = 1
         self._gone: dict[str, tuple[float, int]] = {}
-        """By id of each group that left PROMPTS: when this was noticed (event loop's clock), and where SEQUENCES ended then."""
+        """For each group that left PROMPTS: when this was noticed (event loop's clock), and where SEQUENCES ended then."""
 
     async def run(self) -> None:
         """Work until cancelled. Raises `UserError` if too many consecutive groups are lost, and `BusError` if a stream no
@@ -53,7 +53,7 @@ class StreamUpkeep:
             except BusError as error:
                 if is_stream_missing(error):
                     raise
-                log.info("the upkeep of the streams is postponed: %s", error)
+                log.info("cannot look after the streams, will try again: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _purge(self, sequences: StreamInfo) -> None:
@@ -65,7 +65,7 @@ class StreamUpkeep:
             try:
                 await self._checkpoints.write(anew=True)
             except ServiceError as error:
-                log.error("SEQUENCES is more than half full and cannot be purged: %s", error)
+                log.error("SEQUENCES is more than half full, but no checkpoint for purging it can be written: %s", error)
         # Keep the messages that a resume from any kept checkpoint reads; if the log fills up, only from the newest.
         positions = self._checkpoints.positions.values()
         readable_from = (max(positions) if filling else min(positions)) + 1 if positions else 1

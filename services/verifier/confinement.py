@@ -26,8 +26,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Limits of one sandboxed program, reward worker or episode, over all its processes. Simultaneous calls may exceed them by a
-few, because a new process or thread is counted only once it exists."""
+"""Maximum numbers for one sandboxed program, reward worker or episode, summed over its processes. Simultaneous calls may exceed
+them by a few, because a new process or thread is counted only once it exists."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and SECCOMP_IOCTL_NOTIF_SEND. Their structures have 80 and 24 bytes."""
 _GO_ON = 1
@@ -36,7 +36,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def attach_to_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, and make it adopt orphaned descendants."""
+    """Have the kernel kill this process when the thread that started it ends, and let this process adopt orphaned
+    descendants."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -47,9 +48,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def go_below_another() -> None:
-    """Fork, and return only in the child. The parent waits for the child's end. A sandbox then has two processes above it; if
-    one of them is killed, the other ends the rest. The child has its own process group, so that it survives when the verifier
-    kills that of a dead worker."""
+    """Fork, and return only in the child; the parent waits for the child's end. After `confine`, the sandbox then has two
+    processes above it: if one is killed, the other ends the rest. The child gets its own process group, so that it survives
+    when the verifier kills the group of a dead worker."""
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)
@@ -57,10 +58,10 @@ def go_below_another() -> None:
 
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
-    """Stay outside the sandbox of `child`, and answer the requests of its seccomp filter for further processes or threads.
-    `ends` is a socket pair whose first end receives the filter's listener; without `ends`, the child has no such filter. Wait
-    until the child or this process's parent ends, kill remaining descendants, and end as the child did. Call `attach_to_parent`
-    before."""
+    """Watch `child` from outside its sandbox until it or this process's parent ends; then kill the remaining descendants and
+    end as the child did. Meanwhile, answer requests of the child's seccomp filter for more processes or threads. `ends`: a
+    socket pair whose first end receives the filter's listener; without it, the child has no such filter. `attach_to_parent`
+    must be called first."""
     code = 1
     try:
         _ignore_signals()
@@ -76,7 +77,7 @@ def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
 
 def _ignore_signals() -> None:
     """Ignore all signals that can be ignored, except SIGCHLD, whose default action lets this process reap its children. This
-    removes handlers and masks that users' code has set, and its timers cannot end this process."""
+    removes handlers and masks that users' code has set, and keeps timers of that code from ending this process."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -85,7 +86,7 @@ def _ignore_signals() -> None:
 def _exit_code_of(child: int, *ends: socket.socket) -> int:
     above = os.getppid()
     ended, above_ended = os.pidfd_open(child), os.pidfd_open(above)
-    prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # wakes this process, even if stopped, to end its descendants
+    prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # sent when the parent ends; wakes even a stopped process
     listeners = list[int]()
     if ends:
         handed, childs = ends
@@ -112,8 +113,8 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
 
 
 def answer_call(listener: int, child: int | None = None) -> None:
-    """Answer whether `child`, or a process below it, may start one more process or thread. Without `child`, answer whether the
-    asking process may start one more thread."""
+    """Answer a request that arrived at `listener`: whether `child` or a process below it may start one more process or thread
+    or, without `child`, whether the requesting process may start one more thread."""
     call = bytearray(80)
     with contextlib.suppress(FileNotFoundError):  # the asking process was killed meanwhile
         fcntl.ioctl(listener, _RECEIVE_CALL, call)
@@ -132,7 +133,8 @@ def _num_threads(pid: int) -> int:
 
 
 def take_pipes() -> tuple[Connection, Connection]:
-    """Take standard input and output away from users' code, which then reads nothing and prints to standard error."""
+    """Return standard input and output as connections, and keep users' code from both; what it prints goes to standard
+    error."""
     requests = Connection(os.dup(0), writable=False)  # on descriptors that programs of users' code do not inherit
     results = Connection(os.dup(1), readable=False)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -143,7 +145,7 @@ def take_pipes() -> tuple[Connection, Connection]:
 
 
 def renew_cpu_limit(timeout_s: float) -> None:
-    """Set the CPU limit to the wall-clock limit times the cores. This is a fallback: the verifier usually kills first."""
+    """Limit further CPU time to about `timeout_s` times the cores. This is a fallback: usually the verifier kills first."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     allowance_s = int(timeout_s + 1) * (os.cpu_count() or 1) + _CPU_SLACK_S
     lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + allowance_s)
@@ -163,7 +165,7 @@ def clear_leftover_children() -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Return the direct children of all of a process's threads, from Linux's /proc; none if the process is gone."""
+    """Return the direct children of all threads of a process, read from /proc; an empty list if the process is gone."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -192,7 +194,7 @@ def kill_group(leader: int) -> None:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield children, their children, and so on."""
+    """Yield the process's children, their children, and so on."""
     for child in children(pid):
         yield child
         yield from descendants(child)
@@ -204,7 +206,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def lower_limit(kind: int, most: int, *, for_good: bool = False) -> None:
-    """Lower the soft limit, and with `for_good` also the hard limit."""
+    """Set the soft limit to `most`, or to the hard limit if that is lower. With `for_good`, set the hard limit as well."""
     hard = resource.getrlimit(kind)[1]
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (soft, soft if for_good else hard))

@@ -51,17 +51,17 @@ _ROW_IN_ENVIRONMENT_BYTES = 100_000
 
 
 class PolicyFault(Exception):
-    """The actor refuses further turns of this episode; the text begins with one of `POLICY_FAULTS`."""
+    """The actor refuses further turns of this episode; the error's text begins with one of `POLICY_FAULTS`."""
 
 
 class EpisodeFailed(Exception):
-    """The episode failed for a reason other than an exception of the environment's code or the policy's fault."""
+    """The episode failed. The cause is neither an exception in the environment's code nor the policy's fault."""
 
 
 class Policy:
     """A client of the episode's endpoint, which samples the policy's turns. Each request opens a new connection, because the
-    server would close an idle one while the environment works. `on_wait` is called with True before a turn is requested and
-    with False when it has arrived."""
+    server closes a connection that stays idle while the environment works. `on_wait` is called with True before a turn is
+    requested and with False when it has arrived."""
 
     def __init__(self, base_url: str, on_wait: Callable[[bool], None]) -> None:
         self.base_url, self._on_wait = base_url, on_wait
@@ -111,17 +111,17 @@ class Policy:
 
 
 def row_of(request: EpisodeRequest) -> dict[str, Any]:
-    """Return the problem's row."""
+    """Return the problem's row of data; empty if it has none."""
     row: dict[str, Any] = json.loads(request.reference_json).get("row") or {}
     return row
 
 
 Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
-"""Function that runs one episode and returns its result, or its answer for a judge. Its exceptions become a status."""
+"""Function that runs one episode and returns its result or, for a judge, its answer. Its exceptions become a status."""
 
 
 def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
-    """Run an episode. Never raises. `max_abs`: the bound of rewards, as in `RewardConfig`."""
+    """Run an episode; return its result or, for a judge, its answer. Never raises. `max_abs`: as in `RewardConfig`."""
     started_s = time.perf_counter()
     try:
         result = play(request, policy)
@@ -195,7 +195,7 @@ def _messages(given: Any, method: str) -> Messages:
 
 
 class ToolUse:
-    """An environment for a problem from a file. The policy may call functions, which may be async, until it answers."""
+    """An environment for problems from a file. The policy may call the task's functions, also async ones, until it answers."""
 
     def __init__(self, tools: Mapping[str, Tool], task: TaskConfig) -> None:
         self._tools, self._task = tools, task
@@ -240,9 +240,9 @@ class ToolUse:
 
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
-    """Run an agent's program and return its output. Raises `EpisodeFailed` if the program prints too much or fails; the reason
-    is then the last line of its standard error, which also goes to the verifier's log. The program gets the problem's row on
-    standard input and, if the row is short, in PIPELINERL_ROW. `search_path` is the program's PYTHONPATH."""
+    """Run an agent's program and return its output. Raises `EpisodeFailed` if the program prints too much, or if it fails; a
+    failed program's reason is the last line of its standard error, which also goes to the verifier's log. The program gets the
+    problem's row on standard input and, if the row is short, in PIPELINERL_ROW. `search_path` is the program's PYTHONPATH."""
     row = json.dumps(row_of(request))
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:
@@ -265,7 +265,7 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
 
 def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
     """Return the program's output and the last characters of its standard error as soon as the program has ended, even if other
-    processes hold its pipes. Copy its standard error to this process's. `given`: standard input, which it may ignore."""
+    processes hold its pipes. Copy its standard error to this process's. `given`: its standard input, which it need not read."""
     assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None
@@ -349,8 +349,9 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     """Import an environment of the package `verifiers` (0.4, v1) and return the function that runs its episodes with the
     package's own loop, in which the policy is the agents' model. Raises `FieldError`.
 
-    An agent's program calls a server that the package runs in the episode's process and that forwards requests unchanged to the
-    actor. Programs run within the limits of that process, unless the environment's configuration names another runtime.
+    An agent's program calls a server that the package runs in the episode's process; the server forwards requests unchanged to
+    the actor. Programs run within the limits of the episode's process, unless the environment's configuration names another
+    runtime.
     """
     from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
 
@@ -398,7 +399,8 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
 
 
 def result_of(episode: Episode, base_url: str) -> VerifyResult:
-    """Return the mean reward and metrics over the trained agents' traces. Raises `EpisodeFailed` if none is usable. Pure."""
+    """Return the mean reward and metrics over the trained agents' traces. Raises `EpisodeFailed` if the episode failed, has no
+    trained agent, or lets the policy play an untrained one. Pure."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EpisodeFailed("verifiers: " + (f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok"))

@@ -32,16 +32,16 @@ log = logging.getLogger(__name__)
 
 _LONGEST_FRAME_BYTES = 16 * 1024**2
 _ENDS_WITHIN_S = 1.0
-"""Time within which a process must end after its socket is closed."""
+"""Seconds within which an episode's process must end after it has closed its socket."""
 _ORDER_AGAIN_S = 0.01
-"""Interval at which an order is repeated while the socket to the template is full."""
+"""Seconds between attempts to send an order while the socket to the template is full."""
 
 
 NO_TEMPLATE = "no episode can be started: the process that forks them is not up"
 
 
 class EpisodeLost(PipelineRLError):
-    """The episode was lost with the process that forks episodes, or could not be forked. Another call may succeed."""
+    """The process that forks episodes died, or could not fork this one. Another call may succeed."""
 
 
 @asynccontextmanager
@@ -61,8 +61,8 @@ async def run_episode_pool(
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks episodes, and the socket to it. `ended`: each running episode's exit code, or None if it is
-    lost."""
+    """The process that forks episodes, and the socket to it. `ended`: for each running episode, a future of its exit code, or
+    of None if the episode is lost."""
 
     process: pool.WorkerProcess
     orders: socket.socket
@@ -130,23 +130,21 @@ class EpisodePool:
             self._template, readiness.reason = template, ""
             try:
                 await asyncio.shield(template.process.ended)
-                log.error("the process from which episodes are forked died: %s", await template.process.gone())
+                log.error("the process that forks episodes died: %s", await template.process.gone())
             finally:
                 self._template, readiness.reason = None, NO_TEMPLATE
                 await template.close()
             self._metrics.worker_restarts.labels("death").inc()
-            template = await start_again(
-                lambda: start_template(self._recipe), "start the process from which episodes are forked"
-            )
+            template = await start_again(lambda: start_template(self._recipe), "start the process that forks episodes")
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
-        """Run an episode until all its processes have ended; return its result, or an answer for a judge. Cancelling the call
+        """Run an episode. Once all its processes have ended, return its result, or its answer for a judge. Cancelling the call
         kills the processes. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
         template = self._template
         if template is None:
-            raise EpisodeLost("the process from which episodes are forked is being started")
+            raise EpisodeLost("the process that forks episodes is being started")
         if len(template.ended) >= self._max_episodes:
-            raise QueueFull(f"max_episodes = {self._max_episodes} are running")
+            raise QueueFull(f"max_episodes = {self._max_episodes} episodes are already running")
         began_s = time.monotonic()
         self._numbers += 1
         number, ended = self._numbers, asyncio.get_running_loop().create_future()
@@ -159,7 +157,7 @@ class EpisodePool:
             except BaseException as error:
                 template.ended.pop(number, None)
                 if isinstance(error, OSError):
-                    raise EpisodeLost(f"no episode can be forked: {error}") from error
+                    raise EpisodeLost(f"cannot fork an episode: {error}") from error
                 raise
             try:
                 reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -183,7 +181,8 @@ class EpisodePool:
     async def _result(
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
     ) -> VerifyResult | VerifyItem:
-        """Read the episode's frames up to its result, and return that. Raises `TimeoutError`, `WorkerGone` or `EpisodeLost`."""
+        """Read frames until the episode's result arrives, and return the result. Raises `TimeoutError`, `WorkerGone`,
+        `EpisodeLost`."""
         task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
         works = task.source in ("environment", "tools")  # other sources do not say when they work
         began_s = time.monotonic()
@@ -201,7 +200,7 @@ class EpisodePool:
                 if not ended.done():
                     raise WorkerGone("it closed its socket") from None
                 if (code := ended.result()) is None:
-                    raise EpisodeLost("the process from which episodes are forked died") from None
+                    raise EpisodeLost("the process that forks episodes died") from None
                 if code == NOT_FORKED:
                     raise EpisodeLost("no process could be forked for the episode; the verifier's log says why") from None
                 raise WorkerGone(f"it died with {how_ended(code)}") from None

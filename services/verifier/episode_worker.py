@@ -1,8 +1,8 @@
 """`python -m services.verifier.episode_worker`: fork a process for each episode. The verifier starts this process. Linux only.
 
-This process, the template, imports the user's code but does not run it, so that a fork takes milliseconds and little memory. It
-waits for orders of the verifier on a socket and for the end of episodes' processes, which it reports on that socket. An order
-to begin comes with the episode's own socket, on which the verifier sends the request. The episode answers there: it sends a
+This process, the template, has already imported the user's code when it forks, so that a fork takes only milliseconds and
+little memory. It plays no episode itself. On one socket, it takes the verifier's orders and reports the ends of episodes'
+processes. An order to begin carries the episode's own socket. On this one, the verifier sends the request; the episode sends a
 byte whenever it starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames are those
 of `multiprocessing.connection`.
 
@@ -91,7 +91,7 @@ class Template:
     _wake: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
 
     def serve(self) -> None:
-        """Perform orders until the verifier closes its end."""
+        """Perform orders until the verifier closes its end of the socket."""
         woken, waking = self._wake
         for end in self._wake:
             end.setblocking(False)
@@ -121,7 +121,7 @@ class Template:
         try:
             pid = os.fork()
         except OSError as error:  # processes or memory are at their limit; other episodes go on
-            print(f"no process for an episode: {error}", file=sys.stderr)
+            print(f"cannot fork an episode: {error}", file=sys.stderr)
             self.orders.sendall(ENDED.pack(number, NOT_FORKED))
         else:
             if pid == 0:

@@ -49,8 +49,8 @@ class JudgeRefused(PipelineRLError):
 
 
 class Judge:
-    """The judge of one reward, an async context manager. `key`: API key, empty = none; it appears in no log and no message. The
-    number of waiting calls is bounded by the callers, not by this class."""
+    """The judge of one reward; an async context manager. `key`: API key, empty = none; it appears in no log and no message. The
+    callers, not this class, limit the number of waiting calls."""
 
     def __init__(self, reward: RewardConfig, key: str, metrics: VerifierMetrics) -> None:
         assert reward.judge is not None
@@ -71,8 +71,9 @@ class Judge:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-        """Return a result with the judge's text as `answer`, or a failure with a message. If the completion was cut and earns
-        nothing, the text is empty. If the caller is cancelled, the call to the judge continues, since the item returns."""
+        """Return a result with the judge's text as `answer`, or a failure with a message. If a cut completion earns nothing,
+        the judge is not called, and the text is empty. If the caller is cancelled, the call to the judge continues, since the
+        item will be sent again."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK)
         text = filled(self._config.template, item)
@@ -101,7 +102,7 @@ class Judge:
                 self._answers.pop(key, None)
 
     async def _answer_in_time(self, text: str) -> verifier_pb2.VerifyResult:
-        """Try to get an answer within the timeout, which starts when the rate limit allows the first try."""
+        """Return the judge's answer, or a failure. The timeout starts when the rate limit allows the first try."""
         timeout_s, failure = self._config.timeout_s, ""
         await self._turn()
         until_s = time.monotonic() + timeout_s
@@ -158,7 +159,8 @@ _PLACE = re.compile(r"\{(prompt|completion|reference)\}")
 
 
 def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
-    """Fill in the template of the question. Filled-in texts are not expanded again, and other braces are kept. Pure."""
+    """Return the judge's question: `template` with {prompt}, {completion} and {reference} replaced. Placeholders inside the
+    inserted texts, and all other braces, stay as they are. Pure."""
     try:
         reference = json.loads(item.reference_json)
     except (ValueError, RecursionError):
@@ -173,7 +175,8 @@ def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
 
 
 def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
-    """Make one call; blocks. Raises `JudgeUnavailable` or `JudgeRefused`, without the key in their texts."""
+    """Make one blocking call and return the judge's text. Raises `JudgeUnavailable` or `JudgeRefused`, whose texts omit the
+    key."""
     asked = {"model": config.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
     url = f"{config.url.rstrip('/')}/chat/completions"
     request = urllib.request.Request(url, data=json.dumps(asked).encode(), method="POST")

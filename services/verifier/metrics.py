@@ -15,11 +15,11 @@ UNKNOWN_TASK = "(unknown)"
 """Label of items of unknown tasks, so that callers cannot create label values."""
 
 CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-"""Statuses of calls that reached the server. Callers count all others."""
+"""Statuses of calls that reached the server. Only callers can count the others."""
 LOSSES = ("timeout", "death", "retirement")
 MEANS = ("bubblewrap", "landlock", "none")
 CODE = ("programs", "rewards", "episodes")
-"""Kinds of untrusted code: a model's programs; users' functions; environments, tools and agents."""
+"""Kinds of code: programs that a model wrote; users' reward functions; environments, tools and agents of episodes."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _EPISODE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _REWARDS = (-2, -1, -0.75, -0.5, -0.25, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.25, 1.5, 2, 5)
@@ -33,18 +33,18 @@ class VerifierMetrics:
     def __init__(self, registry: CollectorRegistry, tasks: Iterable[str]) -> None:
         metrics = MetricSet("pipelinerl_verifier", registry)
         label = {"task": f"a task of the recipe, or {UNKNOWN_TASK} for items of other tasks"}
-        self.calls = metrics.counter("calls_total", "Calls by gRPC status.", {"code": CODES}, unit="calls")
-        self.call_seconds = metrics.histogram("call_seconds", "Duration of a Verify call.", _SECONDS)
+        self.calls = metrics.counter("calls_total", "Calls to the verifier, by gRPC status.", {"code": CODES}, unit="calls")
+        self.call_seconds = metrics.histogram("call_seconds", "Duration of a call of Verify.", _SECONDS)
         self.requests = metrics.counter(
-            "requests_total", "Items and episodes by task and outcome.", {**label, "status": STATUSES}, unit="items"
+            "requests_total", "Items and episodes, by task and outcome.", {**label, "status": STATUSES}, unit="items"
         )
         for task, status in product(tasks, STATUSES):
             self.requests.labels(task, status)
         self.reward_seconds = metrics.histogram("reward_seconds", "Time to compute one reward.", _SECONDS, label)
-        self.reward = metrics.histogram("reward", "Rewards of scored items.", _REWARDS, label, unit="reward")
+        self.reward = metrics.histogram("reward", "Rewards of scored items and episodes.", _REWARDS, label, unit="reward")
         self.judge_calls = metrics.counter(
             "judge_calls_total",
-            "Judgements by outcome; `retried` counts tries after the first.",
+            "Judgements, by outcome; `retried` counts attempts after the first.",
             {"outcome": ("answered", "cached", "retried", "failed")},
             unit="calls",
         )
@@ -52,10 +52,10 @@ class VerifierMetrics:
         self.queue_capacity = metrics.gauge("queue_capacity_items", "Maximum number of items that may wait.")
         self.workers = metrics.gauge("workers", "Worker processes that are up.", unit="processes")
         self.worker_restarts = metrics.counter(
-            "worker_restarts_total", "Replaced workers, by the reason why they ended.", {"reason": LOSSES}, unit="processes"
+            "worker_restarts_total", "Workers that were replaced, by cause of their end.", {"reason": LOSSES}, unit="processes"
         )
         kept = {"code": CODE, "means": MEANS}
-        self.sandbox = metrics.gauge("sandbox", "1 if this sandbox confines all code of the kind.", kept, unit="boolean")
+        self.sandbox = metrics.gauge("sandbox", "1 if `means` confines all code of this kind.", kept, unit="boolean")
         self.timeouts = metrics.counter("timeouts_total", "Rewards and episodes killed at a deadline.", unit="items")
         self.episodes = metrics.gauge("episodes", "Running episodes.", unit="episodes")
         self.episode_capacity = metrics.gauge("episode_capacity", "Maximum number of running episodes.", unit="episodes")

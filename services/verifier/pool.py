@@ -1,11 +1,11 @@
-"""Score items in worker processes, so that a reward that hangs, dies or takes all memory only fails its own item. If a task has
+"""Score items in worker processes, so that a reward that hangs, dies or exhausts memory fails only its own item. If a task has
 a judge, its items wait for the judge's answer before they wait for a worker.
 
 A worker that misses a reward's deadline is killed with all processes it started, and the item times out. If a worker dies, its
 item is tried once more, since an outside signal or an earlier item may be the cause. After a second death, the item fails.
 
-Workers communicate through pipes, with frames of `multiprocessing.connection`: a length, and bytes that are not unpickled. The
-first frame to the worker is the recipe as JSON; the first frame back is a text, empty if the worker is ready, otherwise the
+Workers communicate through pipes, with frames of `multiprocessing.connection`: a length, then bytes, which are never unpickled.
+The first frame to the worker is the recipe as JSON. The first frame back is a text: empty if the worker is ready, otherwise the
 user's mistake. Then every frame to the worker is a `VerifyItem` and every frame back its `VerifyResult`.
 """
 
@@ -84,7 +84,7 @@ class Job:
 start_again = partial(
     retry_forever, retried=lambda error: isinstance(error, UserError | ServiceError | OSError), level=logging.ERROR
 )
-"""Function that retries the start of a process, in place of one that ended, until the start succeeds."""
+"""Function that starts a process in place of one that ended, and retries until the start succeeds."""
 
 
 @asynccontextmanager
@@ -92,8 +92,8 @@ async def run_pool(
     recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int, judges: Mapping[str, Judge]
 ) -> AsyncIterator[RewardPool]:
     """Start the workers, and at the end kill them with all processes they started. The service is ready while at least one
-    worker is up. Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if a first worker does not start.
-    """
+    worker is up. Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if one of the first workers does
+    not start."""
     pool = RewardPool(recipe, metrics, readiness, max_queue, judges)
     starts = await asyncio.gather(*(start_worker(recipe) for _ in range(workers)), return_exceptions=True)
     first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
@@ -111,8 +111,8 @@ async def run_pool(
 
 
 class RewardPool:
-    """The pool, which `run_pool` creates. The queue is first in, first out, but repeated items come first. `judges`
-    maps tasks to their judges."""
+    """The pool, which `run_pool` creates. The queue is first in, first out, but an item that is tried again goes to its front.
+    `judges` maps tasks to their judges."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int, judges: Mapping[str, Judge]
@@ -151,7 +151,7 @@ class RewardPool:
         return [job.future.result() for job in jobs]
 
     async def _judge(self, job: Job) -> None:
-        """Queue an item with its judge's answer. Without an answer, the item fails."""
+        """Wait for the judge's answer and queue the item with it. Without an answer, the item fails."""
         answer = await self._judges[job.item.task].answer(job.item)
         if answer.status != verifier_pb2.VERIFY_STATUS_OK:
             job.fail(answer.status, answer.message)
@@ -197,7 +197,7 @@ class RewardPool:
                 result = await worker.score(job.item, timeout_s)
             except TimeoutError:
                 self._metrics.timeouts.inc()
-                log.warning("reward of %s killed at its deadline of %g s", job.item.sequence_id, timeout_s)
+                log.warning("killed the reward of %s at its deadline of %g s", job.item.sequence_id, timeout_s)
                 problem = f"the reward took more than reward.timeout_s = {timeout_s:g} s and was killed"
                 job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem, timeout_s)
                 return "timeout"
@@ -210,7 +210,7 @@ class RewardPool:
         """Queue an item again, or fail it after too many deaths. Retirement does not count, since the item had not begun."""
         if gone.loss != "retirement":
             job.deaths += 1
-            log.warning("reward worker died on %s (time %d): %s", job.item.sequence_id, job.deaths, gone)
+            log.warning("reward worker died while scoring %s (death %d): %s", job.item.sequence_id, job.deaths, gone)
         if job.deaths >= MOST_DEATHS:
             scorer = self._rewards[job.item.task].scorer
             job.fail(verifier_pb2.VERIFY_STATUS_CRASHED, f"{DIED} {scorer} died: {gone}")
@@ -220,14 +220,14 @@ class RewardPool:
 
 
 def how_ended(code: int) -> str:
-    """Describe an exit code. A negative one is a signal."""
+    """Describe an exit code. A negative code is the number of a signal."""
     if code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
 
 
 class WorkerGone(Exception):
-    """The worker's process ended."""
+    """The worker's process ended, or it broke the protocol."""
 
     def __init__(self, how: str, loss: Loss = "death") -> None:
         self.loss = loss
@@ -289,7 +289,7 @@ class WorkerProcess:
             raise await self.gone() from None
 
     async def gone(self) -> WorkerGone:
-        """Describe the end of a worker that has exited or closed its pipe."""
+        """Return an exception that describes how the worker exited, or that it closed its pipe."""
         await asyncio.wait((self.ended,), timeout=1.0)
         code = self._process.returncode
         if code is None:
@@ -308,7 +308,7 @@ class WorkerProcess:
         self._stdin.close()
 
     async def _log_output(self) -> None:
-        """Log users' output within `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S`, until the end of standard error."""
+        """Log what users' code prints, within `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S`, until standard error is closed."""
         assert self._process.stderr is not None
         room, left_out, at_s = float(_PRINTED_BYTES), 0, time.monotonic()
         while chunk := await self._process.stderr.read(_LOGGED_BYTES):
@@ -329,7 +329,7 @@ class WorkerProcess:
 async def start_worker(
     recipe: Recipe, module: str = "services.verifier.worker", *arguments: str, pass_fds: tuple[int, ...] = ()
 ) -> WorkerProcess:
-    """Start a process of `module`, whose environment holds no secrets, and wait until it has imported the user's code. Raises
+    """Run `module` in a process whose environment holds no secrets, and wait until it has imported the user's code. Raises
     `UserError` if the recipe names missing code, and `ServiceError` if the process does not start."""
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

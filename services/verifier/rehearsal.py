@@ -1,11 +1,11 @@
 """`python -m services.verifier.rehearsal`: try a recipe's rewards on given completions, before a run loads any model.
 
 Standard input is one JSON object with `recipe`; `items`, each with the fields of a `VerifyItem`; and `forms`, which lists
-alternative completions for each item, each with the answer that the reward must find in it ("" = any answer). A worker process
-scores each item with the first form whose answer it finds or whose scoring fails. Before each item, a line of JSON with its
-number (`calling`) is printed, so that the reader knows which item ended the program early. After the item, a line with
-`completion`, `answer`, `status`, `reward`, `seconds` and `message` follows. If the workers do not start, the line is
-`{"problem": "..."}`. After an item that ends its worker, the task's other items are skipped, since each would take seconds.
+alternative completions for each item, each with the answer that the reward must find in it ("" = any answer). For each item, a
+worker process scores the forms in order until the scoring fails or the reward finds the form's answer. Each item's number is
+printed first, in a line of JSON (`calling`), so that the reader knows which item ended the program early. The result follows in
+a line with `completion`, `answer`, `status`, `reward`, `seconds` and `message`. If the workers do not start, `{"problem":
+"..."}` is printed. If an item ends its worker, the task's other items are skipped, since each might take seconds.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Isolate programs that a model wrote, and users' code that reads a model's output. Linux only.
 
-`python -m services.verifier.sandbox` prints the sandbox for programs on this machine.
+`python -m services.verifier.sandbox` prints the name of the sandbox for programs on this machine.
 
-`run` gives a program a folder and standard input, but no network, no other process and no other files except Python's,
-read-only. It limits wall-clock time, CPU time, memory and output. It uses the strongest available sandbox:
+`run` gives a program a folder, standard input and read-only access to Python's files, but no network, no other files and no
+other processes. It limits wall-clock time, CPU time, memory and output. Callers name one of three sandboxes:
 
     bubblewrap   separate namespaces (user, processes, network, IPC, mounts), and a folder in memory of bounded size
-    landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, since its size could not be bounded
+    landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, since nothing would bound its size
     none         limits only; for programs that the caller trusts
 
-With the first two, seccomp only admits listed system calls; none of them opens a socket, starts a process or changes another
-process. `confine` puts the calling process under Landlock and seccomp for good; such a process may start a few others. This
+With the first two, seccomp admits only listed system calls; none of them opens a network socket, starts a process or changes
+another one. `confine` puts the calling process under Landlock and seccomp for good; such a process may start a few others. This
 module does not protect against kernel bugs; for that, run the verifier's pod under Kata.
 """
 
@@ -52,19 +52,19 @@ class Means(StrEnum):
 
 
 class NoSandbox(PipelineRLError):
-    """This machine has no sandbox for untrusted code."""
+    """No sandbox for untrusted code can be set up here."""
 
 
 @dataclass(frozen=True)
 class Limits:
     timeout_s: float = 5.0
-    """Wall-clock seconds. The CPU limit is derived from this; it counts per process, and the program has only one."""
+    """Maximum wall-clock seconds. The CPU limit, which applies per process, is derived from this."""
     memory_mib: int = 512
     """Address space, including the interpreter's."""
     output_bytes: int = 65_536
     """Maximum size of standard output, of standard error, and of each file that the program writes."""
     folder_mib: int = 16
-    """Maximum size of all files together."""
+    """Maximum size of all files in the program's folder together (bubblewrap only)."""
 
 
 @dataclass(frozen=True)
@@ -97,23 +97,24 @@ _OWN_STATE = (
 )
 _PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt getsockname getpeername"
 _SETSOCKOPT = {1: (2, 9, 13, 20, 21), 6: (1, 4, 5, 6, 18)}
-"""Admitted options by level. SOL_SOCKET: SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and timeouts. TCP: TCP_NODELAY and keepalive
-intervals. They neither enlarge socket buffers, whose memory no limit counts, nor change the use of a socket."""
+"""Permitted options by level. SOL_SOCKET: SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and the receive and send timeouts. TCP:
+TCP_NODELAY, the keepalive settings and TCP_USER_TIMEOUT. None of them enlarges a socket's buffers, whose memory no limit
+counts, or attaches a filter or another protocol to it."""
 _SIGNALS = "kill tkill tgkill"
 _SESSIONS = "setsid setpgid pidfd_open"
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
-"""Commands for duplicates, flags, locks and pipe sizes. None of them makes the kernel send signals to a process."""
+"""Permitted commands: duplication, flags, locks and pipe sizes. None of them makes the kernel send signals to a process."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+"""Permitted requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _STREAM, _SEQPACKET, _MSG_FASTOPEN = 1, 5, 0x20000000
 _ALLOW, _ASK, _REFUSE = 0x7FFF0000, 0x7FC00000, 0x00050000
 _EQUAL, _MASKED_EQUAL = 4, 7
 _CLONE_THREAD = 0x10000
 _CLONE_ASIDE = 0x7E02_8000
-"""CLONE_PARENT, which would make the new process a sibling of the calling one, and the flags of all namespaces."""
+"""Refused flags of clone: CLONE_PARENT, which makes the new process a sibling of the caller, and the flags of namespaces."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PRCTL = (3, 15, 16, 23, _PR_SET_NO_NEW_PRIVS)
-"""Options to read the dumpable flag and capabilities, to set or read the name, and to set NO_NEW_PRIVS, which is set
+"""Permitted options: to read the dumpable flag and capabilities, to set or read the name, and to set NO_NEW_PRIVS, which is set
 already."""
 _MOST_FILES = 512
 """Maximum open files per process under `confine`. Nothing else bounds the memory in the buffers of pipes and sockets."""
@@ -143,9 +144,9 @@ _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "
 
 @cache
 def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
-    """Return a seccomp program that admits listed system calls. All others fail with EPERM. clone3, whose flags a filter cannot
-    read, fails with ENOSYS, so that the C library uses clone. With `processes`, the listener is asked about new processes and
-    threads. Raises `OSError` if libseccomp is missing or fails."""
+    """Return a seccomp program that admits only listed system calls. All others fail with EPERM. clone3, whose flags a filter
+    cannot read, fails with ENOSYS, so that the C library uses clone. With `processes`, the listener is asked about new
+    processes and threads. Raises `OSError` if libseccomp is missing or fails."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_REFUSE | errno.EPERM)))
@@ -203,9 +204,9 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
 _RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _LEAST, _SCOPED = 3, 6
-"""First Landlock versions that can forbid truncating readable files (3) and sending signals out of the sandbox (6)."""
+"""First Landlock versions that can forbid truncating files that may be read (3) and sending signals out of the sandbox (6)."""
 _SCOPES = 3
-"""Flags that forbid signals and abstract sockets to processes outside the sandbox. Landlock has them from version 6 on."""
+"""Flags that forbid signals and connections over abstract sockets to processes outside. Landlock has them from version 6 on."""
 
 
 def _call(number: int, *arguments: object) -> int:
@@ -225,7 +226,7 @@ def landlock_version() -> int:
 
 
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
-    """Use Landlock to allow only reading and executing below `readable`, writing /dev/null, and connecting to one port."""
+    """Use Landlock to allow only reading and executing below `readable`, two devices, and connecting to one TCP port."""
     version = landlock_version()
     rights = _RIGHTS_BY_VERSION[min(version, 5)]
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -260,7 +261,7 @@ def _private_dirs(path: str) -> list[str]:
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
     """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder,
-    so a folder above a private one gets a rule per entry. Files created there later are visible but cannot be read."""
+    so a folder above a private one gets a rule per entry. Files created in it later are visible but cannot be read."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
@@ -272,7 +273,7 @@ def _beside_private(path: str) -> Iterator[tuple[str, int]]:
 
 
 def _give_up_privileges() -> None:
-    """Drop all capabilities for good, because /proc shows root more than Landlock restricts."""
+    """Drop all capabilities for good, because Landlock does not restrict all that /proc shows to root."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
@@ -291,8 +292,9 @@ def _python_paths() -> list[str]:
 
 
 def python(source: str) -> tuple[list[str], dict[str, bytes]]:
-    """Return the arguments `program` and `files` for `run`. The script `source` may import the standard library and this
-    environment's packages. For a fast start, Python ignores environment variables, start-up files and the user's folder."""
+    """Return the arguments `program` and `files` with which `run` runs the script `source`. The script may import the standard
+    library and this environment's packages. For a fast start, Python ignores environment variables, start-up files and the
+    user's folder."""
     packages = [path for path in sys.path if path.endswith("site-packages")]
     start = f"import builtins, sys; builtins.exit = builtins.quit = sys.exit; sys.path += {packages!r}; "
     start += "exec(compile(open('main.py').read(), 'main.py', 'exec'))"
@@ -309,8 +311,8 @@ class _Running:
 
 
 def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
-    """Run `program` to its end, in a folder with `files`, whose names have no slash. The calling process must have one thread,
-    since the new process sets its limits between fork and exec. Raises `OSError` or `subprocess.SubprocessError` if the
+    """Run `program` to its end, in a folder with `files`, whose names have no slash. The calling process must have only one
+    thread, since the new process sets its limits between fork and exec. Raises `OSError` or `subprocess.SubprocessError` if the
     sandbox, not the program, fails."""
     with ExitStack() as stack:
         given, printed = (stack.enter_context(_in_memory(content)) for content in (stdin, b""))
@@ -322,8 +324,8 @@ Command = tuple[Sequence[str], Mapping[str, bytes]]
 
 def run_pair(served: Command, asking: Command, limits: Limits, means: Means) -> tuple[Ended, Ended]:
     """Run two programs as `run` does, in separate sandboxes, until the second ends. A socket pair connects them: its first end
-    is standard input and output of the first program, and its second end is standard input of the second, which also writes to
-    it."""
+    is standard input and output of the first program, and its second end is standard input of the second, which can also write
+    to it."""
     with ExitStack() as stack:
         ends = socket.socketpair()
         printed = stack.enter_context(_in_memory())
@@ -469,7 +471,7 @@ def _listener_refusal() -> str:
 
 
 def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits) -> list[str]:
-    """Return bubblewrap's command line up to the program. `descriptors`: status, seccomp filter, and each file."""
+    """Return bubblewrap's command line up to the program. `descriptors`: for the status, the seccomp filter and each file."""
     status, calls, *files = map(str, descriptors)
     found = os.path.abspath(shutil.which("bwrap") or "bwrap")  # the program's PATH may not include it
     command = [found, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -497,7 +499,7 @@ def _content(file: Any, most: int) -> bytes:
 
 
 def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
-    """Return whether the last program ends in time. Meanwhile, answer requests for threads. Does not reap the program."""
+    """Return whether the last program ends in time; do not reap it. Meanwhile, answer the programs' requests for threads."""
     deadline_s, descriptor, waiting = time.monotonic() + seconds, os.pidfd_open(running[-1].process.pid), select.poll()
     try:
         for each in (descriptor, *(each.listener for each in running if each.listener is not None)):

@@ -65,7 +65,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | None, episodes: EpisodePool | None
     ) -> None:
         self._tasks = {name: share.task.is_episodic for name, share in recipe.problem_sets.items()}
-        """True if samples of the task are episodes."""
+        """For each task, whether its samples are episodes."""
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:

@@ -1,9 +1,9 @@
 """`python -m services.verifier.worker`: score items in a separate process, which the verifier starts. Linux only.
 
-The process consumes items one after another on its standard input and produces the result of each on its standard output.
-Before it imports a reward's code, it moves both pipes to descriptors that child processes do not inherit; what a reward prints
-goes to the verifier's log. The process limits its address space and CPU time, dies with the verifier, and kills processes that
-a reward left behind (`confinement`).
+The process reads items one by one from its standard input and writes each result to its standard output. Before it imports a
+reward's code, it moves both pipes to descriptors that child processes do not inherit; what a reward prints goes to the
+verifier's log. The process limits its address space and CPU time, dies with the verifier, and kills processes that a reward
+left behind (`confinement`).
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "recipe.inline: the recipe has no model; give it there or in recipe.set.model, or set model.name": {
         "recipe": {"inline": {"name": "mine", "task": {"source": "reasoning_gym"}}}
     },
-    "recipe.set.model.chat_template: chat.jinja is a file, which no pod has; give its text by --set-file recipe.set.model": {
+    "recipe.set.model.chat_template: chat.jinja is a file, which the pods do not have; give its text by --set-file": {
         "recipe": {"set": {"model": {"chat_template": "chat.jinja"}}}
     },
     "the recipe has no task": {"recipe": {"inline": {"name": "mine", "model": {"name": "a/b"}}}},
@@ -156,10 +156,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     'run: "My run" cannot name a run; use 1-40 lowercase letters, digits and inner dashes': {
         "recipe": {"set": {"name": "My run"}}
     },
-    "actor.gpus: 4 is not the recipe's actor.engine.tensor_parallel_size = 1; set recipe.set.actor.engine": {
+    "actor.gpus: 4 differs from the recipe's actor.engine.tensor_parallel_size = 1; set recipe.set.actor.engine": {
         "actor": {"gpus": 4}
     },
-    "trainer.persistence.accessMode: ReadWriteOnce cannot be shared by trainer.nodes = 2 pods; use ReadWriteMany": {
+    "trainer.persistence.accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods share the volume; use ReadWriteMany": {
         "trainer": {"nodes": 2}
     },
     "trainer.terminationGracePeriodSeconds: 100 leaves no time after trainer.stopCheckpointSeconds = 1740": {
@@ -177,14 +177,14 @@ REFUSED: dict[str, dict[str, Any]] = {
         "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
         "trainer": {"expectedActors": 8},
     },
-    "metrics.podMonitor.enabled: is false, and actor.autoscaling follows a metric that nobody would collect": {
+    "metrics.podMonitor.enabled: is false, so that nothing would collect the metric that actor.autoscaling follows": {
         "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}
     },
     "metrics.podMonitor.enabled: is false, and verifier.autoscaling follows": {
         "recipe": EPISODES,
         "verifier": {"autoscaling": {"kind": "hpa"}},
     },
-    "rewards.files, task.files: 400001 bytes in sum are more than the 400000 for which Helm's Secret of a release has room": {
+    "rewards.files, task.files: 400001 bytes together are more than the 400000 for which Helm's Secret of a release has room": {
         "rewards": {"files": {"big.py": "#" * 200_000}},
         "task": {"files": {"big.jsonl": "x" * 200_001}},
     },
@@ -223,7 +223,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "actor.serviceAccount.name, trainer.serviceAccount.name: both are pipelinerl-trainer, which the chart creates": {
         "actor": {"serviceAccount": {"create": False, "name": "pipelinerl-trainer"}}
     },
-    "tls.nats.enabled: encrypts the chart's own NATS, and nats.enabled is false; for yours write tls:// in nats.url": {
+    "tls.nats.enabled: encrypts only the chart's own NATS, but nats.enabled is false; for your own NATS, write tls://": {
         "tls": {"nats": {"enabled": True}},
         "nats": {"enabled": False, "url": "nats://nats.messaging:4222"},
     },
@@ -231,7 +231,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "networkPolicy.verifierEgress: is empty, so that no verifier would reach the recipe's judge (https://": {
         "recipe": {"set": {"reward": JUDGE}}
     },
-    "would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address, even if a policy of your own": {
+    "would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address (also if a policy of your own": {
         "recipe": {"set": {"evaluation": {"sets": [{"name": "a"}, {"name": "b", "reward": JUDGE}]}}}
     },
     "networkPolicy.extraEgress: is empty, so that the trainer would not reach s3://a/b while networkPolicy.hub.enabled is": {
@@ -246,7 +246,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "recipe": {"set": {"checkpoint": {"upload": "gs://a/b"}}},
         "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"ports": [6443]}},
     },
-    "images.variant: cuda has no use for actor.gpus = 0; set actor.gpus and trainer.gpus to null, or images.variant to cpu": {
+    "images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and trainer.gpus to null, or images.variant to cpu": {
         "actor": {"gpus": 0},
         "trainer": {"gpus": 0},
     },
@@ -255,10 +255,10 @@ REFUSED: dict[str, dict[str, Any]] = {
         "networkPolicy": {"monitoring": {"from": []}},
         **SCRAPED,
     },
-    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods, even": {
+    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods (also": {
         "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b", "withoutLogin": True, "from": []}}}
     },
-    "resolve a name; name the pods or addresses that answer DNS, even if a policy of your own allows it": {
+    "resolve a name; name the pods or addresses that answer DNS (also if a policy of your own already allows this)": {
         "networkPolicy": {"dns": {"to": []}}
     },
     "actor.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced": {
@@ -272,12 +272,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {"tls": {"grpc": {"enabled": True}}},
     "tls.certManager.issuerRef: has no name": {"tls": {"nats": {"enabled": True}, "certManager": {"enabled": True}}},
     "actor.autoscaling.keda.prometheusAddress: is empty": {"actor": {"autoscaling": {"enabled": True}}, **SCRAPED},
-    "images.variant: cpu has no use for actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {"images": {"variant": "cpu"}},
+    "images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {"images": {"variant": "cpu"}},
     "nats.url: nats://nats.messaging:4222 is not used while nats.enabled is true": {
         "nats": {"url": "nats://nats.messaging:4222"}
     },
-    "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled": {"tls": {"secrets": {"actor": "actor-tls"}}},
-    "huggingface.token: huggingface.existingSecret is set too; keep one of them": {
+    "tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled": {"tls": {"secrets": {"actor": "actor-tls"}}},
+    "huggingface.token: huggingface.existingSecret is set, too; keep only one of them": {
         "huggingface": {"token": "hf_a", "existingSecret": "hf"}
     },
     "tracing.headersSecret: login is not used": {"tracing": {"headersSecret": "login"}},
@@ -293,7 +293,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "verifier": {"autoscaling": {"kind": "keda"}},
         **SCRAPED,
     },
-    "verifier.maxEpisodes: 2 pods with 191 episodes each are fewer than the 384 that the actors keep in progress": {
+    "verifier.maxEpisodes: 2 pods with 191 episodes each cannot run the 384 that the actors keep in progress": {
         "recipe": EPISODES,
         "actor": {"replicas": 3},
         "verifier": {"maxEpisodes": 191, "autoscaling": {"enabled": False}},

@@ -118,7 +118,7 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         board.step(record(2, largest_lag=1, grad_norm=9.0, clipped=True))
         await page.clock.run_for(2000)
         await until_step(page, 2)
-        assert "the actors –: they outrun the trainer and idle rather than stockpile" in await busy.inner_text()
+        assert "the actors –: they wait, since they generate more than the trainer can use" in await busy.inner_text()
         assert (await lag.inner_text()).endswith("predicted max 1; bound 1")
         losses = {"sequences": {"issued": 1000, "dropped_stale": 11, "failed": 2}, "reasons": {"failed": {"engine": 2}}}
         board.state({**STATE, **losses})

@@ -284,7 +284,7 @@ async def test_a_changed_password_is_used_for_the_next_connection(tmp_path: Path
             reload(server)  # before the file: as it is while a Secret takes its minute to reach the pod
             await logged(caplog, "Authorization Violation")
             (tmp_path / TRAINER).write_text("half written")
-            await logged(caplog, "logging in to NATS with the previous credentials")
+            await logged(caplog, "cannot read the NATS credentials; logging in with the previous ones")
             assert not bus.connection.is_connected
             (tmp_path / TRAINER).write_text(f"trainer:{PASSWORDS[TRAINER]}")
             await logged(caplog, "reconnected")

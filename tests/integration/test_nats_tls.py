@@ -154,7 +154,7 @@ async def test_a_reconnection_uses_the_renewed_files(
                 await logged(caplog, "does not speak NATS")
                 assert bus.max_payload_bytes > 1
             server.start()
-            await logged(caplog, "connecting to NATS with the previous certificates")
+            await logged(caplog, "cannot read the certificates for NATS; connecting with the previous ones")
             await logged(caplog, "its certificate is refused")
             replacing.issue(client_files, "c")
             await logged(caplog, "reconnected")

@@ -80,7 +80,7 @@ def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Calla
     code, said = run("mine.yaml", "--run-dir", "run", "--name", "my-run", FAKE_STEP_S="0.2")
     meanwhile.join()
     assert (code, refused) == (130, [2])
-    assert "--resume = 'run': another command runs in it" in said
+    assert "--resume = 'run': another command is using it" in said
     assert "continue with      pipelinerl run --resume run" in said
     taken, before = len(steps(there)), read(there / "run.json")
     log = (there / "logs" / "trainer.log").read_text()
@@ -98,7 +98,7 @@ def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Calla
     first = next(i for i, line in enumerate(told) if line.startswith("run directory: ")) + 1
     assert told[first].startswith(f"step {taken}/50 | version {taken} | ")
     assert told[first + 1] == "starting", "what it is at is told until there is a new step"
-    assert re.search(rf"^done after \d+s since it went on from step {taken}: 50 optimizer steps$", said, re.MULTILINE)
+    assert re.search(rf"^done after \d+s since it continued from step {taken}: 50 optimizer steps$", said, re.MULTILINE)
     assert steps(there) == list(range(1, 51))
     assert read(there / "lineage.json")["starts"] == [0, taken]
     assert read(there / "run.json") == before
@@ -110,7 +110,7 @@ def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Calla
     assert (there / "report.html").read_text() != "old"
 
     code, said = run("--resume", "run")
-    assert (code, "trainer.steps = 50: all of them are taken" in said) == (2, True)
+    assert (code, "trainer.steps = 50: all of them have been taken" in said) == (2, True)
 
 
 def test_a_run_whose_command_was_killed_goes_on_once_its_processes_are_gone(folder: Path, run: Callable[..., Outcome]) -> None:

@@ -83,7 +83,7 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
     narrow = "warning: algorithm.clip_low = 0.2: with clip_high = 0.2, algorithm.loss = 'reinforce' cuts 41% of the tokens"
     assert run.printed.getvalue().count(narrow) == 1
     assert run.printed.getvalue().count("warning: in 5 steps, all completions of each prompt earned the same reward") == 1
-    failed = r"a sequence failed: reward_crashed: KeyError at my_rewards.py:4\x1b[2J (each one: "
+    failed = r"a sequence failed: reward_crashed: KeyError at my_rewards.py:4\x1b[2J (all failures: "
     assert run.printed.getvalue().count(failed) == 1
 
     assert finish(run.recipe, run.dir, ending) == 0
@@ -275,14 +275,14 @@ async def test_a_run_ends_in_order_before_its_disk_is_full(tmp_path: Path) -> No
         await run.until_step(5)
         run.local.reserve_bytes = 10**18
         ending = await task
-    assert re.search(r"MB free, and the next checkpoint needs 1,000,000,000,000 MB: the run ends before", str(ending.error))
+    assert re.search(r"MB free, but the next checkpoint needs 1,000,000,000,000 MB: the run ends before", str(ending.error))
     assert (ending.exit_code, dict(ending.restarts)) == (1, {})
     assert json.loads(run.dir.summary.read_text())["interrupted"], "the trainer was told to stop, and wrote what it had"
 
 
 async def test_a_run_without_a_place_for_temporary_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (long := tmp_path / ("long" * 20)).mkdir()
-    for place, told in (("/proc/none", "can be made (TMPDIR): "), (str(long), "too long for paths of sockets")):
+    for place, told in (("/proc/none", "make a folder for temporary files: "), (str(long), "too long for paths of sockets")):
         run = Run(tmp_path / "run", recipe(), {})
         monkeypatch.setattr(tempfile, "tempdir", place)
         async with running(run) as task:
@@ -498,7 +498,7 @@ async def test_actors_are_added_and_taken_away_while_the_run_goes_on(tmp_path: P
             assert await asyncio.to_thread(main, command) == 0
             actors = [pid for name, pid in living(run.dir).items() if name.startswith("actor-")]
             assert (len(actors), first in actors) == (count, stays), "the longest-serving one stays"
-        assert run.printed.getvalue().count("no actors are wanted: nothing is generated until you run `pipelinerl scale") == 1
+        assert run.printed.getvalue().count("number of actors is 0: nothing is generated until you run `pipelinerl scale") == 1
         assert not ending.done()
         os.kill(os.getpid(), signal.SIGINT)
         assert (await ending).interrupted

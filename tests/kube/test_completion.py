@@ -70,7 +70,7 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
             assert not running.done()
             stop.set()
             await running
-        assert ("the report is only on the volume" in caplog.text) is (mode == "release" and not most_bytes)
+        assert ("too many for a Secret; it is only on the volume" in caplog.text) is (mode == "release" and not most_bytes)
         caplog.clear()
     assert (tmp_path / "report.html").exists() is (mode != "keep")
     if mode == "release":

@@ -158,7 +158,7 @@ async def test_an_api_that_is_away_is_waited_for_and_each_reason_told_of_once(
     assert "only heartbeats tell" in away
     assert "status 403" in denied
     assert [record.getMessage() for record in caplog.records if "again" in record.getMessage()] == [
-        f"the pods {SELECTOR} are watched again"
+        f"watching the pods {SELECTOR} again"
     ]
 
 

@@ -290,7 +290,7 @@ class MemoryBus:
     def _streams(self) -> RunStreams:
         self._check_reachable()
         if self.server.streams is None:
-            raise BusError(f"the streams of run {self.run!r} are not there (yet)")
+            raise BusError(f"the streams of run {self.run!r} do not exist (yet)")
         return self.server.streams
 
     def _check_size(self, subject: str, payload: bytes) -> None:

@@ -301,7 +301,7 @@ async def test_a_held_out_prompt_is_answered_also_while_the_engine_dies() -> Non
 @pytest.mark.parametrize("bad", [-1, 10])
 async def test_token_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
     async with answering() as (_, address):
-        said = rf"INVALID_ARGUMENT.*prompts\[p\].*token 1 is {bad}, allowed are 0 to 9"
+        said = rf"INVALID_ARGUMENT.*prompts\[p\].*token 1 has the id {bad}; give ids from 0 to 9"
         with pytest.raises(ServiceError, match=said):
             async with calls_to("a", address) as stub:
                 _ = [c async for c in stub.Generate(asked_for(prompts_of(p=tokens(1, bad))), timeout=60)]

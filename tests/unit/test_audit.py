@@ -175,7 +175,7 @@ AGAIN = "g00000000.0"
         ([{"event": "start", "version": 1}], Check.JOURNAL, 1, "start lacks a valid field"),
         ([start(2, version=0, keep=10)], Check.RESTARTS, 1, "keeps 10 bytes"),
         ([start(1, version=0, keep=0)], Check.RESTARTS, 1, "incarnation 1 after incarnation 1"),
-        ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "from version 2, the journal is at 1"),
+        ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "from version 2, but the journal is at 1"),
         ([mark("1"), *SECOND_STEP, mark("2"), start(2, version=1, keep="1"), start(3, version=2, keep="2")],
          Check.RESTARTS, 1, "which end in an undone part"),
         ([b"\x00\xff nothing\n[1]\n"], Check.JOURNAL, 2, "no event"),
@@ -202,7 +202,7 @@ def test_a_lineage_that_says_otherwise(tmp_path: Path) -> None:
         (tmp_path / "lineage.json").write_text(content)
         assert Check.RESTARTS in failures(audit_files(tmp_path))
     (tmp_path / "lineage.json").unlink()
-    assert failures(audit_files(tmp_path)) == {Check.RESTARTS: (1, "there is no lineage.json")}
+    assert failures(audit_files(tmp_path)) == {Check.RESTARTS: (1, "lineage.json is missing")}
 
 
 def test_positions_go_back_to_those_of_an_older_checkpoint(tmp_path: Path) -> None:

@@ -98,10 +98,10 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("cache --clear nosuch", "--clear = 'nosuch': is not in "),
         ("validate gsm --fields-only --set trainer.batch_size=7", "trainer.batch_size = 7"),
         ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
-        ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of those that it has: \x1b[2J"),
+        ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of its fields: \x1b[2J"),
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
-        ("validate gsm --parameters 7B", "--parameters = '7B': is for --gpu-memory; give that too"),
+        ("validate gsm --parameters 7B", "--parameters = '7B': needs --gpu-memory; give that, too"),
         ("validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else", "model, else, does not tell its size"),
         ("validate gsm --gpu-memory 80GB --set model.name=a/Llama-4-17B-16E", "17B-16E, does not tell its size; give the size"),
         ("run nope", "recipe = 'nope': no such file"),
@@ -118,7 +118,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run there.yaml --run-dir there", "= 'there': is not empty, and does not hold a run (config.json"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
         (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM at most TO"),
-        (f"{PLAN} 7B --lengths nosuch", "--lengths = 'nosuch': neither bars"),
+        (f"{PLAN} 7B --lengths nosuch", "--lengths = 'nosuch': is neither bars"),
         (f"{PLAN} 7B --lengths there", "--lengths = 'there': its metrics.jsonl has no step with ended_by_length"),
         (f"{PLAN} 7B --lengths 1-65", "--lengths = '1-65': is longer than sampling.max_tokens = 64"),
         (f"{PLAN} 7B --lengths 5,1-9000000000", "--lengths = '1-9000000000': is longer than sampling.max_tokens = 64"),
@@ -186,7 +186,7 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     code, printed, _ = pipelinerl(*gsm)
     assert code == 0
     assert "60.0 GiB for vLLM: weights 14.3" in printed
-    assert "20.0 beside it, for updates 16.3" in printed
+    assert "20.0 outside vLLM, of which updates need 16.3" in printed
     code, printed, errors = pipelinerl(*gsm, "--parameters", "7.6B", "--set", "actor.engine.gpu_memory_utilization=0.85")
     assert (code, printed) == (2, "")
     assert "actor.engine.gpu_memory_utilization = 0.85: leaves 12.0 of 80 GiB outside vLLM" in errors
@@ -206,7 +206,7 @@ def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workp
     (workplace / "there" / "0.safetensors").write_bytes(b"short")
     for fields_only in ((), ("--fields-only",)):
         told = pipelinerl(*arguments, *fields_only)[2]
-        assert "model.name = 'there': 0.safetensors is not a safetensors file, or its beginning is cut" in told
+        assert "model.name = 'there': 0.safetensors is not a safetensors file, or its header is incomplete" in told
 
 
 def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) -> None:
@@ -224,7 +224,7 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
         (workplace / "parts" / name).write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     _, told, _ = pipelinerl("validate", "there.yaml", "--set", file.replace("sums.jsonl", "parts"))
     assert "parts: 3 .jsonl files, 3 problems, 2 held out, the longest prompt of 8 tokens\n" in told
-    assert "task.path = 'parts': 1 file in it, such as parts/2.jsonl, adds no problem; check that it is complete" in told
+    assert "task.path = 'parts': no problem comes from 1 file in it, such as parts/2.jsonl; check if any are missing" in told
     assert "rewards      task: reference answers (1) earn 1; empty ones (1) earn 0; " in printed
     for pattern, found, earned in (
         ("(1?)", "nothing in '1'", 0),
@@ -268,7 +268,7 @@ def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command, 
     ("options", "said"),
     [
         ("ro", "disk cannot be written to, and initial models are kept there; name another folder"),
-        ("size=2m", "has 2 MB free, and the initial model takes 538 MB there; free some, or name a folder on another disk"),
+        ("size=2m", "has 2 MB free, but the initial model needs 538 MB there; free some, or name a folder on another disk"),
     ],
 )
 def test_a_cache_that_cannot_take_the_initial_model_is_told(

@@ -115,8 +115,8 @@ async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lowe
     verifier = FakeVerifier(outcomes)
     result = await evaluate(verifier, timeout_s=2.5 if actor is SILENT else 10.0, a=actor)
     assert (result.overall.mean.value, result.overall.lower_bound, len(verifier.asked)) == (accuracy, lower_bound, asked)
-    assert f"leaves out answers: {told}" in caplog.text
-    assert ("3 of 4 completions in time" in caplog.text) is (actor is SILENT)
+    assert f"leaves out answers, by reason: {told}" in caplog.text
+    assert ("3 of 4 completions arrived in time" in caplog.text) is (actor is SILENT)
 
 
 async def test_completions_end_as_in_training() -> None:

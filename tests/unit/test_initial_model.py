@@ -118,7 +118,7 @@ def test_where_the_initial_policy_is_loaded_from(tmp_path: Path, built: Path) ->
     with pytest.raises(FieldError, match=r"PIPELINERL_MODEL_CACHE = .*holds no complete tiny-"):
         model_source(recipe_of(), settings)
     with pytest.raises(
-        FieldError, match=r"PIPELINERL_MODEL_CACHE = '': model.source = 'checkpoint' is built or copied by the run"
+        FieldError, match=r"PIPELINERL_MODEL_CACHE = '': the run builds or copies the model of model.source = 'checkpoint'"
     ):
         model_source(recipe_of(), settings.model_copy(update={"model_cache": None}))
 
@@ -197,7 +197,7 @@ async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, bui
 
 async def test_what_is_not_fetched(tmp_path: Path) -> None:
     await fetched(actor_settings(tmp_path, "", recipe_of(model={"source": "hub", "name": "org/model"}, task={})))
-    with pytest.raises(FieldError, match=r"PIPELINERL_TRAINER = '': host:port of the trainer, which has tiny-"):
+    with pytest.raises(FieldError, match=r"PIPELINERL_TRAINER = '': set it to host:port of the trainer, which has tiny-"):
         await fetched(actor_settings(tmp_path))
     stop = asyncio.Event()
     stop.set()

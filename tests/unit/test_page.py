@@ -254,7 +254,7 @@ async def test_a_site_whose_name_leads_here_reads_nothing() -> None:
     async with served(board) as client:
         for path, host in itertools.product(paths, strange):
             answer = await client.get(path, headers={"Host": host})
-            assert (answer.status_code, "the Host of this request" in answer.text) == (403, True), (path, host)
+            assert (answer.status_code, "the Host header of this request" in answer.text) == (403, True), (path, host)
             assert (await client.get("/healthz", headers={"Host": host})).status_code == 200
         for path, host in itertools.product(paths, ("localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]", "[::1]:80")):
             assert (await client.get(path, headers={"Host": host})).status_code != 403, (path, host)

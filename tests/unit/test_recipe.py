@@ -212,8 +212,8 @@ def test_unknown_override_paths_get_near_matches(override: str, said: str) -> No
         ("trainer.beta1", 1.0, "below 1"),
         ("trainer.lerning_rate", 1, "no such field; did you mean trainer.learning_rate, trainer.value_learning_rate or"),
         ("model.dtype", "fp8", "use one of float32, bfloat16"),
-        ("model.dtype", "float16", "too small a range: gradients flush to zero, weights overflow; use bfloat16 or float32"),
-        ("weights.wire_dtype", "float16", "too small a range: gradients flush to zero, weights overflow; use bfloat16 or"),
+        ("model.dtype", "float16", "too small a range: gradients underflow to zero, weights overflow; use bfloat16 or float32"),
+        ("weights.wire_dtype", "float16", "too small a range: gradients underflow to zero, weights overflow; use bfloat16 or"),
         ("algorithm.max_lag", -1, "use an integer or null, at least 0"),
         ("algorithm.max_lag", False, "use an integer or null"),
         ("algorithm.clip_low", 1.5, "at most 1"),
@@ -254,41 +254,41 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
 @pytest.mark.parametrize(
     ("override", "field", "said"),
     [
-        ("trainer.batch_size=12", "trainer.batch_size", "12: is not a multiple of sampling.group_size = 8"),
+        ("trainer.batch_size=12", "trainer.batch_size", "12: must be a multiple of sampling.group_size = 8"),
         ("sampling.max_tokens=2048", "sampling.max_tokens", "2048: leaves no room for a prompt"),
         ("trainer.tokens_per_microbatch=100", "trainer.tokens_per_microbatch", "100: cannot hold one sequence"),
-        ("sampling.group_size=1", "algorithm.advantage", "gives the only sample of a group"),
+        ("sampling.group_size=1", "algorithm.advantage", "gives a group's only sample"),
         ("task.source=jsonl", "task.path", "is empty: task.source = 'jsonl' needs"),
         ("model={source: path}", "model.name", "is empty: model.source = 'path' needs a folder"),
         ("model={source: hub}", "model.name", "is empty: model.source = 'hub' needs a Hugging Face id"),
         ("model={source: hub, name: guess}", "model.name", "is a small model of this package, not of the hub"),
-        ("model={source: package, name: x}", "model.name", "no small model of this package has this name; use"),
+        ("model={source: package, name: x}", "model.name", "is no small model of this package; use"),
         ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: trainer.schedule = 'wsd' needs 1 to 20 here"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 5, decay_steps: 5}", "trainer.decay_steps", "needs 1 to 4 here"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 9, decay_steps: 1}", "trainer.warmup_steps", "leaves trainer.sch"),
         ("algorithm.advantage=group_mean sampling.group_size=1", "algorithm.advantage", "larger groups, or the advantage"),
-        ("reward.json_schema={type: object}", "reward.json_schema", "is for reward.scorer = 'json_schema'"),
-        ("reward.test_timeout_s=3", "reward.test_timeout_s", "is for reward.scorer = 'code'"),
+        ("reward.json_schema={type: object}", "reward.json_schema", "applies only to reward.scorer = 'json_schema'"),
+        ("reward.test_timeout_s=3", "reward.test_timeout_s", "applies only to reward.scorer = 'code'"),
         ("reward.format_weight=0.5", "reward.format_weight", "adds nothing without reward.format_pattern"),
         ("reward.format_pattern=a", "reward.format_pattern", "adds nothing with reward.format_weight = 0"),
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
-        ("reward.sandbox=true", "reward.sandbox", "is for programs and functions"),
-        ("reward.correct=20000", "reward.correct", "is beyond reward.max_abs = 10000"),
-        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "give this task its own section reward"),
+        ("reward.sandbox=true", "reward.sandbox", "applies only to programs and functions"),
+        ("reward.correct=20000", "reward.correct", "is above reward.max_abs = 10000"),
+        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use task here, in a section reward"),
         (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the reward"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' has no such"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
-        ("trainer.schedule=inverse_sqrt", "trainer.warmup_steps", "0: trainer.schedule = 'inverse_sqrt' decays on the scale"),
+        ("trainer.schedule=inverse_sqrt", "trainer.warmup_steps", "0: trainer.schedule = 'inverse_sqrt' decays as"),
         ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "wider than sampling.max_tokens = 64"),
-        ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "whose baseline needs every reward"),
+        ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "needs every reward for its baseline"),
         ("reward.scorer=judge", "reward.judge", "None: reward.scorer = 'judge' needs this section"),
         (
             f"{GAMES}, reward: {{scorer: judge, judge: {JUDGE}}}}}]",
             "evaluation.sets.0.reward.scorer",
             "the environment's own (",
         ),
-        (f"reward.judge={JUDGE}", "reward.judge", "is for reward.scorer = 'judge'"),
-        ("evaluation.samples=4", "evaluation.samples", "4: greedy answers are all the same"),
+        (f"reward.judge={JUDGE}", "reward.judge", "applies only to reward.scorer = 'judge'"),
+        ("evaluation.samples=4", "evaluation.samples", "4: greedy answers to a problem are all the same"),
         ("trainer.value_learning_rate=1e-5", "trainer.value_learning_rate", "'leave_one_out' has no value head"),
     ],
 )
@@ -320,8 +320,8 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
 @pytest.mark.parametrize(
     ("override", "field", "said"),
     [
-        ("task={}", "tasks", "replaces task; give only one of the two"),
-        ("tasks=[]", "task", "a recipe needs this section, or several in tasks"),
+        ("task={}", "tasks", "cannot be combined with task; give only one"),
+        ("tasks=[]", "task", "a recipe needs this section, or a list of tasks in tasks"),
         ("tasks.1.name=chain_sum", "tasks.0.name", "needs a unique name"),
         ("tasks.1.max_tokens=2048", "tasks.1.max_tokens", "2048: leaves no room for a prompt"),
         ("tasks.0.reward.overlong.buffer_tokens=65", "tasks.0.reward.overlong.buffer_tokens", "than tasks.0.max_tokens = 64"),
@@ -454,13 +454,13 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("config.json", b'{"model_type": "llama"}', "its config.json names no architecture"),
         ("config.json", b'{"architectures": [', "its config.json is not JSON"),
         ("tokenizer.json", None, "has no tokenizer (tokenizer.json); copy"),
-        ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "the model's context is 9 tokens at most"),
+        ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "is above the model's 9 tokens; lower it"),
         ("model.safetensors", None, "has no weights (*.safetensors)"),
-        ("model.safetensors", -3, "model.safetensors has 74 bytes where its header says 77; copy the broken files again"),
-        ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its beginning is cut"),
+        ("model.safetensors", -3, "model.safetensors has 74 bytes, but its header says 77; copy the broken files again"),
+        ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its header is incomplete"),
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors of the 1 files"),
-        ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is not the index of its weights"),
+        ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is damaged; copy it again"),
     ],
 )
 def test_a_broken_model_folder_is_told_before_anything_loads_it(
@@ -496,7 +496,7 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
     recipe = recipe_from_data(minimal(task=task, trainer={"steps": 3, "warmup_steps": 4}), "x")
     warmup, repeated, empty = map(str, doubts(recipe, examine(recipe)))
-    assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps = 3: the learning rate never reaches 1e-06")
+    assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps = 3, so the learning rate never reaches 1e-06")
     assert "p.jsonl': repeated prompts: 1, the first in line 3, 1 of them with another answer; they are left out" in repeated
     assert "p.jsonl': empty answers: 1, the first in line 2, with which reward.scorer = 'task' fails" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
@@ -675,7 +675,7 @@ def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(
     monkeypatch.setitem(sys.modules, "services.verifier", None)
     (lacking,) = rehearsed("right").problems
     assert isinstance(lacking, Lacking)
-    assert "is not tried: services.verifier is not installed here" in str(lacking)
+    assert "cannot be tried: services.verifier is not installed here" in str(lacking)
 
 
 class Guessing:
@@ -786,14 +786,14 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("task", "field", "said"),
     [
-        ({"source": "environment", "name": "guess"}, "task.name", "needs its class here: pkg.module:Class"),
-        ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions here"),
-        ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "the environment has its tasks"),
+        ({"source": "environment", "name": "guess"}, "task.name", "must name a class, such as pkg.module:Class"),
+        ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions"),
+        ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "has its own problems"),
         ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox would block the servers"),
-        ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program here"),
+        ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
-        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "the reward does not know here which turns"),
+        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not say which turns were cut"),
         ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a file of problems here"),
     ],
 )

@@ -189,7 +189,7 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     names = [name for name, _ in tags.seen]
     assert (names.count("figure"), names.count("img"), names.count("script")) == (21, 0, 0)
     assert names.count("svg") == 12, "those that have data"
-    assert "40% with unanswered problems as wrong" in body
+    assert "40% if unanswered problems count as wrong" in body
     notes = re.findall(r'<div class="note">([^<]+)</div>', body)
     assert notes[-5:] == ["answer 0.5", "said 3", "answer: 41", "reference: 42", "one too few"]
     assert re.search(r"Cut short.{0,60}25%", body), "the tile"

@@ -143,9 +143,9 @@ def test_a_pid_that_came_again_for_another_program_is_not_the_runs_and_unreadabl
 @pytest.mark.parametrize(
     ("taken", "steps", "summary", "refused"),
     [
-        (100, 100, {"interrupted": False}, r"trainer\.steps = 100: all of them are taken; raise it: --set trainer\.steps=200"),
+        (100, 100, {"interrupted": False}, r"steps = 100: all of them have been taken; raise it: --set trainer\.steps=200"),
         (100, 101, {"interrupted": False}, ""),
-        (60, 50, None, r"trainer\.steps = 50: 60 are taken"),
+        (60, 50, None, r"trainer\.steps = 50: 60 have been taken"),
         # ended between the last step and the run's end
         (100, 100, {"interrupted": True}, ""),
         (100, 100, {"interrupted": False, "error": "x"}, ""),

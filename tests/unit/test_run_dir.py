@@ -91,7 +91,7 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pyt
     monkeypatch.setattr("pipelinerl.run_dir.LEAST_FREE_BYTES", 10**18)
     for given in ({}, {"name": "new"}, {"path": Path("deep/new")}):
         with pytest.raises(
-            FieldError, match=r"--run-dir = .*: its disk has [0-9,]+ MB free, and a run needs 1,000,000,000,000 MB"
+            FieldError, match=r"--run-dir = .*: its disk has [0-9,]+ MB free, but a run needs at least 1,000,000,000,000 MB"
         ):
             create_run_dir("arithmetic", NOW, **given)  # type: ignore[arg-type]
     assert sorted(path.name for path in Path().rglob("*") if path.is_dir() and path.parent.name != "mine") == sorted(
@@ -105,7 +105,7 @@ def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on()
     (elsewhere := Path("elsewhere")).mkdir()
     (elsewhere / "kept").touch()
     (failed.path / "models").symlink_to(elsewhere.resolve())
-    with failed.locked(), pytest.raises(FieldError, match="--name = 'runs/mine': another command runs in it"):
+    with failed.locked(), pytest.raises(FieldError, match="--name = 'runs/mine': another command is using it"):
         create_run_dir("arithmetic", NOW, name="mine")
     assert (failed.path / ".running").stat().st_mode & 0o777 == 0o600
     again = create_run_dir("arithmetic", NOW, name="mine")

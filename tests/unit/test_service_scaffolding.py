@@ -377,7 +377,7 @@ def service(body: str, stop_within_s: float = 60.0, **environment: str) -> subpr
     [
         ("await stop.wait()", 0, "stopping on SIGTERM"),
         ("await stop.wait(); raise KeyError('defect')", 1, "Traceback"),
-        ("await stop.wait(); time.sleep(60)", 1, "not finished 0.3 s after the signal"),
+        ("await stop.wait(); time.sleep(60)", 1, "still running 0.3 s after the signal"),
     ],
 )
 def test_service_process_ends_with_its_code(body: str, code: int, said: str) -> None:
@@ -393,7 +393,7 @@ def test_service_without_settings_is_the_users_mistake() -> None:
     with service("pass", PIPELINERL_GRPC_PORT="many") as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert errors.startswith("error: the environment does not configure this service:\n  - PIPELINERL_GRPC_PORT = 'many'")
+    assert errors.startswith("error: settings of this service are missing or wrong:\n  - PIPELINERL_GRPC_PORT = 'many'")
 
 
 def test_lines_that_others_can_cause_are_told_once_a_minute_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,4 +410,4 @@ def test_lines_that_others_can_cause_are_told_once_a_minute_with_their_number(mo
     assert all(passes(line("a", bad, number, "no")) for number in range(5)), "not marked"
     now += logs.AGGREGATE_S
     assert passes(last := line("a", bad, "actor-0", "100% wrong", **AGGREGATED))
-    assert last.getMessage() == "answer of actor-0 is set aside: 100% wrong (4 more of this kind came before)"
+    assert last.getMessage() == "answer of actor-0 is set aside: 100% wrong (4 lines of this kind were left out before)"

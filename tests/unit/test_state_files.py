@@ -143,7 +143,7 @@ def test_a_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None
     saver = StateSaver(one)
     failure = saved_beside(saver, folder).exception()
     assert isinstance(failure, ServiceError)
-    assert str(failure) == (f"the trainer's state is not written to {folder}: rank 0: OSError(28, 'No space left on device')")
+    assert str(failure) == (f"cannot write the trainer's state to {folder}: rank 0: OSError(28, 'No space left on device')")
     assert not one.step(one.prepare([GROUP], 0))["skipped"]
     saved_beside(saver, tmp_path / "state").result()
     restore(learner(seed=1), tmp_path / "state")

@@ -153,7 +153,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     lines = closing_lines(summary_from_metrics(recipe(), records()), run, Ending(75.0))
     text = "\n".join(lines)
     assert "done after 1m 15s: 3 optimizer steps" in text
-    assert "held-out accuracy  25.0% -> 75.0%; 70.0% with unanswered problems as wrong" in text
+    assert "held-out accuracy  25.0% -> 75.0%; 70.0% if unanswered problems count as wrong" in text
     steps = [*records()[:2], records()[2] | {"heldout_sets": {"sums": accuracy(0.9), "words": accuracy(0.6)}}]
     of_sets = closing_lines(summary_from_metrics(recipe(), steps), run, Ending(75.0))
     assert [line for line in of_sets if line not in lines] == ["    sums             90.0%", "    words            60.0%"]
@@ -163,7 +163,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert f"report             {tmp_path}/report.html" in text
     assert "GRADIENT" not in text
     cut = "\n".join(closing_lines(summary_from_metrics(recipe(), records()) | {"steps_clipped": 2}, run, Ending(75.0)))
-    assert "GRADIENT           clipped in 2 of 3 steps, so all have the same norm: raise trainer.max_grad_norm" in cut
+    assert "GRADIENT           clipped to the same norm in 2 of 3 steps: raise trainer.max_grad_norm" in cut
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     same, other = [one | {"equal_reward_groups": 1.0} for one in records()], {"equal_reward_groups": 0.5}
     baseline = recipe_from_data({**recipe().model_dump(), "algorithm": {"advantage": "value"}}, "tiny")
@@ -176,7 +176,7 @@ def test_closing_lines(tmp_path: Path) -> None:
         assert ("  REWARD             all completions of each prompt earned the same, so nothing" in told) is is_told
     off = summary_from_metrics(recipe(), records()) | {"parity_failures": 2}
     assert (
-        "PARITY             2 probes of served against trained policy failed (largest known difference 2e-06 nats): see logs"
+        "PARITY             2 probe answers do not match the trainer's (largest known difference 2e-06 nats): see the logs"
         in "\n".join(closing_lines(off, run, Ending(75.0)))
     )
     lost = {"failed": {"engine": 1, "reward_timeout": 1200, "a": 2, "b": 3}, "dropped_filtered": {"equal rewards": 8}}

@@ -184,7 +184,7 @@ def test_a_file_that_is_only_evaluated_needs_no_other_problems(tmp_path: Path) -
     ("row", "said"),
     [
         ('{"prompt": "q"', "line 2: not JSON: Expecting ',' delimiter at character 15"),
-        ('["q", "a"]', "line 2: list where an object"),
+        ('["q", "a"]', "line 2: list instead of an object"),
         ({"prompt": "q"}, "line 2: has no field 'answer', only prompt"),
         ({"prompt": "q", "answer": None}, "line 2: field 'answer' is None"),
         ('{"prompt": "q \\ud800", "answer": "a"}', r"line 2: field 'prompt' holds \ud800, one half of a surrogate pair"),
@@ -272,12 +272,12 @@ def test_files_of_other_forms_hold_the_same_problems(name: str, content: bytes, 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("p.csv", b"prompt,answer\nq,1\nq,1,2\n", "p.csv, line 3: has 3 values where the header has 2 columns"),
-        ("p.csv", b'prompt,answer\n"a\nb",1\nq\n', "p.csv, line 4: has 1 values where the header has 2 columns"),
+        ("p.csv", b"prompt,answer\nq,1\nq,1,2\n", "p.csv, line 3: has 3 values, but the header has 2 columns"),
+        ("p.csv", b'prompt,answer\n"a\nb",1\nq\n', "p.csv, line 4: has 1 values, but the header has 2 columns"),
         ("p.csv", b"prompt,answer\n\xe9,1\n", "p.csv, line 2: not UTF-8"),
         ("p.csv", b"prompt,prompt\nq,1\n", "p.csv: its header has a column twice: prompt, prompt"),
         ("p.csv", b'prompt,answer\n"q,1\n', "p.csv, line 2: not CSV: unexpected end of data"),
-        ("p.json", b'[{"prompt": "q", "answer": "a"}, 7]', "p.json, entry 2: int where an object"),
+        ("p.json", b'[{"prompt": "q", "answer": "a"}, 7]', "p.json, entry 2: int instead of an object"),
         ("p.json", b"[1,", "p.json: not a JSON array"),
         ("p.jsonl.gz", b"no gzip", "p.jsonl.gz: cannot be read: Not a gzipped file"),
         ("p.jsonl.gz", gzip.compress(as_jsonl(ROWS), mtime=0)[:-9], "p.jsonl.gz: cannot be read: Compressed file ended"),
@@ -359,7 +359,7 @@ def test_rows_as_dapo_and_verl_have_them_in_parquet(tmp_path: Path) -> None:
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model.truth"}), seed=0)
     with pytest.raises(UserError, match=r"row 1: field 'reward_model' is .* or a number, such as 'reward_model\.ground_truth'"):
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model"}), seed=0)
-    with pytest.raises(FieldError, match=r"task\.prompt_template = 'nothing': .*name one of those that it has: data_source"):
+    with pytest.raises(FieldError, match=r"task\.prompt_template = 'nothing': .*name one of its fields: data_source"):
         FileSource(file_task(path, **nested, prompt_template="{nothing}"), seed=0)
 
 

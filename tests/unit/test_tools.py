@@ -76,10 +76,10 @@ def unknown_hint(query: Nowhere) -> None: ...  # type: ignore[name-defined] # no
     [
         (no_hint, "tool no_hint: parameter query has no type hint; write one, such as query: str"),
         (odd_hint, "tool odd_hint: parameter query is set; use str, int"),
-        (starred, "tool starred: parameter queries cannot be given by name"),
+        (starred, "tool starred: parameter queries cannot be passed by name"),
         (odd_default, "tool odd_default: parameter query has the default <object"),
         (unknown_hint, "tool unknown_hint: its type hints cannot be read: name 'Nowhere'"),
-        (lambda: None, "tool '<lambda>': a tool is a function with a name"),
+        (lambda: None, "'<lambda>' cannot be a tool: use a function whose name has"),
     ],
 )
 def test_what_a_model_cannot_be_told_is_an_error(function: Callable[..., Any], said: str) -> None:

@@ -83,7 +83,7 @@ def test_a_password_in_the_endpoint_is_not_logged(monkeypatch: pytest.MonkeyPatc
     given(monkeypatch, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "60000"})
     with caplog.at_level(logging.INFO), tracing(CONTEXT):
         pass
-    assert "traces go to http://127.0.0.1:9 by" in caplog.text
+    assert "traces are sent to http://127.0.0.1:9 by" in caplog.text
     assert "secret" not in caplog.text
 
 
@@ -117,7 +117,7 @@ def test_spans_leave_by_grpc_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         pass
     server.stop(None)
     assert [span.name for span in collector.spans] == ["one"]
-    assert f"traces go to {url} by grpc" in caplog.text
+    assert f"traces are sent to {url} by grpc" in caplog.text
 
 
 def test_a_collector_that_hangs_holds_up_neither_work_nor_end(
@@ -134,5 +134,5 @@ def test_a_collector_that_hangs_holds_up_neither_work_nor_end(
         for _ in range(5000):  # more than the queue holds
             with root("more"):
                 pass
-    assert "the last spans are lost" in caplog.text
+    assert "the last spans in time; they are lost" in caplog.text
     assert collector.spans == []

@@ -52,7 +52,7 @@ def test_a_model_that_was_put_in_part_is_not_taken_for_a_whole_one(tmp_path: Pat
     (whole / "model.safetensors").symlink_to("/proc/self/mem")  # opens, and cannot be read
     with pytest.raises(OSError, match="Input/output error"):
         put_model(whole, url)
-    with pytest.raises(FieldError, match=r"is incomplete by its pipelinerl-manifest.json \(its upload has not ended\)"):
+    with pytest.raises(FieldError, match=r"incomplete according to its pipelinerl-manifest.json \(its upload has not ended\)"):
         fetched(url, tmp_path / "a")
     (tmp_path / "store" / "step-8" / MANIFEST).write_text('{"format": 1, "files": {"config.js')
     with pytest.raises(FieldError, match="is incomplete"):
@@ -91,7 +91,7 @@ def test_what_is_no_model_or_leads_out_of_its_folder_is_refused(tmp_path: Path) 
         ("s3:bucket", "give the URL of a folder"),
         ("s3:///runs", "names no bucket"),
         ("file:///", "names no folder"),
-        ("s3://key:word@bucket/runs", "credentials do not belong here"),
+        ("s3://key:word@bucket/runs", "must not contain credentials"),
         ("s3://bucket/runs?region=x", r"must not contain \? or #"),
     ],
 )
@@ -129,7 +129,7 @@ async def test_a_run_ends_when_its_model_is_uploaded_and_the_next_trainer_does_w
         assert registry.get_sample_value("pipelinerl_trainer_checkpoint_upload_version") is None
         stop.set()
         await running
-        assert "the run ends before its last checkpoint is uploaded" in caplog.text
+        assert "the run ends, but its last checkpoint is not uploaded yet" in caplog.text
     store.unlink()
     async with training_run(run_dir, checkpoint=checkpoint) as (run, policy), asyncio.timeout(120):
         run.loop.version, policy.version = 4, 4

@@ -1,4 +1,4 @@
-{{/* Values that contradict each other, or would silently do nothing. The root context; renders nothing. */}}
+{{/* Refuses values that contradict each other or would silently do nothing. Takes the root context and renders nothing. */}}
 {{- define "pipelinerl.checks" -}}
 {{- range $component := list "actor" "trainer" "verifier" "nats" "validation" "test" -}}
 {{- include "pipelinerl.checkResources" (dict "at" $component "values" (index $.Values $component)) -}}
@@ -10,9 +10,9 @@
 {{- $user := $.Values.security.runAsUser -}}
 {{- include "pipelinerl.refuse" (list
   (list (and (ne $.Values.images.variant $wanted) (not $values.image.reference))
-    (printf "images.variant: %s has no use for %s.gpus = %d; set actor.gpus and trainer.gpus to %s, or images.variant to %s" $.Values.images.variant $component $gpus (eq $wanted "cuda" | ternary "0 (values-cpu.yaml)" "null") $wanted))
+    (printf "images.variant: %s does not fit %s.gpus = %d; set actor.gpus and trainer.gpus to %s, or images.variant to %s" $.Values.images.variant $component $gpus (eq $wanted "cuda" | ternary "0 (values-cpu.yaml)" "null") $wanted))
   (list (and $values.capabilities (or (kindIs "invalid" $user) (ne (int $user) 0)))
-    (printf "%s.capabilities: [%s] have no effect for a process that is not root; set security.runAsUser to 0, or leave it empty and raise the nodes' limit of locked memory" $component (join ", " $values.capabilities)))
+    (printf "%s.capabilities: [%s] have no effect for a process that is not root; set security.runAsUser to 0, or leave %s.capabilities empty and raise the nodes' limit of locked memory" $component (join ", " $values.capabilities) $component))
 ) -}}
 {{- end -}}
 {{- $accounts := dict -}}
@@ -21,7 +21,7 @@
 {{- $other := get $accounts $name -}}
 {{- $made := (index $.Values $component).serviceAccount.create -}}
 {{- if and $other (or $made (index $.Values $other).serviceAccount.create) -}}
-{{- include "pipelinerl.fail" (printf "%s.serviceAccount.name, %s.serviceAccount.name: both are %s, which the chart creates for one of them; give each its own name" $other $component $name) -}}
+{{- include "pipelinerl.fail" (printf "%s.serviceAccount.name, %s.serviceAccount.name: both are %s, which the chart creates for one of the two; give each its own name" $other $component $name) -}}
 {{- end -}}
 {{- $_ := set $accounts $name $component -}}
 {{- end -}}
@@ -58,23 +58,23 @@
   (list (and .Values.nats.enabled .Values.nats.tlsSecret)
     (printf "nats.tlsSecret: %s is not used while nats.enabled is true; set tls.nats.enabled and tls.secrets.nats for the chart's own NATS" .Values.nats.tlsSecret))
   (list (and .Values.tls.nats.enabled (not .Values.nats.enabled))
-    "tls.nats.enabled: encrypts the chart's own NATS, and nats.enabled is false; for yours write tls:// in nats.url and name its CA in nats.tlsSecret")
+    "tls.nats.enabled: encrypts only the chart's own NATS, but nats.enabled is false; for your own NATS, write tls:// in nats.url and name its CA in nats.tlsSecret")
   (list (and (not .Values.tls.grpc.enabled) (not .Values.tls.nats.enabled) (or .Values.tls.certManager.enabled (.Values.tls.secrets | values | compact)))
-    "tls: certificates are given, and nothing is encrypted; set tls.grpc.enabled, tls.nats.enabled or both")
+    "tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled, tls.nats.enabled or both")
   (list (and .Values.tracing.headersSecret (not .Values.tracing.endpoint))
     (printf "tracing.headersSecret: %s is not used while tracing.endpoint is empty; set the endpoint of your collector" .Values.tracing.headersSecret))
   (list (and .Values.huggingface.token .Values.huggingface.existingSecret)
-    "huggingface.token: huggingface.existingSecret is set too; keep one of them")
+    "huggingface.token: huggingface.existingSecret is set, too; keep only one of them")
   (list (and $actors.scheduleAfterTrainer (dig "podAffinity" "requiredDuringSchedulingIgnoredDuringExecution" list $actors.affinity))
     "actor.affinity: a required podAffinity cannot be combined with actor.scheduleAfterTrainer, because the scheduler wants one pod that matches all required terms; make yours preferred, or set actor.scheduleAfterTrainer to false")
   (list (and $actors.autoscaling.enabled (gt $expected (int $actors.autoscaling.minReplicas)))
-    (printf "trainer.expectedActors: %d is more than actor.autoscaling.minReplicas = %d, and the autoscaler adds none before the first step; make them equal" $expected (int $actors.autoscaling.minReplicas)))
+    (printf "trainer.expectedActors: %d is more than actor.autoscaling.minReplicas = %d, but the autoscaler adds no actors before the first step; make them equal" $expected (int $actors.autoscaling.minReplicas)))
   (list (and (not $actors.autoscaling.enabled) $actors.replicas (gt $expected (int $actors.replicas)))
     (printf "trainer.expectedActors: %d is more than actor.replicas = %d, so that the first step would wait for ever; make them equal" $expected (int $actors.replicas)))
   (list (and (dig "maxSurge" "25%" $rolling | toString | regexMatch "^0+%?$") (dig "maxUnavailable" "25%" $rolling | toString | regexMatch "^0+%?$"))
     "actor.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced, which Kubernetes refuses; raise one of them")
   (list (and $scaler (not .Values.metrics.podMonitor.enabled) (not .Values.metrics.scrapedOtherwise))
-    (printf "metrics.podMonitor.enabled: is false, and %s.autoscaling follows a metric that nobody would collect; set it, or metrics.scrapedOtherwise where your Prometheus finds the pods without" (toString $scaler)))
+    (printf "metrics.podMonitor.enabled: is false, so that nothing would collect the metric that %s.autoscaling follows; set it to true, or metrics.scrapedOtherwise if your Prometheus finds the pods without PodMonitors" (toString $scaler)))
   (list (and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") (not $hasEpisodes))
     (printf "verifier.autoscaling.kind: %s scales on episodes, and the recipe has none; set it to cpu" .Values.verifier.autoscaling.kind))
 ) -}}
@@ -88,7 +88,7 @@
   (list $store "networkPolicy.extraEgress"
     (printf "the trainer would not reach %v while networkPolicy.hub.enabled is false; add a rule to the store's address" $store))
 ) list -}}
-{{- include "pipelinerl.refuse" (list (list (first .) (printf "%s: is empty, so that %s, even if a policy of your own allows it" (index . 1) (last .)))) -}}
+{{- include "pipelinerl.refuse" (list (list (first .) (printf "%s: is empty, so that %s (also if a policy of your own already allows this)" (index . 1) (last .)))) -}}
 {{- end -}}
 {{- $way = .Values.networkPolicy.tracing -}}
 {{- if and .Values.tracing.endpoint .Values.networkPolicy.enabled $way.to -}}
@@ -101,7 +101,7 @@
 {{- $room := mul (int $pods) (int .Values.verifier.maxEpisodes) -}}
 {{- $wanted := include "pipelinerl.actor.episodes" . | int -}}
 {{- if and (not (kindIs "invalid" $pods)) (lt (int $room) $wanted) -}}
-{{- include "pipelinerl.fail" (printf "verifier.maxEpisodes: %d pods with %d episodes each are fewer than the %d that the actors keep in progress; raise it or the number of pods, or set recipe.set.actor.episodes_in_progress" (int $pods) (int .Values.verifier.maxEpisodes) $wanted) -}}
+{{- include "pipelinerl.fail" (printf "verifier.maxEpisodes: %d pods with %d episodes each cannot run the %d that the actors keep in progress; raise it or the number of pods, or set recipe.set.actor.episodes_in_progress" (int $pods) (int .Values.verifier.maxEpisodes) $wanted) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -111,7 +111,7 @@
 {{- range . -}}{{- if first . -}}{{- include "pipelinerl.fail" (last .) -}}{{- end -}}{{- end -}}
 {{- end -}}
 
-{{/* dict at, values: checks that no limit is less than its request, since Kubernetes would refuse that during the install. */}}
+{{/* dict at, values: checks that no limit is less than its request, which Kubernetes would refuse only during the install. */}}
 {{- define "pipelinerl.checkResources" -}}
 {{- range $name, $part := .values -}}
 {{- $at := printf "%s.%s" $.at $name -}}
@@ -119,7 +119,7 @@
 {{- range $resource, $limit := hasSuffix "resources" (lower $name) | ternary $part.limits nil -}}
 {{- $request := get (default dict $part.requests) $resource -}}
 {{- if and $request (gt (include "pipelinerl.quantity" $request | float64) (include "pipelinerl.quantity" $limit | float64)) -}}
-{{- include "pipelinerl.fail" (printf "%s.limits.%s: %v is less than %s.requests.%s = %v, which Kubernetes refuses; lower the request too" $at $resource $limit $at $resource $request) -}}
+{{- include "pipelinerl.fail" (printf "%s.limits.%s: %v is less than %s.requests.%s = %v, which Kubernetes refuses; raise the limit, or lower the request" $at $resource $limit $at $resource $request) -}}
 {{- end -}}
 {{- end -}}
 {{- include "pipelinerl.checkResources" (dict "at" $at "values" $part) -}}
@@ -138,6 +138,6 @@
 {{- define "pipelinerl.checkPort" -}}
 {{- $open := join " " .ports | splitList " " -}}
 {{- if not (has .port $open) -}}
-{{- include "pipelinerl.fail" (printf "%s: [%s] lacks port %s of %s, which nothing could reach then; add it, and also the port of the pods if a Service maps it to another" .field (join ", " $open) .port .of) -}}
+{{- include "pipelinerl.fail" (printf "%s: [%s] lacks port %s of %s, so that nothing could reach it; add this port and, if a Service maps it to another, also the port of the pods" .field (join ", " $open) .port .of) -}}
 {{- end -}}
 {{- end -}}

@@ -1,6 +1,6 @@
 {{/* Names, labels and images. A template takes the root context, or (dict "root" $ "component" "actor") if its comment says so. */}}
 
-{{/* Every message of the chart that refuses values goes through here: "pipelinerl: VALUE: what to do". */}}
+{{/* Refuses values. All such messages of the chart come from here and have the form "pipelinerl: VALUE: problem; what to do". */}}
 {{- define "pipelinerl.fail" -}}
 {{- fail (printf "\n\npipelinerl: %s\n" .) -}}
 {{- end -}}
@@ -21,7 +21,7 @@
 {{- end -}}
 {{- $name = $name | trunc 40 | trimSuffix "-" -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
-{{- include "pipelinerl.fail" (printf "fullnameOverride: %q would be the start of Service names, which begin with a letter and hold lowercase letters, digits and inner dashes only; set fullnameOverride" $name) -}}
+{{- include "pipelinerl.fail" (printf "fullnameOverride: %q cannot begin the names of Services, which begin with a letter and contain only lowercase letters, digits and inner dashes; set fullnameOverride to such a name" $name) -}}
 {{- end -}}
 {{- $name -}}
 {{- end -}}
@@ -103,6 +103,6 @@ replicas: {{ int .replicas }}
 {{/* dict field (actor, verifier), values: checks that maxReplicas is not below minReplicas. */}}
 {{- define "pipelinerl.checkReplicas" -}}
 {{- if lt (int .values.maxReplicas) (int .values.minReplicas) -}}
-{{- include "pipelinerl.fail" (printf "%s.autoscaling.maxReplicas: %d is less than minReplicas = %d" .field (int .values.maxReplicas) (int .values.minReplicas)) -}}
+{{- include "pipelinerl.fail" (printf "%s.autoscaling.maxReplicas: %d is less than minReplicas = %d; raise it, or lower minReplicas" .field (int .values.maxReplicas) (int .values.minReplicas)) -}}
 {{- end -}}
 {{- end -}}

@@ -82,7 +82,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* Probes of a service: /healthz shows that its loop runs, /readyz that it does its work. Takes the seconds that it may take to start. */}}
+{{/* Probes of a service: /healthz shows that its loop runs, /readyz that it does its work. Takes the seconds within which the server must answer. */}}
 {{- define "pipelinerl.probes" -}}
 startupProbe:
   httpGet: {path: /healthz, port: http}
@@ -224,7 +224,7 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* The same for mounts of the actor and the trainer only: the login and the CA of NATS, shared memory. */}}
+{{/* The same, for mounts that only the actor and the trainer have: the login and the CA of NATS, shared memory. */}}
 {{- define "pipelinerl.policyMounts" -}}
 - {name: data, mountPath: /var/lib/pipelinerl}
 - {name: shm, mountPath: /dev/shm}
@@ -236,7 +236,7 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* dict root, component; tests: with the actors' login, too. */}}
+{{/* dict root, component, tests. With tests, the actors' login is included, too. */}}
 {{- define "pipelinerl.policyVolumes" -}}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ (index .root.Values .component).sharedMemory }}}

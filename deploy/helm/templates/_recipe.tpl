@@ -41,18 +41,18 @@
 {{- end -}}
 {{- $template := default "" .model.chat_template -}}
 {{- if and $template (not (regexMatch "{{|{%" $template)) -}}
-{{- include "pipelinerl.fail" (printf "recipe.set.model.chat_template: %s is a file, which no pod has; give its text by --set-file recipe.set.model.chat_template=%s" $template $template) -}}
+{{- include "pipelinerl.fail" (printf "recipe.set.model.chat_template: %s is a file, which the pods do not have; give its text by --set-file recipe.set.model.chat_template=%s" $template $template) -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Whether the trainer builds the initial model, or copies it from a checkpoint, for the actors too. "true" or nothing. */}}
+{{/* "true" if the trainer builds the initial model or copies it from a checkpoint, also for the actors; else nothing. */}}
 {{- define "pipelinerl.buildsModel" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $source := default "hub" $recipe.model.source -}}
 {{- if or (has $source (list "checkpoint" "smollm2")) (contains "/" $source) -}}true{{- end -}}
 {{- end -}}
 
-{{/* Whether samples of a task or of an evaluation set are episodes, which run in the verifier's pods and ask the actors for their turns. "true" or nothing. */}}
+{{/* "true" if a task or an evaluation set has episodes, which run in the verifier's pods and ask the actors for turns; else nothing. */}}
 {{- define "pipelinerl.hasEpisodes" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $tasks := list (default dict $recipe.task) -}}
@@ -109,7 +109,7 @@
 {{- if kindIs "invalid" $gpus -}}
 {{- $size -}}
 {{- else if and (ne (int $gpus) 0) (ne (int $gpus) $size) -}}
-{{- include "pipelinerl.fail" (printf "actor.gpus: %d is not the recipe's actor.engine.tensor_parallel_size = %d; set recipe.set.actor.engine.tensor_parallel_size, or leave actor.gpus at null" (int $gpus) $size) -}}
+{{- include "pipelinerl.fail" (printf "actor.gpus: %d differs from the recipe's actor.engine.tensor_parallel_size = %d; set recipe.set.actor.engine.tensor_parallel_size, or leave actor.gpus at null" (int $gpus) $size) -}}
 {{- else -}}
 {{- int $gpus -}}
 {{- end -}}

@@ -1,8 +1,8 @@
 """The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or directly as tokens.
 
-Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by its
-probabilities; a request only sets length, stop strings and tools. Answers are sent whole; a stream's connection is kept alive
-until then.
+Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by the
+sampling probabilities; a request sets only messages, length, stop strings and tools. Answers are sent whole; a stream's
+connection is kept alive until then.
 
 `context_of` and `answer_of` convert messages to tokens and back. Recorded tokens are kept, and only the messages after them are
 rendered. If the model's format cannot do that, or if the request's history was not recorded, the whole history is rendered and
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Maximum size of a request, with room for a context of about a million tokens."""
 BODY_WITHIN_S = 30.0
-"""Time within which a request must arrive completely."""
+"""Seconds within which a request must arrive completely."""
 KEEP_ALIVE_S = 2.0
 """Seconds until a stream's headers are sent, and between the comments that keep clients with short timeouts waiting."""
 MAX_STOPS = 16
@@ -149,7 +149,7 @@ class Endpoint:
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
                 raise Unrenderable(f"{name}: give token ids from 0 to {self._vocab_size - 1}")
         ignored = ignored_fields(body.get("sampling_params") or {}, run.episode.sampling)
-        self._count_ignored(name for name in ignored if name != "logprobs")  # the answer contains them
+        self._count_ignored(name for name in ignored if name != "logprobs")  # the answer always contains these
         waits = run.episode.turn(
             np.array(asked.token_ids, dtype=np.int32),
             max_tokens=limits.max_tokens,
@@ -250,7 +250,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Return the names of the fields that ask for another distribution than `sampling`, or for another form of answer. Pure."""
+    """Return the names of fields that ask for a distribution other than `sampling`'s, or for another form of answer. Pure."""
     unchanged = {
         # These values ask for the recipe's distribution, which has neither top-p nor top-k.
         "temperature": (sampling.temperature,),
@@ -297,7 +297,8 @@ def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
 
 
 def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
-    """Return vLLM's answer to a request with tokens: the sampled tokens and their log μ, with a random id."""
+    """Return a turn in the format of vLLM's response to a request whose prompt is token ids: the sampled tokens, their
+    log-probabilities under the sampling policy (log μ), and a random request id."""
     token_ids, logprobs = turn.made.completion_token_ids.tolist(), turn.made.behaviour_logprobs.tolist()
     content = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -311,7 +312,7 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
 async def _unless_over(
     waits: Coroutine[Any, Any, _Result], over: asyncio.Event, *hung_up: Coroutine[Any, Any, None]
 ) -> _Result:
-    """Return the result of `waits`, or cancel it and raise `Refused` if the environment's run is over or the client hung up."""
+    """Return the result of `waits`, or cancel it and raise `Refused` if the environment's run ends or the client hangs up."""
     working = asyncio.create_task(waits)
     ending = [asyncio.create_task(one) for one in (over.wait(), *hung_up)]
     try:
@@ -364,8 +365,8 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
 
 
 def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-    """Return the turn's context, int32[context]. It extends the last turn in `served` that is part of the request's
-    history, if any. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
+    """Return the requested turn's context, int32[context]. If possible, it extends the turn in `served` with the longest
+    history that the request continues. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
     turn = _last_known(served, _history(messages, tools))
     messages, tools = chat.control.parted(messages), chat.control.parted(tools)
     token_ids = None
@@ -454,7 +455,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return the turn with the longest history that `history` continues; of several, one that no turn extends, if any."""
+    """Return the turn with the longest history that `history` continues; among several, prefer one that no turn extends."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

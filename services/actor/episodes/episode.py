@@ -1,8 +1,8 @@
 """Record episodes as tokens, serve the turns that environments request, and have verifiers run the environments.
 
 A turn extends another if its context begins with the other's context and sampled tokens. Turns that extend each other form a
-branch. A turn begins a new branch, whose prompt is the turn's context, if it extends no turn or one that an earlier turn
-already extends. An environment runs again if its verifier died or if another actor continues the episode. Then no turn counts
+branch. A turn begins a new branch if it extends no turn, or one that an earlier turn already extends; its context is the
+branch's prompt. An environment runs again if its verifier died or if another actor continues the episode. Then no turn counts
 as served, and a request with the context of a recorded turn gets that turn. Turns that the last run did not request are
 dropped.
 """
@@ -39,9 +39,9 @@ from services.actor.metrics import ActorMetrics
 log = logging.getLogger(__name__)
 
 CALL_SLACK_S = 30.0
-"""Time that a verifier has to answer after an episode's deadline, before it is presumed dead."""
+"""Seconds that a verifier has to answer after an episode's deadline, before it is presumed dead."""
 MOST_RUNS = 5
-"""An episode fails when this many runs of its environment have requested turns and lost their verifiers, perhaps by a crash."""
+"""An episode fails after this many runs that requested turns and then lost their verifier, perhaps because of the episode."""
 NO_TURNS = "no_turns: the environment ended without requesting a turn"
 _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
@@ -104,7 +104,7 @@ class Episode:
     max_context: int
     """Maximum number of tokens in a branch, including its prompt."""
     turn_timeout_s: float
-    """Time for a turn, including the wait for a slot."""
+    """Maximum seconds for a turn, including the wait for a slot."""
     failure: str = field(default="", init=False)
     """Why the episode cannot go on: the engine failed or a turn missed its deadline. All further requests are refused."""
     policy_fault: str = field(default="", init=False)
@@ -141,8 +141,8 @@ class Episode:
         stop_token_ids: tuple[int, ...] = (),
     ) -> RecordedTurn:
         """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. Raises `Refused`.
-        `max_tokens` can only lower the recipe's; `stop` and `stop_token_ids` add to the recipe's. If this call is cancelled,
-        the turn counts as not served."""
+        `max_tokens` can only lower the recipe's limit; `stop` and `stop_token_ids` add to the recipe's. If this call is
+        cancelled, the turn counts as not served."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens = len(context_token_ids)
@@ -186,7 +186,7 @@ class Episode:
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
         """Return the first recorded turn with this context and the same sampling parameters that is not served in this run. If
-        another actor began a turn, its parameters are unknown; it must then only be within the request's maximum length."""
+        another actor began a turn, its parameters are unknown; then only its length must be within the request's maximum."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = not turn.served and (is_short if turn.asked is None else turn.asked == sampling)
@@ -279,8 +279,8 @@ def base_path(key: str) -> str:
 
 
 class Episodes:
-    """The running episodes of one recipe's tasks. Before the first episode, the caller sets `address`, `host:port` of the
-    endpoint."""
+    """The running episodes of one recipe's tasks. Before the first episode, the caller must set `address` to the endpoint's
+    `host:port`."""
 
     def __init__(
         self, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, decode: Callable[[TokenIds], str]
@@ -312,7 +312,7 @@ class Episodes:
     ) -> tuple[Episode, VerifyResult | None]:
         """Run an episode and return it with its environment's result, or with None if `stopped` was set before its end. Waits
         without limit for a verifier that accepts the episode. If its verifier is lost, the environment runs again, at another
-        verifier if possible, and gets turns that were sampled already."""
+        verifier if possible, and gets the turns that were already sampled."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,
@@ -350,7 +350,7 @@ class Episodes:
                     failure = f"{lost} verifiers were lost while they ran the episode; the last error: {error}"
                     if (now_s := time.monotonic()) - self._told_at_s >= LOG_EVERY_S:  # one line for all episodes
                         self._told_at_s = now_s
-                        log.warning("episodes are run again: %s", error)
+                        log.warning("a verifier is full or was lost; starting its episodes again: %s", error)
                 except (ServiceError, MessageError) as error:
                     return VerifyResult(sequence_id=request.sequence_id, message=str(error))
             if lost >= MOST_RUNS:

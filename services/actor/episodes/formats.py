@@ -1,7 +1,7 @@
 """Write conversations as tokens in a model's chat format, and read sampled turns as messages.
 
-A format is a renderer of the package `renderers`, which knows some 25 model families; any other chat template; or, for a model
-without a template, the joined texts of messages. Each can extend sampled tokens without tokenizing them again.
+There are three formats: a renderer of the package `renderers`, which knows some 25 model families; any other chat template;
+and, for a model without template, the joined texts of messages. Each can extend sampled tokens without tokenizing them again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ChatFormat(Protocol):
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. A changed chat template overrides the format of the model's name."""
+    """Return the format of a recipe's model. The recipe's chat template or its variables override the model's name."""
     is_changed = bool(model.chat_template or model.chat_template_kwargs)
     return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
 
@@ -154,9 +154,9 @@ class RendererTokenizer:
 
 class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. Some renderers take `variables` of
-    the chat template as settings. Some templates drop the thoughts before a user's message; their renderers refuse to extend
-    turns by such a message. This class still extends a turn, such as one without thoughts, if a new rendering differs only in
-    white space."""
+    the chat template as settings. Some templates drop thoughts that precede a user's message, so their renderers refuse to
+    extend a turn by such a message. This class extends it nevertheless if a new rendering differs only in white space, as for a
+    turn without thoughts."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -224,8 +224,8 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 class TemplateFormat:
     """Any chat template. A recorded turn is extended by the text that the template writes after the turn, provided that later
-    messages do not change what the template writes before. Tool calls have the form of Hermes models. If the template does not
-    support tools, a message describes them."""
+    messages do not change what the template writes before them. Tool calls have the form of Hermes models. If the template does
+    not support tools, a message describes them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
@@ -281,8 +281,8 @@ class TemplateFormat:
             raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
-        """Return the template's token after an answer, or None, and the text after it. `asked_again`: a user's message
-        follows."""
+        """Return the special token that the template writes after an answer, or None, and the text after it. `asked_again`: a
+        user's message follows."""
         tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""
@@ -296,8 +296,8 @@ class TemplateFormat:
 
 
 class PlainFormat:
-    """The format of a model without chat template: the tokenizer's first token, if it has one, then the texts of all messages,
-    each tokenised separately. An assistant's message ends with the end-of-sequence token."""
+    """The format of a model without chat template: the token that the tokenizer puts first, if any, then the texts of all
+    messages, each tokenised separately. An assistant's message ends with the end-of-sequence token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
@@ -340,7 +340,7 @@ def _with_tool_names(messages: list[Message]) -> list[Message]:
 
 def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
     """Write tools, calls and results as text in the form of Hermes models, for a template that does not know tools. The tools
-    are added to the system message or, if the template knows none, to the first message."""
+    are added to the system message or, if the template has none, to the first message."""
     said: list[Message] = []
     if tools:
         text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))

@@ -1,8 +1,8 @@
 """Decide when to write checkpoints. Each one holds exactly one policy version, and an existing folder is always complete.
 
 Tensors and other state are captured at the same moment between two steps: while they are copied, no step is being computed, and
-every computed step is in the tracker. Checkpoints are written one at a time on a separate thread, beside the next steps, to a
-hidden folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
+every computed step is in the tracker. During the next steps, a separate thread writes one checkpoint at a time to a hidden
+folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
 
 `PolicyExport` stages the policy in host memory while training waits, and writes the Hugging Face folder while training
 continues. Everything else that transformers needs to write a model (class, configuration, ties, conversions) is in a second
@@ -93,7 +93,7 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """By version of each kept checkpoint: the position in SEQUENCES up to which the checkpoint covers messages."""
+        """For each kept checkpoint, by version: the position in SEQUENCES up to which it covers messages."""
         self.saved_at_s = start.saved_at_s
         """Unix time at which the newest checkpoint was written, or training began if there is none; None before training."""
         self._began_version, self._began_s = start.version, time.monotonic()
@@ -123,7 +123,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Enclose a step and the recording of its sequences in the tracker. After the last checkpoint, no step can begin."""
+        """Context in which a step is computed and its sequences are recorded. After the last checkpoint, no step can begin."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -175,7 +175,7 @@ class Checkpointer:
             written = await asyncio.wrap_future(job)
         except Exception as error:  # from the disk, torch, or another rank: in any case the run goes on
             raise ServiceError(f"the checkpoint of version {version} could not be written: {error or repr(error)}") from error
-        log.info("checkpoint of version %d is in %s, after %.2f s", version, written.folder, written.seconds)
+        log.info("wrote the checkpoint of version %d to %s in %.2f s", version, written.folder, written.seconds)
         self.saved_at_s = time.time()
         self.positions.pop(version, None)
         self.positions[version] = written.position
@@ -198,7 +198,7 @@ _KEPT = ("generation_config", "_weight_conversions", "peft_config")
 
 
 class PolicyExport:
-    """Exports a policy in `dtype`. Each `stage` reuses memory, so the previous stage must already be written."""
+    """Exports a policy in `dtype`. Each `stage` reuses the memory of the previous one, which must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         with torch.device("meta"):
@@ -213,7 +213,7 @@ class PolicyExport:
 
     @torch.no_grad()
     def stage(self, learner: Learner) -> None:
-        """Gather the policy's tensors into host memory, on all ranks. Call it on the compute thread."""
+        """On all ranks, gather the policy's tensors into host memory. Must be called on the compute thread."""
         there = {WEIGHTS: True, VALUE_HEAD: learner.policy.value_head is not None, ADAPTER: has_adapters(self.form)}
         for kind in (kind for kind, has in there.items() if has):
             copies = self.staged.setdefault(kind, {})

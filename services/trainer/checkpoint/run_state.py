@@ -206,7 +206,7 @@ class Start:
     positions: Mapping[int, int] = field(default_factory=dict)
     """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
     saved_at_s: float | None = None
-    """Unix time at which that checkpoint was written, or training began if there is none; None before training."""
+    """Unix time at which the newest checkpoint was written, or training began if there is none; None before training."""
 
     @property
     def version(self) -> int:
@@ -230,7 +230,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     states = {path.parent: load_run_state(path.parent) for path in resumable(run_dir).values()}
     folder, state = list(states.items())[-1] if states else (None, None)
     if state is not None and folder is not None and state.run != run:
-        raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} is of run {state.run!r}, not of {run!r}")
+        raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} belongs to run {state.run!r}, not to {run!r}")
     for change in check_resumable(state.recipe if state else _lineage_file(run_dir)["recipe"], recipe):
         log.info("recipe changed: %s", change)
     if state is None or folder is None:
@@ -242,7 +242,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:
-    """Return whether an evaluation of the version of `start` is due, and the checkpoint lacks its result. Pure."""
+    """Return whether the version of `start` is due for an evaluation whose result the checkpoint lacks. Pure."""
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)

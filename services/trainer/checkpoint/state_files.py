@@ -1,4 +1,4 @@
-"""Save and restore a learner's state: staged in host memory while training waits, written while training continues.
+"""Save and restore a learner's state, which is staged in host memory while training waits and written while training continues.
 
 The state is a set of named tensors, independent of the number of ranks that share it and of the computation's dtype:
 
@@ -98,7 +98,7 @@ def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None
     except CheckpointException as error:
         by_rank = sorted(error.failures.items())
         causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in by_rank)
-        raise ServiceError(f"the trainer's state is not written to {folder}: {causes}") from error
+        raise ServiceError(f"cannot write the trainer's state to {folder}: {causes}") from error
     for changed in (folder, folder.parent):
         sync_folder(changed)
 
@@ -233,7 +233,7 @@ class StateSaver:
             self._free.set()
 
     def follow(self) -> None:
-        """Other ranks: wait for rank 0's decision about the staged state and execute it, on a thread that does not train."""
+        """On ranks other than 0, await and execute rank 0's decision about the staged state. Not for the compute thread."""
         assert self._others is not None, "a rank that is alone follows none"
         try:
             told = self._others.hear()

@@ -56,7 +56,7 @@ Digest: TypeAlias = tuple[int, str]
 
 
 def put_model(folder: Path, url: str) -> int:
-    """Upload all files of `folder` to the folder `url`, verify them, point `latest` at it, and return the number of bytes. A
+    """Upload all files of `folder` to the folder `url`, verify them, point `latest` at `url`, and return the number of bytes. A
     model already at `url` counts as incomplete once the upload begins. Raises `ServiceError`, and the store's `OSError`."""
     store, root = _open(url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
@@ -100,8 +100,8 @@ def fetch_model(url: str, folder: Path) -> str:
 
 
 def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
-    """Fill the empty `folder` with the model `name`: a URL, or a folder relative to `run_dir`'s parent or, if not found, to the
-    current folder. A run's `checkpoints/latest` means its newest checkpoint. Return its source. Raises like `fetch_model`."""
+    """Fill the empty `folder` with the model `name`: a URL, or a folder, relative to `run_dir`'s parent or else to the current
+    folder. A run's `checkpoints/latest` means its newest checkpoint. Return its source. Raises like `fetch_model`."""
     if "://" in name:
         found = fetch_model(name, folder)
     else:
@@ -140,7 +140,7 @@ def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
             raise ValueError("its upload has not ended")
         return {_safe(name, url): (int(size), str(sha256)) for name, (size, sha256) in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        fix = f"is incomplete by its {MANIFEST} ({error}): wait for the upload, or use another checkpoint"
+        fix = f"is incomplete according to its {MANIFEST} ({error}): wait for the upload, or use another checkpoint"
         raise FieldError("model.name", url, fix) from error
 
 
@@ -194,12 +194,12 @@ class _Waiting:
     version: int
     folder: Path
     since_s: float
-    """Time at which the oldest checkpoint since the last upload was written."""
+    """Unix time at which the first checkpoint after the last uploaded one was written."""
 
 
 class Uploads:
-    """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones. Use it
-    on one event loop."""
+    """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones. Must be
+    used on one event loop."""
 
     def __init__(self, url: str, run_dir: Path, run: str, metrics: tuple[Counter, Histogram]) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
@@ -221,7 +221,8 @@ class Uploads:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Upload inside the block. The run's next trainer continues an upload that has not ended by then."""
+        """Context in which accepted checkpoints are uploaded. The run's next trainer continues an upload that is unfinished at
+        its end."""
         if not self._root:
             yield
             return
@@ -285,7 +286,7 @@ class Uploads:
         self.last, seconds = last, time.monotonic() - began_s
         self._tries.labels("uploaded").inc()
         self._seconds.observe(seconds)
-        log.info("checkpoint of version %d is uploaded to %s, after %.2f s", tried.version, url, seconds)
+        log.info("uploaded the checkpoint of version %d to %s in %.2f s", tried.version, url, seconds)
         async with self._changing_files:
             another = None if self._waiting is tried else self._waiting  # a newer one arrived
             self._waiting = another and replace(another, since_s=_written_s(another.folder))

@@ -82,7 +82,7 @@ async def calls_to(name: str, address: str, *, tls_dir: Path | None = None, tls_
     try:
         channel = open_channel(address, tls_dir, tls_name)
     except FieldError as error:
-        raise ServiceError(f"actor {name} at {address} is not called: {error}") from error
+        raise ServiceError(f"cannot call actor {name} at {address}: {error}") from error
     try:
         async with channel:
             yield actor_pb2_grpc.ActorServiceStub(channel)
@@ -126,7 +126,7 @@ async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: flo
             for first in range(0, len(items), JUDGE_BATCH):
                 tasks.create_task(verify(items[first : first + JUDGE_BATCH]))
     except TimeoutError:
-        log.warning("held-out evaluation: %d of %d completions judged in time", len(verdicts), len(items))
+        log.warning("held-out evaluation: only %d of %d completions were judged in time", len(verdicts), len(items))
     return verdicts
 
 
@@ -150,7 +150,7 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates a version through those actors of `updater` that serve it. `calls`: `calls_to` with certificates."""
+    """Evaluates a version through those actors of `updater` that serve it. `calls`: works like `calls_to`."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Evaluator:
                         log.warning("%d actors answered none of %d held-out problems", len(members), len(missing))
                         break
         except TimeoutError:
-            log.warning("held-out evaluation: %d of %d completions in time", len(done), len(self._problems))
+            log.warning("held-out evaluation: only %d of %d completions arrived in time", len(done), len(self._problems))
         return done
 
     def _by_task(self, problem_ids: Iterable[str]) -> dict[str, list[str]]:
@@ -254,7 +254,7 @@ class Evaluator:
             return True
         versions = {(span.incarnation, span.version) for branch in branches for span in branch.spans}
         if versions != {(self._incarnation, version)}:
-            log.warning("held-out problem %s is asked again: sampled by versions %s", completion.id, versions)
+            log.warning("asking held-out problem %s again; versions that sampled it: %s", completion.id, versions)
             return False
         return True
 
@@ -277,7 +277,7 @@ class Evaluator:
         if overall is None:
             raise ServiceError(f"no held-out problem has a verdict: {told}")
         if told:
-            log.warning("held-out accuracy of version %d leaves out answers: %s", version, told)
+            log.warning("held-out accuracy of version %d leaves out answers, by reason: %s", version, told)
         num_tokens = sum(sequence.num_episode_tokens for sequence in known.values())
         return HeldoutResult(version, overall, num_tokens, tuple(known[answer] for answer in self._shown(completions)), sets)
 
@@ -322,7 +322,8 @@ class Evaluator:
         )
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Compare the scores of all actors that serve `version` with the trainer's (`trained`). None if no actor answers."""
+        """Compare the scores of all actors that serve `version` with `trained`, the trainer's. Return None if no actor
+        answers."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())

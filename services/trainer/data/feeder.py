@@ -1,9 +1,9 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
 The feeder consumes the tasks' problems in order and produces messages on PROMPTS. It may issue more groups after a new version,
-a lost group, an arrival or the beginning of an optimizer step. A group enters the tracker before it is published, so that no
-unknown sequence can arrive. The group's number is reserved on disk even earlier, so that a restarted trainer knows which groups
-may have been published. Completions are never tokenised again.
+a lost group, the arrival of a sequence, or the start of an optimizer step. A group enters the tracker before it is published,
+so that no unknown sequence can arrive. The group's number is reserved on disk even earlier, so that a restarted trainer knows
+which groups may have been published. Completions are never tokenised again.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EncodedProblem:
 
 
 ProblemStream = Callable[[int], EncodedProblem]
-"""Training problems of all tasks, by number. With the same seed, a number gives the same problem in every run."""
+"""Returns the training problem with a given number. With the same seed, a number gives the same problem in every run."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Feeder:
         self._look.set()
         self._unusable_in_a_row = 0
         self.refused: dict[str, str] = {}
-        """First message by reason, for prompts that were left out."""
+        """For each reason, the message of the first prompt that was left out for it."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
@@ -161,7 +161,7 @@ class Feeder:
 
     def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
         """Record that a step has its batch, for which it waited `wait_share` of the time since the last step. `for_max_lag`:
-        `max_lag` caused the wait."""
+        whether `max_lag` caused the wait."""
         open_groups = self.tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
@@ -204,8 +204,8 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups that an earlier incarnation issued, up to number `reserved`. Return how many were published
-        again.
+        """Take over the groups below number `reserved`, which an earlier incarnation may have issued. Return how many were
+        published again.
 
         If a group is on the streams (`prompts`, `arrived`: from `scan_in_flight`), its sequences are awaited. Otherwise it is
         published again, with a message id that ends with `name`. Call this before reading the log.
@@ -268,8 +268,8 @@ class Feeder:
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
-        """End a group that cannot be published, or has no room for a completion. Another group replaces it."""
-        log.warning("problem %d of %s is left out, %s: %s", group.problem_index, group.task, reason, detail)
+        """End a group that cannot be published, or whose prompt leaves no room for a completion. Another group replaces it."""
+        log.warning("leaving out problem %d of %s (%s): %s", group.problem_index, group.task, reason, detail)
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
         self._unusable_in_a_row += 1

@@ -66,8 +66,8 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
     fix = next(fixes, "read the warnings in the trainer's log")
     return (
         f"the last {num_groups} prompt groups were all lost, so nothing could be trained on; most "
-        f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. A run that "
-        "needs more patience sets trainer.give_up_after_groups"
+        f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. To let a "
+        "run go on for longer, raise trainer.give_up_after_groups"
     )
 
 
@@ -117,7 +117,7 @@ class Intake:
         """Tokens since this start. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """By short reason: the message of the first sequence that failed for it."""
+        """For each short reason, the message of the first sequence that failed for it."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
 
     async def run(self) -> None:
@@ -178,7 +178,7 @@ class Intake:
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Record the missing samples of an open group as failed. They never arrive; the others are trained on if possible."""
+        """Record an open group's missing samples, which never arrive, as failed. The others are trained on if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
@@ -192,7 +192,7 @@ class Intake:
             return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
         if not self._is_proved(sequence.group_id, sequence.group_token):
             what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
-            # Fail the sample with this message id: NATS would drop its right sequence as a repetition.
+            # Fail the sample whose id this message has: NATS would drop its true sequence as a duplicate.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
         reason = groups.untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         reason = reason or ("" if sequence.failure else self.quarantine.failure_of(sequence))
@@ -205,7 +205,7 @@ class Intake:
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
         """Count a bad message. If it took the place of a pending sample, return a failed sequence for that sample."""
         self.bad_messages += 1
-        log.error("%s is set aside: %s", what, failure, extra=AGGREGATED)
+        log.error("setting aside %s: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
             for sequence in self._tracker.missing(sequence_id.rpartition(".")[0], self._bus.run, failure):
                 if sequence.sequence_id == sequence_id:
@@ -293,7 +293,7 @@ class Intake:
 
 
 FEWEST_TOKENS = 256
-"""Number of an actor's tokens after which the actor is checked. The count then starts again at 0."""
+"""Number of an actor's tokens of lag 0 after which the actor is checked. The count then starts again at 0."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
 """Allowed difference between log π and log μ of one token, in nats. The float32 bound is ten times the probe's tolerance. In 16
 bits a single token may be much further off than the median, and even more so with quantised weights in the engine."""
@@ -327,8 +327,8 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Count one step's log π − log μ of tokens of lag 0. Return newly quarantined actors, with their share of bad
-        tokens."""
+        """Check one step's log π − log μ of the tokens of lag 0, by actor. Return newly quarantined actors, each with its share
+        of tokens beyond the bound."""
         found = {}
         for actor, of_actor in log_weights.items():
             self._seen[actor] += len(of_actor)

@@ -1,7 +1,7 @@
 """The trainer's trace spans: issue, receipt and end of each sequence, and one span per optimizer step.
 
 A group's trace begins when the group is issued. For sampled traces, the parent of a sequence's next span is remembered until
-the sequence has ended. After a restart, the trace gets an end only if the sequence is received again.
+the sequence has ended. After a restart, a sequence's trace gets an end only if the sequence is received again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import Trace, child, is_on, root, trace_in, trace_of
 
 MOST_OPEN = 100_000
-"""Maximum number of sequences in progress whose trace is remembered. Beyond it, the oldest gets no end."""
+"""Maximum number of sequences in progress whose trace is remembered. Beyond that, the oldest trace gets no end."""
 
 
 class SequenceTraces:

@@ -39,8 +39,8 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return the counter of rank 0's orders, which the first rank of each further node exports for its pod. The thread that
-    executes the orders increments it."""
+    """Return a counter of the orders from rank 0 to the first rank of a further node. That rank exports it for its pod. The
+    thread that executes the orders increments it."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
     )
@@ -64,17 +64,17 @@ class TaskMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
         reported = {"figure": f"a reward's term, an environment's metric, or turns; only the first {MOST_REASONS} names"}
-        self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences by task; none for a run of one task.", task)}
+        self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences of the step, by task if several.", task)}
         for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
-            text = f"{plain(figure.text).removesuffix('.')}, by task if there are several."
+            text = f"{plain(figure.text)} One series per task, if there are several."
             self._of_task[figure.key] = metrics.reading(f"task_{figure.metric}", text, task, unit=figure.unit)
-        text = "Mean of a number that rewards or environments report, over a task's sequences in the step."
+        text = "Mean of a number that rewards or environments report, over the step's sequences of a task."
         self._reported = metrics.reading("task_reported_mean", text, {**task, **reported}, unit="as reported")
-        text = "Held-out accuracy of one set of problems, last evaluation."
+        text = "Held-out accuracy of one set of problems in the last evaluation."
         self._accuracy = metrics.reading("heldout_set_accuracy_ratio", text, sets)
-        text = "pass@k of one set of problems, last evaluation, with k = evaluation.samples if that is above 1."
+        text = "pass@k of one set of problems in the last evaluation, for k = evaluation.samples, if that is above 1."
         self._passed = metrics.reading("heldout_set_pass_ratio", text, sets)
-        text = "Mean of a reported number over the answers to one set of problems, last evaluation."
+        text = "Mean of a reported number over the answers to one set of problems in the last evaluation."
         self._heldout_reported = metrics.reading("heldout_set_reported_mean", text, {**sets, **reported}, unit="as reported")
         self._names = BoundedLabels()
 
@@ -106,17 +106,17 @@ class StepMetrics:
         self._tasks = TaskMetrics(metrics)
         self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        text = "algorithm.max_lag; no series if it is null or bounds a mean lag."
+        text = "algorithm.max_lag; no series if it is null, or bounds the mean lag of a sequence."
         self.lag_bound = metrics.reading("token_lag_bound_steps", text)
-        self.planned = metrics.reading("planned_steps", "Optimizer steps of the whole run: trainer.steps.")
-        self._step = metrics.histogram("step_seconds", "Duration of one optimizer step, including waiting.", STEP_SECONDS)
-        text = "Duration of each part of a step; the parts do not overlap."
+        self.planned = metrics.reading("planned_steps", "Optimizer steps of the whole run (trainer.steps).")
+        self._step = metrics.histogram("step_seconds", "Duration of an optimizer step, waiting included.", STEP_SECONDS)
+        text = "Duration of each phase of a step; phases do not overlap."
         self._phases = metrics.histogram("step_phase_seconds", text, PHASE_SECONDS, {"phase": STEP_PHASES})
-        text = "Duration of each part of a step's computation; plan and build run during the previous step."
+        text = "Duration of each phase of a step's computation; plan and build run during the previous step."
         self._compute = metrics.histogram("compute_phase_seconds", text, PHASE_SECONDS, {"phase": COMPUTE_PHASES})
-        text = "Time within a step in which the computation waited for weights to be sent."
+        text = "Time in a step for which the weight update kept the trainer from computing."
         self._idle = metrics.histogram("update_idle_seconds", text, PHASE_SECONDS)
-        text = "Peak memory: on a GPU, of tensors since the previous step; on a CPU, of the process since its start."
+        text = "Peak memory. On a GPU: of tensors, since the previous step. On a CPU: of the process, since its start."
         self._memory = metrics.reading("memory_peak_bytes", text)
 
     def observe(self, record: StepRecord) -> None:
@@ -146,17 +146,17 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 class MembershipMetrics:
     def __init__(self, metrics: MetricSet) -> None:
-        text, causes = "Actors that the trainer removed from an epoch although they did not leave.", tuple(EvictionCause)
+        text, causes = "Actors that the trainer removed from an epoch although they had not left.", tuple(EvictionCause)
         self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
-        text = "Arrivals: an actor began to serve, in an epoch or on a side group."
+        text = "How often an actor that joined began to serve, in an epoch or after a side group."
         self.joins = metrics.counter("joins_total", text, unit="actors")
-        text = "Time to bring one actor to the served version on a side group."
+        text = "Time in which a side group brought an actor to the served version."
         self.join_seconds = metrics.histogram("join_seconds", text, SECONDS)
-        text = "Time from the first to the last byte of a version, at the trainer."
+        text = "Time from the first to the last byte of a version, measured at the trainer."
         self._transfer = metrics.histogram("weight_update_transfer_seconds", text, SECONDS)
         text = "Time from the offer of a version until the last member serves it."
         self._round_trip = metrics.histogram("weight_update_round_trip_seconds", text, SECONDS)
-        self._bytes = metrics.counter("weight_update_bytes_total", "Bytes of the versions that all members serve.")
+        self._bytes = metrics.counter("weight_update_bytes_total", "Bytes sent of versions that all members then served.")
 
     def served(self, update: UpdateRecord) -> None:
         self._transfer.observe(update.transfer_s)
@@ -215,7 +215,7 @@ class TokenLagHistogram(Collector):
     """Tokens by lag since the start. One thread may add while others read, because the state is replaced as a whole. The client
     library's histogram takes one observation at a time, which is too slow for the hundreds of thousands of tokens of a step."""
 
-    NAME, TEXT = "token_lag_steps", "Token lag at use, optimizer steps; each trained token counts once."
+    NAME, TEXT = "token_lag_steps", "Lag of trained tokens in optimizer steps; each token counts once."
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -278,47 +278,48 @@ class StateMetric(NamedTuple):
 
 STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
-    StateMetric("served_version", "Newest version that every member serves; none at first.", lambda run: run.served_version),
+    StateMetric("served_version", "Newest version that every member serves; no series before the first.",
+                lambda run: run.served_version),
     StateMetric("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
-    StateMetric("regroups_total", "How often the group of all members was formed again.",
+    StateMetric("regroups_total", "How often the transfer group of all members was formed again.",
                 lambda run: run.updater.regroups, "groups of members"),
-    StateMetric("weight_updates_total", "Versions that all members serve, and transfers that were aborted.",
+    StateMetric("weight_updates_total", "Weight updates: versions that all members came to serve, and aborted transfers.",
                 lambda run: run.updater.updates, "updates", {"outcome": ("served", "aborted")}),
-    StateMetric("epoch", "Epoch: number of the current membership of the transfer group.",
+    StateMetric("epoch", "Number of the epoch, the current membership of the transfer group.",
                 lambda run: run.updater.epoch, "epoch"),
-    StateMetric("ledger_sequences", "Sequences of the whole run: issued, and by outcome.",
+    StateMetric("ledger_sequences", "Sequences of the whole run: all that were issued, and those with each outcome.",
                 lambda run: run.ledger.counts.as_dict(), labels={"state": tuple(LedgerCounts().as_dict())}),
-    StateMetric("ledger_discrepancy_sequences", "Issued sequences minus those in all other states; not 0 is a defect.",
-                lambda run: run.ledger.counts.discrepancy),
+    StateMetric("ledger_discrepancy_sequences", "Issued sequences minus those in all other states. Any value except 0 shows a "
+                "defect.", lambda run: run.ledger.counts.discrepancy),
     StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
-                labels={"reason": "see docs/errors.md; (other) sums up the less frequent ones"}),
-    StateMetric("dropped_stale_sequences", "Sequences that were too old for training, by reason.",
+                labels={"reason": "see docs/errors.md; (other) is the sum of the less frequent ones"}),
+    StateMetric("dropped_stale_sequences", "Sequences dropped because they were too old for training, by reason.",
                 lambda run: {**_NONE_STALE, **run.ledger.reasons(Outcome.DROPPED_STALE)},
                 labels={"reason": tuple(_NONE_STALE)}),
-    StateMetric("tokens_total", "Completion tokens by outcome of their sequence, since this start.",
+    StateMetric("tokens_total", "Completion tokens by the outcome of their sequence, since this trainer started.",
                 lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": tuple(Outcome)}),
-    StateMetric("tokens_arrived_total", "Completion tokens that reached the trainer, since this start.",
+    StateMetric("tokens_arrived_total", "Completion tokens that have reached the trainer since it started.",
                 lambda run: run.intake.tokens_arrived_here, "tokens"),
-    StateMetric("bad_messages", "Unusable messages: sequences since the run began, others since this start.",
+    StateMetric("bad_messages", "Unusable messages: sequences since the run began, others since this trainer started.",
                 lambda run: run.intake.bad_messages + run.updater.bad_messages),
     StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
                 "(weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
-    StateMetric("checkpoint_version", "Version of the newest checkpoint; none before the first.",
+    StateMetric("checkpoint_version", "Version of the newest checkpoint; no series before the first.",
                 lambda run: max(run.checkpoints.positions, default=None)),
-    StateMetric("checkpoint_timestamp_seconds", "Unix time of the newest checkpoint, by this or an earlier trainer; before "
-                "the first, of the beginning of training.", lambda run: run.checkpoints.saved_at_s),
-    StateMetric("checkpoint_upload_version", "Version of the last upload; none before the first.",
+    StateMetric("checkpoint_timestamp_seconds", "Unix time of the newest checkpoint, which an earlier trainer may have "
+                "written; before the first one, the time when training began.", lambda run: run.checkpoints.saved_at_s),
+    StateMetric("checkpoint_upload_version", "Version of the last upload; no series before the first.",
                 lambda run: run.uploads.last.get("version")),
-    StateMetric("checkpoint_upload_timestamp_seconds", "When the last upload ended; none before the first.",
+    StateMetric("checkpoint_upload_timestamp_seconds", "Unix time at which the last upload ended; no series before the first.",
                 lambda run: run.uploads.last.get("at_s")),
-    StateMetric("checkpoint_upload_waiting_seconds", "Time that a checkpoint has been waiting for its upload; no series "
+    StateMetric("checkpoint_upload_waiting_seconds", "Time for which a checkpoint has been waiting to be uploaded; no series "
                 "without uploads.", lambda run: run.uploads.waiting_s),
     StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: len(run.intake.ready)),
-    StateMetric("feeder_allowance_groups", "Groups that the staleness bound alone allows the feeder to issue now; without a "
-                "bound, up to the run's end.", lambda run: run.feeder.allowance_by_version),
-    StateMetric("in_flight_sequences", "Sequences in progress, and those in complete groups whose step has not begun.",
+    StateMetric("feeder_allowance_groups", "Groups that the feeder could issue now if only the staleness bound limited it; "
+                "without a bound, all groups until the run's end.", lambda run: run.feeder.allowance_by_version),
+    StateMetric("in_flight_sequences", "Sequences in progress, or in complete groups whose step has not begun.",
                 lambda run: run.feeder.in_flight),
-    StateMetric("in_flight_limit_sequences", "Freshness limit of in_flight_sequences at present; none in conventional "
+    StateMetric("in_flight_limit_sequences", "Present freshness limit on in_flight_sequences; no series in conventional "
                 "mode.", lambda run: run.feeder.in_flight_limit),
 )  # fmt: skip
 
@@ -365,14 +366,14 @@ def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWante
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )
-    text = "Actors that would keep the trainer busy within the lag bound; no value until it is measured."
+    text = "Number of actors that would keep the trainer busy within the lag bound; no series until it is measured."
     wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
     wanted.read(lambda: advice.wanted)
     return advice
 
 
 def most_in_flight(recipe: Recipe) -> int | None:
-    """Return M, the maximum number of issued, unconsumed sequences; None if only the number of actors bounds it. Pure."""
+    """Return M, the maximum number of sequences issued but not consumed; None if only the number of actors bounds it. Pure."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g * recipe.trainer.batch_size
     max_lag = recipe.algorithm.max_lag

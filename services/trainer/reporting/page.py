@@ -105,7 +105,7 @@ class PageBoard:
 
     @property
     def is_read(self) -> bool:
-        """Return whether an open page will ask again within `ASKED_WITHIN_S`."""
+        """Return whether a page asked for news so recently that it is probably still open."""
         return time.monotonic() - self._asked_at < 2 * ASKED_WITHIN_S
 
     def _position(self) -> str:
@@ -130,7 +130,7 @@ MOST_MEMBERS = 256
 
 
 def member_rows(states: Mapping[str, str], served_version: int | None, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
-    """Return each registered actor, ordered by name, with its state and the newest version that it is known to serve."""
+    """Return the first `MOST_MEMBERS` actors by name, each with its state and the newest version that it is known to serve."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)
@@ -181,7 +181,7 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
 
 
 def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
-    """Restrict `app`'s page to clients that know the key, if any, and that use one of the trainer's host names. On a loopback
+    """Restrict `app`'s page to clients that use one of the trainer's host names and, if there is a key, know it. On a loopback
     interface, `serve_http` checks the name instead."""
     if settings.page_key is not None:
         app = behind_key(app, settings.page_key.read_bytes())
@@ -197,7 +197,7 @@ def behind_key(app: ASGIApp, key: bytes) -> ASGIApp:
         if scope["type"] == "http" and scope["path"] not in PROBED:
             given, slash, path = scope["path"][1:].partition("/")
             if not (hmac.compare_digest(given.encode(), key) and slash):
-                refusal = "refused: open the page by the link that `pipelinerl run` has printed\n"
+                refusal = "refused: open the page with the link that `pipelinerl run` printed\n"
                 await PlainTextResponse(refusal, 403)(scope, receive, send)
                 return
             scope = {**scope, "path": f"/{path}", "raw_path": f"/{path}".encode()}

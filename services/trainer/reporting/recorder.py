@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 PAGE_STATE_EVERY_S = 1.0
 SAMPLES_READ = 256
-"""Number of the first samples, and of the last, that a resumed run reads for the page."""
+"""A resumed run reads this many of the first samples, and as many of the last, for the page."""
 
 
 class Recorder:
@@ -182,7 +182,7 @@ class Recorder:
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Record that all members serve a version. Of times that each actor has, the step's record gets the longest."""
+        """Record that all members serve a version. Of the actors' times, the step's record gets the longest."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
@@ -298,15 +298,15 @@ class Recorder:
         }
 
     def _advise(self, record: StepRecord) -> None:
-        """Update the replica advice. This trainer's first step counts as 0 consumed sequences, as their number is unknown."""
+        """Update the replica advice. The first step here counts as 0 consumed sequences, since their number is unknown."""
         before, self._used_up = self._used_up, sum(record["sequences"][outcome] for outcome in Outcome)
         seconds = record["step_s"]
         self._replicas.step(0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0))
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
         """Return whether the lag limit is below the recommended one and costs time or sequences: the trainer waits because the
-        limit holds back prompts, or more than `MOST_STALE` of the sequences were stale. The warning is logged once. Return
-        False until the longest of the first sequences have ended: before that, only short lengths are known."""
+        limit holds back prompts, or the share of stale sequences exceeds `MOST_STALE`. The warning is logged once. Return False
+        until the longest of the first sequences have ended: before that, only short lengths are known."""
         problem, seconds = too_small_max_lag(self._recipe, record["largest_lag"]), record["step_s"]
         if problem is None or record["step"] <= record["largest_lag"]:
             return False
@@ -362,7 +362,7 @@ class Recorder:
 
 
 def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
-    """Return episode statistics, with the names of metrics.jsonl; empty without episodes. Pure."""
+    """Return episode statistics, named as in metrics.jsonl; empty without episodes. Pure."""
     episodes = [sequence for sequence in sequences if sequence.turns]
     branches = [branch for episode in episodes for branch in episode.all_branches]
     if not episodes:
@@ -385,7 +385,7 @@ def sequence_figures(sequences: list[Sequence]) -> dict[str, float]:
 
 
 def task_figures(sequences: list[Sequence]) -> dict[str, dict[str, float]]:
-    """Return a step's figures by task, with the names of metrics.jsonl. Tasks without sequences are left out. Pure."""
+    """Return a step's figures by task, named as in metrics.jsonl. Tasks without sequences are left out. Pure."""
     return {name: {"sequences": len(own), **sequence_figures(own)} for name, own in _by_task(sequences).items()}
 
 
@@ -395,7 +395,7 @@ def _by_task(sequences: list[Sequence]) -> dict[str, list[Sequence]]:
 
 
 def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
-    """Return the spread of rewards within the groups of a step, with the names of metrics.jsonl. Pure."""
+    """Return the spread of rewards within the groups of a step, named as in metrics.jsonl. Pure."""
     groups = [np.array([sequence.reward for sequence in group.sequences]) for group in batch]
     return {
         "group_reward_std": float(np.mean([rewards.std() for rewards in groups])),

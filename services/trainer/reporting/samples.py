@@ -25,7 +25,7 @@ Sample = dict[str, Any]
 MOST_TOKENS = 1024
 """Maximum number of tokens of a completion that are written one by one."""
 MOST_WITH_TOKENS = 500
-"""Steps per run whose samples are written token by token. Such a sample takes up to 20 KB, others 1 to 4 KB."""
+"""About this many steps per run have samples written token by token, of up to 20 KB each. Other samples take 1 to 4 KB."""
 
 
 def has_tokens(step: int, steps: int) -> bool:
@@ -79,7 +79,7 @@ def _reference(text: str) -> Any:
 def _branches(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
 ) -> list[dict[str, Any]]:
-    """Return an episode's branches. Special tokens are kept: they mark the roles. `weights`: of all sampled tokens, in
+    """Return an episode's branches. Special tokens are kept: they mark the roles. `weights`: those of all sampled tokens, in
     order."""
     branches, written = [], 0
     for branch in sequence.all_branches:

@@ -75,7 +75,7 @@ class Tracker(Protocol):
         """Open the run, or continue it if an earlier trainer opened it. After an error, this is called again."""
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """Log figures at `position` of `axis`: `STEP`, or `HELDOUT_VERSION`, which may be older than the last step."""
+        """Log figures at `position` on `axis`, `STEP` or `HELDOUT_VERSION`. The latter may be older than the last step."""
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         """Log the run's summary at its last step, and send unsent points. `finished`: the run was not stopped early."""
@@ -158,7 +158,7 @@ class TrackerThread:
         return True
 
     def _warn(self, what: str) -> None:
-        """Log only once, since an unreachable tracker would fill the log."""
+        """Log only the first warning, since an unreachable tracker would fill the log."""
         if not self._warned:
             self._warned = True
             log.warning("tracker %s %s; training goes on without waiting for it", self.name, what)
@@ -308,7 +308,7 @@ class TensorBoardTracker:
         self._open = SummaryWriter
 
     def start(self, run: TrackedRun) -> None:
-        """Open the writer. Make TensorBoard hide earlier points after `run.version`, since the restart undid those steps."""
+        """Open the writer. Hide an earlier trainer's points after `run.version`, since the restart undid those steps."""
         purged = run.version + 1 if run.incarnation > 1 else None
         self._writer = self._open(str(run.run_dir / "tensorboard"), purge_step=purged)
         rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in run.params.items()]

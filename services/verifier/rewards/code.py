@@ -5,7 +5,7 @@ A problem's tests have one of the forms of common data sets:
     [{"input": "2 3", "output": "5"}, ...]                        standard input and expected output
     {"inputs": ["2 3", ...], "outputs": ["5", ...]}               the same (APPS, TACO), also as JSON in a text
     {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]}        arguments and result of a function or of a method of the class
-                                                                  Solution (LeetCode); [[5]] means the same (APPS)
+                                                                  Solution (LeetCode); "outputs": [[5]] is the same (APPS)
     ["assert add(2, 3) == 5", ...], or one text                   statements that must not raise (MBPP)
     "def check(candidate): ..."  with  entry_point: "add"         a function that checks the program (HumanEval)
 
@@ -106,8 +106,8 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the program in an answer, and a text that says where it was. The program is the last fenced block marked as
-    Python, even if the block is cut; else the last block without a mark; else the whole answer."""
+    """Return the program in an answer, and where it was, in words such as 'took its code block'. The program is the last fenced
+    block marked as Python, even if the block is cut; else the last block without a mark; else the whole answer."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -213,13 +213,12 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test of a call. Arguments that are a text have one JSON value per line; an expected result that is a text is
-    then parsed as JSON as well."""
+    """Return the test of a call. If `put` is a text, each line is an argument in JSON; then a text `got` is JSON, too."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
     if not isinstance(put, list):
-        raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one per line")
+        raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one argument per line")
     call = ["__call__", [["yours", str(name)], *(harness.encode(each, list) for each in put)], {}]
     return Test(call=json.dumps(call), returned=got, in_list=in_list)
 
@@ -340,7 +339,7 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs, ignoring white space at line ends. If a line should have a decimal, its numbers count by value."""
+    """Compare outputs except for white space at line ends. In lines that should have a decimal, compare numbers by value."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))

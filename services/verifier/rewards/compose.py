@@ -2,7 +2,7 @@
 
 reward = correct * score + format_weight * [the format matches] + overlong penalty
 
-With `truncated: zero`, a completion that was cut at its length limit only gets the penalty, and has a term `truncated`.
+With `truncated: zero`, a completion that was cut at its length limit gets only the penalty, and a term `truncated`.
 
 A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or a mapping of
 named numbers that are added up. It is trusted code that handles untrusted completions, so it runs in a worker process, with a
@@ -34,13 +34,14 @@ from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
 MOST_TERMS, TERM_CHARACTERS = 128, 100
-"""Maximum number of terms of a user's function, and length of their names. Both are stored with each sequence."""
+"""Maximum number of terms of a user's function, and maximum length of their names. Each sequence is stored with its terms."""
 _ALMOST = 1e-9
 """A score that is below 1 by at most this much counts as right, since it may have rounding errors."""
 
 
 class ComposedReward:
-    """A recipe's reward. `graded` (a user's function or a judge): the scorer's number counts even with `reward.binary`."""
+    """A recipe's reward. `graded`: the scorer is a user's function or a judge, so its number counts even with
+    `reward.binary`."""
 
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer
@@ -50,9 +51,9 @@ class ComposedReward:
         self._format = re.compile(config.format_pattern, re.DOTALL) if config.format_pattern else None
 
     def find_answer(self, completion: str) -> str | None:
-        """Return group 1 of the last match of `answer_pattern`, stripped; without a pattern, the whole completion; None if
-        nothing matches, or if the group is not part of the last match. In a first search, `.` does not match line ends, so that
-        `Answer: (.*)` takes only its line. A second search begins after the last match of the first. In it, `.` matches line
+        """Return group 1 of the last match of `answer_pattern`, stripped, or None if nothing matches or the last match lacks
+        the group. Without a pattern, return the whole completion. The first search, in which `.` does not match line ends, lets
+        `Answer: (.*)` take only its line. The second search begins after the last match of the first; in it, `.` matches line
         ends, so that `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
@@ -157,8 +158,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function, possibly async, of our form, verl's or TRL's. Its parameters' names tell the form. Raises `FieldError`
-    if it is missing or has another form. verl's and TRL's forms get the whole completion, so `answer_pattern` must be empty."""
+    """Import a function, possibly async, of our form, verl's or TRL's; its parameters' names tell which. Raises `FieldError` if
+    it is missing or has another form. verl's and TRL's forms get the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
@@ -282,7 +283,7 @@ def exact(item: RewardInput) -> Score:
 
 
 def regex(item: RewardInput) -> Score:
-    """Score 1 if the reference answer, as a regular expression, matches the whole answer. Its `.` also matches line ends."""
+    """Score 1 if the reference answer, read as a regular expression, matches the whole answer. `.` also matches line ends."""
     pattern = _compiled(reference_answer(item))
     if item.answer is None:
         return NO_ANSWER
@@ -298,7 +299,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
-    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if `schema` is empty, the reference answer as a
+    """Return a scorer that gives 1 if the answer is JSON that fits `schema`. If `schema` is empty, each reference answer is the
     schema. Raises `FieldError` if `schema` is not a JSON Schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match

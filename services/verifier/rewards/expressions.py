@@ -20,7 +20,7 @@ from mpmath import mp, mpc, mpf
 
 MOST_CHARACTERS = 2000
 _EXACT_BITS = 65_536
-"""Maximum size of exact numbers; 2004! has 19,000 bits."""
+"""Maximum size of exact numbers, in bits; 2004! has 19,000."""
 _PRECISION_BITS, _RANGE_BITS, _EQUAL_BITS = 1000, 450, 930
 """Precision of inexact numbers, the bound of their binary exponents, and the number of bits that must agree."""
 
@@ -213,7 +213,8 @@ _MEANINGS = {
 
 
 class _Reader:
-    """Recursive-descent parser. Its input is a list of relations; their sides are unions of sums of products of powers."""
+    """Recursive-descent parser. Its input is a list of relations between unions of sums; sums consist of products, and products
+    of powers."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._at, self._in_bars = tokens, 0, False
@@ -277,7 +278,7 @@ class _Reader:
             node = Node("*", "", (node, number(10 ** _MULTIPLIERS[factors[0]])))
             words.remove(factors[0])
         if _NO_UNITS.intersection(words):
-            raise Unreadable(f"{' '.join(words)!r} after a number")
+            raise Unreadable(f"{' '.join(words)!r} after a number is not a unit")
         unit = {"percent": "%", "degrees": "degree"}.get(" ".join(words), " ".join(words))
         return Node("unit", unit, (node,)) if words else node
 
@@ -527,7 +528,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of an arbitrary smooth function with this name, because an unknown f equals only itself."""
+    """Return the value of an arbitrary smooth function that depends on the name. Thus an unknown f equals only itself."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
@@ -558,7 +559,7 @@ _CALLS: dict[str, Callable[..., Number]] = {
 
 
 def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
-    """Return the value at the given values of variables, inside a context of `precise`. Raises `Unreadable`."""
+    """Return the value for the given values of variables. Call this inside a `precise` context. Raises `Unreadable`."""
     match node:
         case Node("number", _, (value,)):
             return _bounded(value)

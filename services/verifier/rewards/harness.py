@@ -28,7 +28,7 @@ _LARGE = 1 << 63
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
-    """Return JSON for plain data; for any other object, call `refer`, which may raise."""
+    """Return plain data in a form that JSON can represent. For any other object, return what `refer` returns; it may raise."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _LARGE:
         return ["int", hex(value)]  # Python limits the length of decimal text
     if value is None or isinstance(value, bool | int | float | str):
@@ -54,7 +54,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
 
 
 def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """Return the value that `encode` wrote. `resolve` finds the object of a reference. Raises for any other message."""
+    """Return the value that `encode` wrote. `resolve` finds the object of a reference. Raises if `message` is anything else."""
     if not isinstance(message, list):
         return message
     match message:
@@ -93,7 +93,7 @@ class Peer:
         return self._remotes.setdefault(number, Remote(self, number))
 
     def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        """Have the other end perform an operation, and apply its changes to the arguments here as well."""
+        """Have the other end perform an operation, and make its changes to the arguments here as well."""
         given = [self._encoded(each) for each in arguments], {name: self._encoded(each) for name, each in keywords.items()}
         with contextlib.suppress(ConnectionError):  # if the other process has ended, nothing is received below
             self._send([operation, *given])

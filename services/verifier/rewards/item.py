@@ -21,7 +21,7 @@ class RewardInput:
     answer: str | None
     """The answer that `reward.answer_pattern` found, without surrounding white space; None if it matched nothing."""
     reference: Mapping[str, Any]
-    """Data of the problem: `answer`, and for reasoning-gym also `dataset` and `entry`."""
+    """Data of the problem: `answer`; `row` if its row has other columns; `dataset` and `entry` for reasoning-gym."""
     completion_tokens: int = 0
     max_tokens: int = 0
     """The limit under which the completion was sampled; 0 = unknown."""
@@ -35,7 +35,8 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A score; its `value` is 1 if fully right. `parts` add up to it, `metrics` are only reported, `reason` is for people."""
+    """A score; its `value` is 1 if fully right. `parts` add up to `value`, `metrics` are only reported, `reason` is for
+    people."""
 
     value: float
     reason: str = ""
@@ -57,7 +58,7 @@ class BadReference(PipelineRLError):
 
 
 class BadReward(PipelineRLError):
-    """A reward is not a finite number within `reward.max_abs`."""
+    """A reward cannot be used, for example because it is not a finite number within `reward.max_abs`."""
 
 
 def reference_answer(item: RewardInput) -> str:

@@ -23,7 +23,7 @@ from services.verifier.rewards.expressions import Node, Number, Unreadable, eval
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
 
 _TAIL_CHARACTERS = 4000
-"""Characters, from the end, that are searched in a completion without a box."""
+"""Number of characters at the end of a completion that are searched for an answer outside a box."""
 _LONGEST_TEXT = 200
 _THOUGHT = r"(?:think|thinking|thought|reasoning)"
 _CLAIM = re.compile(
@@ -116,7 +116,7 @@ def _told(text: str) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether a whole text is an answer: mathematics, words without numbers, or a date."""
+    """Return whether the text as a whole is an answer: mathematics, words without numbers, or a date."""
     is_answer = not re.search(r"\d", text) or (any(map(_MONTH.fullmatch, _words(text))) and len(_words(text)) < 5)
     return _is_mathematics(text) or ("\n" not in text.strip() and is_answer)
 
@@ -128,7 +128,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last expression, with its unit, of the last sentence that has one; empty if this is no answer."""
+    """Return the last expression, with its unit, of the last sentence that has one; empty if it is no answer."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -450,10 +450,10 @@ def reference_text(text: str) -> str:
 def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
     r"""Return a scorer that gives 1 if answer and reference are mathematically equal, such as `1/2`, `0.5` and `\frac{1}{2}`.
 
-    The answer is the content of the last box, or the text after "the answer is", or the last expression. With `boxed`, only the
-    content of the last `\boxed{...}` counts; a text without a box, or cut inside it, is wrong. Thoughts do not count. A
-    comparison that takes more CPU time than a quarter of `timeout_s` makes the answer wrong. SIGVTALRM measures this, so the
-    scorer must run on the main thread; wall-clock time would make right answers wrong on a busy machine.
+    The answer is the content of the last box; without a box, the text after "the answer is"; otherwise, the last expression.
+    With `boxed`, only the content of the last `\boxed{...}` counts; a text without a box, or cut inside it, is wrong. Thoughts
+    do not count. A comparison that takes more CPU time than a quarter of `timeout_s` makes the answer wrong. SIGVTALRM measures
+    this, so the scorer must run on the main thread; wall-clock time would make right answers wrong on a busy machine.
     """
 
     def score(item: RewardInput) -> Score:
