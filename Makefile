@@ -136,7 +136,7 @@ verifiers: $(STAMP)  ## Install what a task with source: verifiers needs, into a
 	@$(INSTALL) $(HASHED) --upgrade --target $(VENV)/verifiers -r requirements/verifiers.txt
 
 .PHONY: images lint-images image-check image-requirements hashes
-DOCKERFILES := $(wildcard services/*/Dockerfile)
+DOCKERFILES := $(wildcard services/*/Dockerfile deploy/images/*.Dockerfile)
 
 images:  ## Build the containers' images: FLAVOUR=cuda|cpu REGISTRY= TAG= SERVICES="actor trainer verifier" (docs/images.md)
 	@$(foreach name,FLAVOUR REGISTRY TAG SERVICES BASE_IMAGE BUILD_ARGS PIP_CONF SOURCE ENGINE,$(if $($(name)),$(name)='$($(name))')) deploy/images/build.sh

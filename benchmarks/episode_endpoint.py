@@ -139,7 +139,7 @@ def bare_command(model: str, port: int) -> list[str]:
     """With the arguments of the actor's engine, and nothing noted of a request."""
     from services.actor.vllm_engine import engine_arguments
 
-    arguments = engine_arguments(_recipe(model), model, on_gpu=False)
+    arguments = engine_arguments(_recipe(model), model, gpu_gib=None)
     for name in ("weight_transfer_config", "logprobs_mode", "trust_remote_code"):
         del arguments[name]
     executor = arguments.pop("distributed_executor_backend")

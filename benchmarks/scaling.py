@@ -61,7 +61,7 @@ def planned(case: str, num_accelerators: int) -> dict[str, Any]:
         "stale": plan.played.stale_share,
         "step_s": plan.played.duration / plan.played.steps,
         "control_s": CONTROL_S * plan.split.num_generators,
-        "update_s": weight_update_s(MODEL, plan.split.num_generators),
+        "update_s": weight_update_s(MODEL.weights_bytes, plan.split.num_generators),
         "simulated_share": plan.share,
     }
 

@@ -141,6 +141,10 @@ def _validate(parser: argparse.ArgumentParser) -> None:
 def _plan(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
     parser.add_argument("--parameters", metavar="SIZE", required=True, help="model parameters with all experts, such as 7.6B")
+    parser.add_argument(
+        "--active-parameters", metavar="SIZE",
+        help="parameters that a token uses in a mixture of experts, such as 3.3B (default: by the model's config.json or name)",
+    )  # fmt: skip
     parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="number of accelerators to divide")
     parser.add_argument(
         "--accelerator", metavar="NAME|FILE", default="H100",

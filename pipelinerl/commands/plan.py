@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import RecipeError, load_recipe, problems_of
+from pipelinerl.recipe.model_folder import active_share
 from pipelinerl.rl.groups import length_bucket
 from pipelinerl.rl.memory import ACCELERATORS, Model
 from pipelinerl.rl.planner import Machine, Plan, estimated, make_plan, misfits
@@ -39,7 +40,11 @@ def plan(args: argparse.Namespace) -> int:
         if value is not None and not 0 < value < math.inf:
             raise FieldError(f"--{option.replace('_', '-')}", value, "give a number above 0")
     kv_bytes = args.kv_kib_per_token * 1024 if args.kv_kib_per_token else None
-    model = Model.of(recipe, size_of(args.parameters), kv_bytes)
+    parameters, active = size_of(args.parameters), args.active_parameters
+    share = active_share(recipe.model, parameters) if active is None else size_of(active, "--active-parameters") / parameters
+    if share > 1:
+        raise FieldError("--active-parameters", active, f"a token cannot use more than --parameters = {args.parameters}")
+    model = Model.of(recipe, parameters, kv_bytes, active_share=share)
     lengths, source = lengths_of(args.lengths, recipe)
     machine = machine_of(args.accelerator, model, recipe, lengths)
     wanted = recipe, model, machine, lengths, args.accelerators, args.sequences_in_progress
@@ -57,11 +62,11 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def size_of(text: str) -> float:
-    """Return the number of parameters in a text such as `7.6B`. Raises `FieldError`."""
+def size_of(text: str, option: str = "--parameters") -> float:
+    """Return the number of parameters in a text such as `7.6B`. Raises `FieldError`, which names `option`."""
     found = _SIZE.fullmatch(text)
     if not found or not 0 < float(found[1]) < math.inf:
-        raise FieldError("--parameters", text, "give a number with M, B or T, such as 7.6B")
+        raise FieldError(option, text, "give a number with M, B or T, such as 7.6B")
     return float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()]
 
 
@@ -153,6 +158,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
         ("actors", f"{split.num_generators:,} of {per_actor} each, H = {split.sequences_in_progress}"),
         ("trainer", f"{counted(split.num_trainers, 'accelerator')}, a rank on each"),
         ("throughput", f"{plan.rate / lengths.mean:,.1f} sequences/s, {plan.rate:,.0f} tokens/s; {batch_s:.3g} s a step"),
+        ("run", f"{counted(plan.steps, 'step')} take {plan.hours:.3g} h, without start, evaluations and checkpoints"),
         ("token lag", f"mean {lag['mean']:.2f}, p95 {lag['p95']:.0f}, max {lag['max']:.0f}; formula {split.largest_lag}"),
         (
             "idle",
@@ -201,6 +207,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_s": plan.rate,
         "sequences_per_s": plan.rate / plan.lengths.mean,
         "step_s": played.duration / played.steps,
+        "run_h": plan.hours,
         "closed_form": {
             "generation_tokens_per_s": split.generation,
             "training_tokens_per_s": split.training,

@@ -16,7 +16,7 @@ from pipelinerl.errors import FieldError, Lacking, counted, one_of
 from pipelinerl.local.placing import placed_here
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
-from pipelinerl.recipe.model_folder import known_parameters, token_counter
+from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
 from pipelinerl.rl.memory import (
@@ -27,6 +27,7 @@ from pipelinerl.rl.memory import (
     engine_bytes,
     kv_cache_gib,
     loads_paused,
+    ranks_of_a_copy,
     snapshot_gib,
     state_bytes,
     trainer_problem,
@@ -59,7 +60,7 @@ def validate(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None:
         model, memory_gib = model_of(recipe, args.parameters), gib_of(args.gpu_memory)
         memory = memory_outline(recipe, model, memory_gib)
-        ranks = recipe.trainer.shard_ranks or recipe.trainer.ranks
+        ranks = ranks_of_a_copy(recipe, model, memory_gib)
         told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
         mistakes += [problem for problem in told if problem is not None]
     if mistakes:
@@ -186,16 +187,15 @@ def gib_of(text: str) -> float:
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
     """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
-    if parameters is not None:
-        return Model.of(recipe, size_of(parameters))
+    if size := size_of(parameters) if parameters is not None else known_parameters(recipe.model):
+        return Model.of(recipe, size, active_share=active_share(recipe.model, size))
     name = recipe.model.name or recipe.model.source
-    if held := known_parameters(recipe.model):
-        return Model.of(recipe, held)
     named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
     if not named:
         fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
         raise FieldError("--parameters", None, fix)
-    return Model.of(recipe, _ROUNDED * max(named))
+    size = _ROUNDED * max(named)
+    return Model.of(recipe, size, active_share=active_share(recipe.model, size))
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
@@ -204,7 +204,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     size, in_share = engine.tensor_parallel_size, memory_gib * vllm_share(recipe, model, memory_gib)
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
     each = kv_gib * GIB / model.kv_bytes / in_progress
-    ranks = trainer.shard_ranks or trainer.ranks
+    ranks = ranks_of_a_copy(recipe, model, memory_gib)
     state_gib, snapshots = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
     on_host = f", and {model.weights_bytes / GIB:.1f} of host memory for each actor" if loads_paused(recipe) else ""
     on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
@@ -219,7 +219,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         (
             "trainer GPU",
             f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}{on_device}; "
-            f"{memory_gib - state_gib - snapshots:.1f} for activations and gathered weights (trainer.nproc = {trainer.ranks}: "
-            "set it to the ranks of all nodes)",
+            f"{memory_gib - state_gib - snapshots:.1f} for activations and gathered weights (trainer.nproc = "
+            f"{trainer.nproc or 'auto'}: set it to the ranks of all nodes)",
         ),
     ]

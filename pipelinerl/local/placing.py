@@ -8,7 +8,7 @@ from pathlib import Path
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.devices import find_devices, has_gpu
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.model_folder import hub_parameters, known_parameters
+from pipelinerl.recipe.model_folder import active_share, hub_parameters, known_parameters
 from pipelinerl.recipe.rules import value_at
 from pipelinerl.rl.placement import AUTOMATIC, OPTION, Placement, numbered, pinned, place, table
 from pipelinerl.run_dir import RunDir, write_json
@@ -28,8 +28,8 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
             raise FieldError(OPTION, wanted, f"{found.problem}; leave it out")
         return numbered(recipe), None, [f"note: the run uses the CPU: {found.problem}"] if has_gpu() else []
     parameters = known_parameters(recipe.model) or hub_parameters(recipe.model)
-    devices = found.devices
-    chosen = pinned(recipe, devices, _text(wanted), parameters) if wanted else place(recipe, devices, parameters)
+    devices, size = found.devices, (parameters, active_share(recipe.model, parameters))
+    chosen = pinned(recipe, devices, _text(wanted), *size) if wanted else place(recipe, devices, *size)
     recipe, placement = chosen
     lines = [*table(placement, devices)]
     if not parameters:

@@ -515,8 +515,8 @@ class EngineConfig(Section):
         None,
         gt=0,
         le=1,
-        description="Share of the GPU's memory that vLLM may take. `auto`: 0.9; in a local run less, if weight updates or a "
-        "trainer on the same GPU need more than a tenth.",
+        description="Share of the GPU's memory that vLLM may take. `auto`: 0.9, or less if weight updates, or a local run's "
+        "trainer on the same GPU, need more than a tenth.",
     )
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
 """Folder of the small models of this package, which `benchmarks.small_models` has made."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _HUB_S = 20.0
+_ACTIVE_IN_NAME = re.compile(r"-A(\d+(?:\.\d+)?)B(?![a-z])", re.IGNORECASE)
 _COUNTED = 64
 """Number of texts whose tokens are counted: those with most characters. They almost always include the one with most tokens."""
 
@@ -60,12 +62,42 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 def longest_context(folder: Path) -> int | None:
     """Return the context of a model in tokens; None if its config.json gives none or extends it by scaling."""
-    config = json.loads((folder / "config.json").read_bytes())
-    text = config.get("text_config")
-    config |= text if isinstance(text, dict) else {}
+    config = _text_config(folder / "config.json")
     scaled = '"factor"' in json.dumps([config.get("rope_scaling"), config.get("rope_parameters")])
     longest = config.get("max_position_embeddings")
     return longest if isinstance(longest, int) and not scaled else None
+
+
+def active_share(model: ModelConfig, parameters: float) -> float:
+    """Return the share of its `parameters` that one token uses: below 1 if the model's config.json describes a mixture of
+    experts or, without that file here, if the model's name tells it, as 30B-A3B does. Reads nothing from the hub."""
+    folder = model_folder(model)
+    path = cached(model, "config.json") if folder is None else folder / "config.json"
+    if not parameters or path is None or not path.is_file():
+        named = _ACTIVE_IN_NAME.search(model.name)
+        return min(1.0, 1e9 * float(named[1]) / parameters) if named and parameters else 1.0
+    try:
+        config = _text_config(path)
+    except (ValueError, TypeError, AttributeError):  # `problems_in` says so
+        return 1.0
+
+    def number(*names: str) -> int:
+        return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+
+    experts, visited = number("num_experts", "num_local_experts", "n_routed_experts"), number("num_experts_per_tok")
+    if not 0 < visited < experts:
+        return 1.0
+    layers = (number("num_hidden_layers") - number("first_k_dense_replace")) / max(1, number("decoder_sparse_step"))
+    layers -= len(config.get("mlp_only_layers") or [])
+    expert = 3 * number("hidden_size") * number("moe_intermediate_size", "intermediate_size")
+    return max(visited / experts, 1 - layers * (experts - visited) * expert / parameters)
+
+
+def _text_config(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json, with those of the text model in place of a multimodal model's."""
+    config: dict[str, Any] = json.loads(path.read_bytes())
+    text = config.get("text_config")
+    return config | (text if isinstance(text, dict) else {})
 
 
 def _weights_problems(folder: Path) -> Iterator[str]:

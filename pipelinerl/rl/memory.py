@@ -1,7 +1,8 @@
 """Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training. Estimates know a model only by
-its size. Memory is left for activations: `ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's.
+its size; memory counts all experts of a mixture, and compute only those that a token visits. Memory is left for activations:
+`ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's.
 Replicated tensors and other processes on the device are not counted.
 """
 
@@ -11,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
@@ -27,6 +28,9 @@ MOST_SNAPSHOTS = 3
 """Number of the trainer's snapshots: one each for the served version, the version in transfer and the version that waits."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
+ADAPTERS = 0.9
+"""Parameters of adapters on all linear layers, divided by their rank and by the model's active parameters to the power of 2/3.
+The quotient is between 0.65 and 0.9 for Qwen2.5 of 0.5B to 7B and Llama of 8B and 70B."""
 MOST_PER_ACTOR = 64
 """Maximum number of accelerators of an actor, as for `actor.engine.tensor_parallel_size`."""
 
@@ -37,18 +41,27 @@ class Model:
     kv_bytes: float
     """Bytes of one token in the KV cache, over all layers."""
     dtype_bytes: int = 2
+    active_share: float = 1.0
+    """Share of the parameters that one token uses. It is below 1 only in a mixture of experts."""
+    adapters: int | None = None
+    """Number of the adapters' parameters; None = not known, so that it is estimated."""
 
     @classmethod
-    def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None) -> Model:
-        """Return the recipe's model. If `kv_bytes` is None, it is estimated for a dense 16-bit model with grouped-query
-        attention: 128 KiB per token at 8B, as in Llama 3, scaled by the square root of the size. This gives 379 KiB at 70B,
-        where Llama 3 has 320. Other models can need less: Qwen2.5-7B has 56 KiB."""
+    def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None, **known: Any) -> Model:
+        """Return the recipe's model; `known` has the last two fields. If `kv_bytes` is None, it is estimated for a 16-bit model
+        with grouped-query attention: 128 KiB per token at 8B, as in Llama 3, scaled by the square root of the size. This gives
+        379 KiB at 70B, where Llama 3 has 320. Other models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
         usual = 128 * 1024 * math.sqrt(parameters / 8e9)
-        return cls(parameters, usual if kv_bytes is None else kv_bytes, 4 if recipe.model.dtype == "float32" else 2)
+        return cls(parameters, usual if kv_bytes is None else kv_bytes, 4 if recipe.model.dtype == "float32" else 2, **known)
 
     @property
     def weights_bytes(self) -> float:
         return self.parameters * self.dtype_bytes
+
+    @property
+    def active(self) -> float:
+        """Number of parameters that one token uses."""
+        return self.parameters * self.active_share
 
     @property
     def layer_bytes(self) -> float:
@@ -71,11 +84,9 @@ def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
 def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
     """Return the memory that a weight update needs on each accelerator outside vLLM's share. `ranks`: number of accelerators of
     an actor; None = as in the recipe."""
-    if sends_adapters(recipe):
-        return update_bytes() / GIB
     if loads_paused(recipe):
         return update_bytes(layer=model.layer_bytes) / GIB
-    return update_bytes(model.weights_bytes / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
+    return update_bytes(sent_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
 
 
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
@@ -93,6 +104,18 @@ def loads_paused(recipe: Recipe) -> bool:
 def sends_adapters(recipe: Recipe) -> bool:
     """Return whether actors receive adapter factors instead of weights."""
     return recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter"
+
+
+def adapter_parameters(recipe: Recipe, model: Model) -> float:
+    """Return the number of the adapters' parameters, which is an estimate unless the model knows it; 0 without adapters."""
+    if recipe.trainer.lora is None:
+        return 0.0
+    return recipe.trainer.lora.rank * ADAPTERS * model.active ** (2 / 3) if model.adapters is None else model.adapters
+
+
+def sent_bytes(recipe: Recipe, model: Model) -> float:
+    """Return the size of a version as actors receive it: adapters or whole weights."""
+    return adapter_parameters(recipe, model) * model.dtype_bytes if sends_adapters(recipe) else model.weights_bytes
 
 
 def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
@@ -124,7 +147,8 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
     update = update_gib(recipe, model)
     if memory_gib * (1 - share) < update:
         most = math.floor(100 * (1 - update / memory_gib)) / 100
-        held = "twice the largest layer" if loads_paused(recipe) else "a second instance of the weights"
+        sent = "adapters" if sends_adapters(recipe) else "weights"
+        held = "twice the largest layer" if loads_paused(recipe) else f"a second instance of the {sent}"
         fix = (
             f"leaves {memory_gib * (1 - share):.1f} of {memory_gib:,.0f} GiB outside vLLM, but a weight update needs "
             f"{update:.1f}: {held} ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} for receiving; use at most {most}"
@@ -159,12 +183,13 @@ def update_shortage(free_bytes: int, total_bytes: int, share: float, *, weights:
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, only the weights count."""
-    if recipe.trainer.lora is not None:
-        return model.weights_bytes
+    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, these are the states of the
+    adapters, and the model's weights stay in its dtype; the model without adapters is the reference."""
     moments, reference = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8, recipe.algorithm.kl_coefficient > 0
-    in_16_bits = model.dtype_bytes if model.dtype_bytes < 4 else 0
-    return model.parameters * (in_16_bits + 4 + 4 + moments + model.dtype_bytes * reference)
+    each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
+    if recipe.trainer.lora is None:
+        return model.parameters * (each + model.dtype_bytes * reference)
+    return model.weights_bytes + adapter_parameters(recipe, model) * each
 
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
@@ -186,6 +211,11 @@ def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
 def fewest_ranks(recipe: Recipe, model: Model, memory_gib: float) -> int:
     """Return how many ranks must share one copy of the states to leave room for activations."""
     return math.ceil(state_bytes(recipe, model) / (memory_gib * MODEL_STATE_SHARE * GIB))
+
+
+def ranks_of_a_copy(recipe: Recipe, model: Model, memory_gib: float) -> int:
+    """Return how many ranks share one copy of the states. If `trainer.nproc` is `auto`, these are the fewest that can."""
+    return recipe.trainer.shard_ranks or recipe.trainer.nproc or fewest_ranks(recipe, model, memory_gib)
 
 
 def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int) -> FieldError | None:

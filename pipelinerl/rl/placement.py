@@ -102,11 +102,13 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
     return recipe.model_copy(update={"actor": actor, "trainer": trainer})
 
 
-def place(recipe: Recipe, devices: Sequence[Device], parameters: int) -> Placed:
+def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_share: float = 1.0) -> Placed:
     """Divide the GPUs. `parameters`: number of the model's parameters; 0 = unknown, and then no memory is calculated.
+    `active_share`: see `Model`.
 
     Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit.
     """
+    model = Model.of(recipe, parameters, active_share=active_share) if parameters else None
     free = [device for device in devices if device.free_bytes >= FREE_SHARE * device.total_bytes]
     if not free:
         used = ", ".join(f"{device.name} has {device.free_bytes / GIB:.1f} GiB free" for device in devices)
@@ -116,15 +118,15 @@ def place(recipe: Recipe, devices: Sequence[Device], parameters: int) -> Placed:
     if len(free) == 1:
         _check_alone(recipe, len(devices))
         only = (free[0].uuid,)
-        return _with_numbers(recipe, Placement(trainer=only, actors=(only,)), devices, parameters)
-    ranks, actors = _numbers(recipe, free, len(devices), parameters)
+        return _with_numbers(recipe, Placement(trainer=only, actors=(only,)), devices, model)
+    ranks, actors = _numbers(recipe, free, len(devices), model)
     size, left = recipe.actor.engine.tensor_parallel_size, list(free)
     trainer = _take(left, ranks)
     groups = tuple(_take(left, size) for _ in range(len(left) // size))
-    return _with_numbers(recipe, Placement(trainer=trainer, actors=groups[:actors], spare=groups[actors:]), devices, parameters)
+    return _with_numbers(recipe, Placement(trainer=trainer, actors=groups[:actors], spare=groups[actors:]), devices, model)
 
 
-def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int) -> Placed:
+def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int, active_share: float = 1.0) -> Placed:
     """Return the placement that `text` gives as JSON of a `Placement`, where a GPU may also be named by its position in
     `devices`. Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, an unknown GPU, or a
     group of the wrong size."""
@@ -153,7 +155,8 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int
             raise FieldError(OPTION, twice[0], "one rank and one actor may share a GPU, but no two ranks and no two actors")
     if wrong := [group for group in placement.groups if len(group) != size]:
         raise FieldError(OPTION, list(wrong[0]), f"give each actor actor.engine.tensor_parallel_size = {size} GPUs")
-    return _with_numbers(recipe, placement, devices, parameters)
+    model = Model.of(recipe, parameters, active_share=active_share) if parameters else None
+    return _with_numbers(recipe, placement, devices, model)
 
 
 def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
@@ -184,7 +187,7 @@ def _check_alone(recipe: Recipe, num_devices: int) -> None:
             raise FieldError(field, value, f"{here} which one rank and one actor share; use 1, or a machine with more GPUs")
 
 
-def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, parameters: int) -> tuple[int, int]:
+def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Model | None) -> tuple[int, int]:
     """Return the number of ranks and of actors on two or more free GPUs."""
     size, given, count = recipe.actor.engine.tensor_parallel_size, recipe.trainer.nproc, recipe.actor.count
     multiple = math.lcm(recipe.trainer.context_parallel, recipe.trainer.shard_ranks or 1)
@@ -195,7 +198,7 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, parameter
         actors = count
         ranks = (len(free) - actors * size) // multiple * multiple
     else:
-        ranks, actors = _divided(recipe, free, multiple, parameters)
+        ranks, actors = _divided(recipe, free, multiple, model)
     if given is None and any(device.is_instance for device in free):
         ranks = min(ranks, 1)
         actors = (len(free) - ranks) // size if count is None else count
@@ -204,21 +207,21 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, parameter
         here = counted(len(free), "GPU") + (f" of {num_devices} are free here" if num_devices > len(free) else " are here")
         wanted = f"{counted(max(ranks, 1), 'trainer rank')} and {counted(max(actors, 1), 'actor')} of {counted(size, 'GPU')}"
         needed = max(ranks, 1) + max(actors, 1) * size
-        fits, beside = _divided(recipe, free, multiple, parameters)
+        fits, beside = _divided(recipe, free, multiple, model)
         fix = f"use trainer.nproc={fits} and actor.count={beside}, or auto" if fits and beside else _smaller(recipe)
         field, value = ("trainer.nproc", given) if count is None and given is not None else ("actor.count", count)
         raise FieldError(field, _shown(value), f"{wanted} need {needed} GPUs, and {here}; {fix}")
     return ranks, actors
 
 
-def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, parameters: int) -> tuple[int, int]:
+def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, model: Model | None) -> tuple[int, int]:
     """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
-    the sheet or the model's size is unknown, each side gets about half. Either number is 0 if the GPUs do not suffice."""
+    the sheet or the model's size is unknown, each side gets about half. If the GPUs do not suffice, return the fewest ranks and
+    0 actors."""
     size, fewest, half = recipe.actor.engine.tensor_parallel_size, multiple, len(free) // 2
     memory_gib = min(device.total_bytes for device in free) / GIB
     actors = max(1, half // size)
-    if parameters:
-        model = Model.of(recipe, parameters)
+    if model is not None:
         fewest = math.ceil(fewest_ranks(recipe, model, memory_gib) / multiple) * multiple
         if (sheet := accelerator_named(free[0].name)) is not None and fewest + size <= len(free):
             lengths = Lengths.of_bars([(1, recipe.max_tokens, 1.0)])
@@ -226,7 +229,7 @@ def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, parameters: 
             in_progress = recipe.actor.sequences_in_progress
             actors = best_split(possible_splits(recipe, model, machine, lengths, len(free), in_progress)).num_generators
     actors = min(actors, (len(free) - fewest) // size)
-    return (len(free) - actors * size) // multiple * multiple, max(actors, 0)
+    return ((len(free) - actors * size) // multiple * multiple, actors) if actors > 0 else (fewest, 0)
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
@@ -253,7 +256,7 @@ def _islands(devices: Sequence[Device]) -> list[list[Device]]:
 # --- checks and memory --------------------------------------------------------------------------------------------------
 
 
-def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device], parameters: int) -> Placed:
+def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device], model: Model | None) -> Placed:
     """Replace `auto` by numbers. Raises `FieldError` if the numbers, a related field or the model do not fit the GPUs."""
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
@@ -269,7 +272,6 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
     ):
         if len(group) > 1 and any(known[uuid].is_instance for uuid in group):
             raise FieldError(field, len(group), "MIG instances cannot exchange tensors; use 1, or whole GPUs")
-    model = Model.of(recipe, parameters) if parameters else None
     if model is not None and not placement.is_shared:
         rank_gib = min(known[uuid].free_bytes for uuid in placement.trainer) / GIB
         if (problem := trainer_problem(changed, model, rank_gib, trainer.shard_ranks or trainer.ranks)) is not None:

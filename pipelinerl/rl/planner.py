@@ -24,6 +24,7 @@ from pipelinerl.rl.memory import (
     actor_problem,
     fewest_ranks,
     kv_cache_gib,
+    sent_bytes,
     state_bytes,
 )
 from pipelinerl.rl.packing import COPIES_OF_A_TOKEN
@@ -70,18 +71,21 @@ def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
 
 
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
-    """Estimate speeds from the data sheet. A decode step reads weights and KV cache once and computes 2 FLOPs per weight and
-    sequence; training computes 6 per weight and token, with one prompt for samples of a group that share a micro-batch.
+    """Estimate speeds from the data sheet. A decode step reads weights and KV cache once and computes 2 FLOPs per active weight
+    and sequence; training computes 6 per active weight and token, or 4 if it is frozen, with one prompt for samples of a group
+    that share a micro-batch. If a token uses the share a of a mixture's weights, a step of H sequences reads 1 - (1 - a)^H.
     """
     per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
 
     def step_s(in_progress: int) -> float:
-        moved = (model.weights_bytes + in_progress * held_bytes) / (accelerator.bandwidth * BANDWIDTH_EFFICIENCY)
-        return (moved + 2 * model.parameters * in_progress / (accelerator.flops * DECODE_EFFICIENCY)) / per_actor
+        read = model.weights_bytes * (1 - (1 - model.active_share) ** in_progress)
+        moved = (read + in_progress * held_bytes) / (accelerator.bandwidth * BANDWIDTH_EFFICIENCY)
+        return (moved + 2 * model.active * in_progress / (accelerator.flops * DECODE_EFFICIENCY)) / per_actor
 
-    computed = 6 * model.parameters * (1 + prompt_tokens / samples_per_prompt(recipe, lengths) / lengths.mean)
+    per_weight = 6 if recipe.trainer.lora is None else 4
+    computed = per_weight * model.active * (1 + prompt_tokens / samples_per_prompt(recipe, lengths) / lengths.mean)
     return Machine(
         accelerator.name,
         per_actor,
@@ -107,9 +111,9 @@ def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:
     return max(1, min(recipe.sampling.group_size, int(fit)))
 
 
-def weight_update_s(model: Model, num_actors: int) -> float:
-    """Return the seconds of one weight update over the network and the control channel."""
-    return model.weights_bytes / NETWORK + CONTROL_S * num_actors
+def weight_update_s(num_bytes: float, num_actors: int) -> float:
+    """Return the seconds of one weight update of `num_bytes` over the network and the control channel."""
+    return num_bytes / NETWORK + CONTROL_S * num_actors
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,13 @@ class Plan:
     conventional: float
     """Highest tokens/s of conventional mode at the same largest lag, G - 1, with one weight update per phase."""
     reasons: tuple[str, ...]
+    steps: int
+    """Optimizer steps of the run."""
+
+    @property
+    def hours(self) -> float:
+        """Hours of all steps."""
+        return self.steps * self.played.duration / self.played.steps / 3600
 
     @property
     def rate(self) -> float:
@@ -184,7 +195,7 @@ def make_plan(
         chosen = best_split(allowed)
         h, actors = chosen.sequences_in_progress, counted(chosen.num_generators, "actor")
         tell(f"simulating {actors} with H = {h} and {counted(chosen.num_trainers, 'trainer rank')}")
-        update_s = weight_update_s(model, chosen.num_generators)
+        update_s = weight_update_s(sent_bytes(recipe, model), chosen.num_generators)
         played, share = play(recipe, machine, lengths, chosen, update_s)
         others = [one for one in allowed if _may_drop_less(one, chosen)]
         if played.stale_share <= MOST_STALE or not others:
@@ -207,7 +218,8 @@ def make_plan(
         f"{update_s:.2g} s of each weight update add to it",
         *_warnings(recipe, machine, chosen, fewest, update_s),
     )
-    return Plan(machine, lengths, chosen, played, share, kv_used_gib, phase * lengths.mean / phase_s, reasons)
+    conventional, steps = phase * lengths.mean / phase_s, recipe.trainer.steps
+    return Plan(machine, lengths, chosen, played, share, kv_used_gib, conventional, reasons, steps)
 
 
 def possible_splits(
@@ -216,9 +228,9 @@ def possible_splits(
     """Return the splits to try: with `h` sequences in progress or, if `h` is None, with all of `IN_PROGRESS` that fit."""
     most = most_in_progress(recipe, model, machine, lengths)
     most_actors = (num_accelerators - fewest_ranks(recipe, model, machine.memory_gib)) // machine.per_actor
-    workload = machine.decode, machine.training, lengths, recipe.trainer.batch_size
+    workload, sent = (machine.decode, machine.training, lengths, recipe.trainer.batch_size), sent_bytes(recipe, model)
     return [
-        split(*workload, one, actors, num_accelerators - actors * machine.per_actor, weight_update_s(model, actors))
+        split(*workload, one, actors, num_accelerators - actors * machine.per_actor, weight_update_s(sent, actors))
         for one in ([h] if h else [candidate for candidate in IN_PROGRESS if candidate <= most])
         for actors in range(1, most_actors + 1, max(1, most_actors // _MOST_SPLITS))
     ]

@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pipelinerl.messages.sequences import Completion, FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
+from pipelinerl.recipe.model_folder import hub_parameters, parameters_in
 from pipelinerl.rl.groups import EVALUATION_SLOTS
+from pipelinerl.rl.memory import GIB, Model, actor_problem, vllm_share
 from pipelinerl.service.lifecycle import StartStopped, unless_stopped
 from services.actor.engine import EngineError, GenerationRequest, OnStep, defect_of
 from services.actor.weight_sync.client import WeightUpdateClient, parse_version
@@ -82,9 +84,9 @@ WARM_UP_TOKENS = 2
 """Tokens of each warm-up sequence. The step that reads the prompt samples the first token, and a decode step the second."""
 
 
-def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]:
-    """Return the vLLM engine arguments of a recipe. Pure, except for the seed."""
-    engine = recipe.actor.engine
+def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[str, Any]:
+    """Return the vLLM engine arguments of a recipe. `gpu_gib`: memory of each GPU; None on a CPU."""
+    engine, on_gpu = recipe.actor.engine, gpu_gib is not None
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": recipe.model.dtype,
@@ -102,8 +104,8 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": "pipelinerl"},
     }
-    if on_gpu:
-        arguments["gpu_memory_utilization"] = engine.memory_share
+    if gpu_gib is not None:
+        arguments["gpu_memory_utilization"] = memory_share(recipe, model, gpu_gib)
     else:
         arguments |= {
             "enable_chunked_prefill": False,  # it resets seeded random generators, which fails on a CPU
@@ -127,6 +129,22 @@ def engine_arguments(recipe: Recipe, model: str, on_gpu: bool) -> dict[str, Any]
     if engine.quantization:
         arguments["quantization"] = engine.quantization
     return arguments
+
+
+def memory_share(recipe: Recipe, model: str, memory_gib: float) -> float:
+    """Return the share of a GPU of `memory_gib` that vLLM may take. For `auto`, weight updates keep the memory that they need
+    beside vLLM. If the model is too large for that, vLLM gets its usual share, and updates are loaded while it is paused. It
+    also gets that share if the model's size is not known, or if weights are quantised."""
+    if recipe.actor.engine.gpu_memory_utilization is not None or recipe.actor.engine.quantization:
+        return recipe.actor.engine.memory_share
+    folder = Path(model)
+    if not (parameters := parameters_in(folder) if folder.is_dir() else hub_parameters(recipe.model)):
+        return VLLM_SHARE
+    served = Model.of(recipe, parameters)
+    if (problem := actor_problem(recipe, served, memory_gib)) is not None:
+        log.warning("a weight update has no memory beside vLLM: %s", problem)
+        return VLLM_SHARE
+    return vllm_share(recipe, served, memory_gib)
 
 
 @asynccontextmanager
@@ -185,7 +203,8 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
     from vllm.v1.engine.async_llm import AsyncLLM
 
     use_known_model_infos(Path(sys.prefix, "share", "vllm"), Path(envs.VLLM_CACHE_ROOT))
-    arguments = engine_arguments(recipe, model, on_gpu=not current_platform.is_cpu())
+    on_cpu = current_platform.is_cpu()
+    arguments = engine_arguments(recipe, model, None if on_cpu else current_platform.get_device_total_memory() / GIB)
     if stopped():  # the imports alone take seconds
         raise EngineError("stopped before vLLM was started")
     try:

@@ -266,7 +266,9 @@ def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
     if world.device.type != "cuda":
         return
     parameters = sum(parameter.numel() for parameter in whole.parameters())
-    model, ranks = Model.of(recipe, parameters), world.layout.shard_ranks
+    trained = sum(parameter.numel() for parameter in whole.parameters() if parameter.requires_grad)
+    adapters = trained if recipe.trainer.lora is not None else 0
+    model, ranks = Model.of(recipe, parameters - adapters, adapters=adapters), world.layout.shard_ranks
     memory_gib = torch.cuda.mem_get_info(world.device)[1] / GIB
     problem = trainer_problem(recipe, model, memory_gib, ranks)
     if problem is not None and state_bytes(recipe, model) > memory_gib * GIB * ranks:

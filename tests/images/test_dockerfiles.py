@@ -85,3 +85,18 @@ def test_what_is_copied_is_there_and_no_other_service_is(service: str, dockerfil
     assert scripts
     for source in (*copied, *scripts):
         assert (ROOT / source).exists(), source
+
+
+def test_the_image_of_one_box_has_the_actors_base_and_what_make_install_reads() -> None:
+    path = ROOT / "deploy" / "images" / "box.Dockerfile"
+    box = read_dockerfile(path).final
+    assert box.base == read_dockerfile(DOCKERFILES["actor"]).arguments["BASE_IMAGE"]
+    assert box.last("USER") == "10001:10001"
+    assert box.exec_form("ENTRYPOINT") == ["tini", "--", "pipelinerl"]
+    kept = {line[1:] for line in path.with_name("box.Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"}
+    assert {name for name in kept if not (ROOT / name).exists()} == set()
+    install = re.search(r"^\$\(STAMP\):.*?\n\n", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
+    assert install
+    read = re.findall(r"(?:requirements|deploy)/[\w/-]+\.(?:txt|py|sh)|pyproject\.toml", install[0])
+    assert len(read) > 4
+    assert {name for name in read if not any(name.startswith(one) for one in kept)} == set()

@@ -40,6 +40,7 @@ from tests.unit.test_learner import LENGTHS, group_of, sequences_of
 TOKENS = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(3)).tolist()
 CHUNK_BYTES = 2**14
 BFLOAT16_NATS = 0.1
+ATTENTION = LoraConfig(rank=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 V = [PolicyVersion(1, number) for number in range(20)]
 
 pytestmark = pytest.mark.engine
@@ -155,6 +156,19 @@ async def check_adapters(run: Running, checkpoint: Path) -> None:
         await run.client.prepare(adapter_factors(model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
 
 
+async def check_adapted_attention(run: Running, checkpoint: Path) -> None:
+    """An engine serves a mixture of experts whose attention is adapted."""
+    trainer = TrainerConfig(lora=ATTENTION, learning_rate=1e-2)
+    policy = load_policy(str(checkpoint), ModelConfig(source="path", name=str(checkpoint), max_context=1024), trainer)
+    learner = Learner(policy, AlgorithmConfig(), trainer)
+    run.sender = WeightSender(adapter_factors(policy.model, wire_dtype="", chunk_bytes=CHUNK_BYTES))
+    run.sent = partial(learner.gather, ADAPTER)
+    await run.label(V[0])
+    await run.connect()
+    assert run.loading[-1].mode == "adapter"
+    await check_step(run, learner, V[1], await run.score(TOKENS))
+
+
 async def check_refused_adapters(run: Running, learner: Learner) -> None:
     manifest = adapter_factors(learner.policy.model, wire_dtype="", chunk_bytes=CHUNK_BYTES)
     parameters = [(spec.name, spec.shape, spec.dtype) for spec in manifest.parameters[-2:]]
@@ -208,7 +222,10 @@ async def check_weights(run: Running, tied: bool) -> None:
 async def test_a_mixture_of_experts_is_served_by_each_loader_over_several_updates(
     kind: str, tied: bool, tmp_path: Path
 ) -> None:
-    async with parity.running(kind, tied, tmp_path) as run:
+    adapted = {"lora": ATTENTION.model_dump()} if kind == "qwen3-moe" else {}
+    async with parity.running(kind, tied, tmp_path, **adapted) as run:
+        if adapted:
+            await check_adapted_attention(run, tmp_path)
         run.sender = WeightSender(whole_weights(run.model, wire_dtype="", chunk_bytes=2**18))
         run.sent = lambda: as_in_files(run.model, run.model.named_parameters())
         await run.label(V[0])

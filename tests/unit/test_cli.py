@@ -127,6 +127,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
             f"{PLAN} 7B --lengths 64 --accelerator p.jsonl",
             "decode is missing: give a list (points [sequences in progress, tokens/s] of one actor)",
         ),
+        (f"{PLAN} 7B --lengths 64 --active-parameters 3", "--active-parameters = '3': give a number with M, B or T"),
+        (f"{PLAN} 7B --lengths 64 --active-parameters 8B", "--active-parameters = '8B': a token cannot use more than"),
         (f"{PLAN} 7B --lengths 64 --sequences-in-progress 0", "--sequences-in-progress = 0: give a number above 0"),
         (f"{PLAN} 7B --lengths 64 --kv-kib-per-token inf", "--kv-kib-per-token = inf: give a number above 0"),
         (f"{PLAN} 900T --lengths 64", "do not fit 75 GiB; 64, the maximum of an actor, are too few"),
@@ -192,6 +194,7 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     code, _, errors = pipelinerl(*gsm, "--set", "trainer.nproc=2")
     assert (code, "trainer.nproc = 2" in errors, "use at least 3 ranks" in errors) == (2, True, True)
     assert "(trainer.nproc = 4: set it to the ranks of all nodes)" in pipelinerl(*gsm)[1]
+    assert "optimizer 43.0 GiB on each of 3;" in pipelinerl(*gsm, "--set", "trainer.nproc=auto")[1], "as many as are needed"
 
 
 def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workplace: Path) -> None:

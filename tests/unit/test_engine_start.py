@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.lifecycle import StartStopped
 from services.actor import metrics as actor_metrics
 from services.actor import vllm_engine
@@ -21,7 +22,7 @@ from services.actor.engine import EngineError
 from services.actor.metrics import ActorMetrics, BusyClock
 from services.actor.vllm_engine import build_off_loop, engine_arguments, step_logger, use_known_model_infos
 from services.actor.weight_sync.client import WorkerLink
-from tests.unit.builders import make_recipe
+from tests.unit.builders import make_recipe, write_weights
 
 
 class Child:
@@ -75,12 +76,45 @@ async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: boo
 )
 def test_an_engine_in_sixteen_bits_computes_logits_in_float32(model: dict[str, str], override: object) -> None:
     recipe = make_recipe(model={"source": "path", "name": "nowhere", "max_context": 64, **model})
-    assert engine_arguments(recipe, "nowhere", on_gpu=True).get("hf_overrides") == override
+    assert engine_arguments(recipe, "nowhere", gpu_gib=80.0).get("hf_overrides") == override
+
+
+@pytest.mark.parametrize(
+    ("parameters", "overrides", "share", "warned"),
+    [
+        (494_032_768, (), 0.9, False),
+        # 14.16 GiB of weights and 2 for receiving: 1 - 16.16 / 80 = 0.798.
+        (7_600_000_000, (), 0.79, False),
+        (7_600_000_000, ("trainer.lora.rank=16",), 0.9, False),
+        # Two instances of 37.3 GiB and 5 do not fit 80 GiB, so that updates are loaded while the engine is paused.
+        (20_000_000_000, (), 0.9, True),
+        (7_600_000_000, ("actor.engine.quantization=fp8",), 0.9, False),
+        (0, (), 0.9, False),
+    ],
+)
+def test_a_share_that_no_placement_has_set_leaves_room_for_weight_updates(
+    parameters: int,
+    overrides: tuple[str, ...],
+    share: float,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(vllm_engine, "hub_parameters", lambda _: parameters)
+    recipe = load_recipe("gsm8k", ["actor.engine.gpu_memory_utilization=auto", "trainer.learning_rate=1e-5", *overrides])
+    assert engine_arguments(recipe, "a/model", gpu_gib=80.0)["gpu_memory_utilization"] == share
+    assert ("no memory beside vLLM" in caplog.text) == warned
+    write_weights(tmp_path / "model.safetensors", w=(2, 3))
+    assert engine_arguments(recipe, str(tmp_path), gpu_gib=80.0)["gpu_memory_utilization"] == 0.9, "a folder tells its size"
+    given = load_recipe("gsm8k", ["actor.engine.gpu_memory_utilization=0.5"])
+    assert engine_arguments(given, "a/model", gpu_gib=80.0)["gpu_memory_utilization"] == 0.5
+    assert "gpu_memory_utilization" not in engine_arguments(recipe, "a/model", gpu_gib=None)
 
 
 def test_no_two_engines_draw_the_same_random_numbers() -> None:
     """vLLM's model runner V2 seeds the n-th request without a seed with the n-th number that NumPy draws from the engine's."""
-    seeds = [engine_arguments(make_recipe(seed=3), "nowhere", on_gpu=True)["seed"] for _ in range(3)]
+    seeds = [engine_arguments(make_recipe(seed=3), "nowhere", gpu_gib=80.0)["seed"] for _ in range(3)]
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert len({np.random.RandomState(seed).randint(2**62) for seed in seeds}) == 3
 

@@ -16,10 +16,13 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, Recipe, TrainerConfig
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.transfer.chunks import add_low_rank
 from services.trainer.checkpoint.checkpointer import PolicyExport
 from services.trainer.checkpoint.state_files import trained_parameters
@@ -258,11 +261,26 @@ def test_targets_that_cannot_be(targets: list[str], problem: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft's, of the same layers
-def test_experts_that_lie_in_one_tensor_are_refused() -> None:
-    mixture = build(MixtralConfig, MixtralForCausalLM, **SHAPE, num_local_experts=2)
+@pytest.mark.parametrize(
+    ("kind", "experts"),
+    [
+        ((MixtralConfig, MixtralForCausalLM), {"num_local_experts": 2}),
+        ((Qwen3MoeConfig, Qwen3MoeForCausalLM), {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}),
+    ],
+    ids=["mixtral", "qwen3-moe"],
+)
+def test_experts_that_lie_in_one_tensor_are_refused_and_attention_is_adapted(
+    kind: tuple[type, type], experts: dict[str, int]
+) -> None:
+    mixture = build(*kind, **SHAPE, **experts)
     problem = r"'all-linear': means model.layers.0.mlp.experts, whose experts .*, such as k_proj, o_proj, q_proj, v_proj"
     with pytest.raises(FieldError, match=problem):
         add_adapters(mixture, LoraConfig())
+    mixture = build(*kind, **SHAPE, **experts)
+    names = load_recipe("math-moe").trainer.lora
+    assert names is not None
+    add_adapters(mixture, names)
+    assert set(layer_adapters(mixture)) == {f"model.layers.{n}.self_attn.{p}_proj" for n in range(2) for p in "qkvo"}
 
 
 def test_a_quantised_model_is_refused() -> None:

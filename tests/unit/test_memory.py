@@ -16,7 +16,9 @@ from pipelinerl.rl.memory import (
     actor_problem,
     checkpoint_bytes,
     kv_cache_gib,
+    sent_bytes,
     snapshot_gib,
+    state_bytes,
     trainer_problem,
     update_gib,
     update_shortage,
@@ -109,6 +111,22 @@ def test_snapshots_stay_on_a_gpu_that_has_room_for_them() -> None:
     assert trainer_problem(alone, model, 39.0, ranks=1) is None
 
 
+def test_adapters_have_states_and_an_update_of_their_own() -> None:
+    """8e9 to the power of 2/3 is 4e6, and 0.9 of that for each rank of 64 are 230.4e6; of 1e9 it is 1e6, and 57.6e6."""
+    whole, mixture = Model(8e9, 1024), Model(8e9, 1024, active_share=1 / 8)
+    recipe = load_recipe("gsm", ["trainer.lora.rank=64"])
+    assert state_bytes(recipe, whole) == pytest.approx(16e9 + 18 * 230.4e6)
+    assert state_bytes(recipe, mixture) == pytest.approx(16e9 + 18 * 57.6e6)
+    assert state_bytes(recipe, Model(8e9, 1024, adapters=100)) == 16e9 + 18 * 100
+    assert sent_bytes(recipe, whole) == pytest.approx(2 * 230.4e6)
+    assert update_gib(recipe, whole) == pytest.approx(2 + 0.429, abs=1e-3)
+    assert actor_problem(recipe, whole, 22.0) is not None, "the recipe's share of 0.75"
+    assert actor_problem(load_recipe("gsm", ["trainer.lora.rank=64", f"{SHARE}=auto"]), whole, 22.0) is None
+    assert sent_bytes(load_recipe("gsm"), mixture) == 16e9
+    merged = load_recipe("arithmetic", ["trainer.lora={rank: 64, send: merged}"])
+    assert sent_bytes(merged, Model(8e9, 1024, dtype_bytes=4)) == 32e9
+
+
 def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set() -> None:
     """10 GiB of weights and 2 beside 9 free ones of 40: three too few, 7.5% of the device."""
     said = update_shortage(9 * GIB, 40 * GIB, share=0.7, weights=10 * GIB)
@@ -157,6 +175,11 @@ def test_a_rank_asks_its_device_whether_the_states_fit(device: torch.device, cap
     check(9.0, ranks=2)
     check(99.0, where=torch.device("cpu"))
     assert caplog.text == ""
+    whole: Any = nn.ModuleList([weights(5.0).requires_grad_(False), weights(0.25)])
+    world: Any = SimpleNamespace(device=device, layout=SimpleNamespace(shard_ranks=1))
+    check_memory(load_recipe("arithmetic", ["trainer.lora.rank=4096"]), whole, world)
+    assert "6.0 GiB of weights" in caplog.text, "5 frozen and four times 0.25"
+    caplog.clear()
     check(7.0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "7.0 GiB of weights" in caplog.text

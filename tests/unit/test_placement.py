@@ -14,7 +14,7 @@ from pipelinerl.recipe import devices
 from pipelinerl.recipe.devices import Device, Devices
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.rl.memory import GIB
+from pipelinerl.rl.memory import GIB, Model, actor_problem, kv_cache_gib
 from pipelinerl.rl.placement import Placed, numbered, pinned, place, table
 from pipelinerl.run_dir import RunDir, read_json
 from services.trainer.devices import described
@@ -44,9 +44,9 @@ def numbers_of(placed: Placed) -> tuple[int | None, int | None]:
     return placed.recipe.trainer.nproc, placed.recipe.actor.count
 
 
-def refusal(wanted: Recipe, here: list[Device], parameters: int = SMALL) -> str:
+def refusal(wanted: Recipe, here: list[Device], parameters: int = SMALL, active_share: float = 1.0) -> str:
     with pytest.raises(FieldError) as raised:
-        place(wanted, here, parameters)
+        place(wanted, here, parameters, active_share)
     return str(raised.value)
 
 
@@ -159,6 +159,27 @@ def test_the_page_has_the_calculated_memory_of_recipes(name: str, override: str,
     assert found is not None, said
     line = next(line for line in Path("docs/gpus.md").read_text().splitlines() if line.startswith(row))
     assert f"trainer {found[1]} GiB, weight updates {found[2]}" in line
+
+
+def test_a_mixture_with_adapters_fits_eight_gpus_and_not_one() -> None:
+    """56.9 GiB of weights and 1.1 of adapters' states are too much for 70 % of 80 GiB. An actor holds the weights once."""
+    wanted, mixture = load_recipe("math-moe"), (30_532_122_624, 3_353_032_704 / 30_532_122_624)
+    placed = place(wanted, [gpu(number) for number in range(8)], *mixture)
+    ranks, actors = numbers_of(placed)
+    assert ranks is not None
+    assert actors is not None
+    assert ranks >= 2
+    assert ranks + 2 * actors == 8
+    assert [len(group) for group in placed.placement.actors] == [2] * actors
+    assert placed.recipe.actor.engine.gpu_memory_utilization == 0.9
+    model = Model.of(placed.recipe, mixture[0], 96 * 1024, active_share=mixture[1])
+    assert actor_problem(placed.recipe, model, 80.0) is None
+    assert kv_cache_gib(placed.recipe, model, 80.0) == pytest.approx(2 * (72 - 3) - 56.87, abs=0.01)
+    assert numbers_of(place(wanted, [gpu(number) for number in range(4)], *mixture)) == (2, 1)
+    said = refusal(wanted, [gpu(number) for number in range(3)], *mixture)
+    assert "2 trainer ranks and 1 actor of 2 GPUs need 4 GPUs, and 3 GPUs are here; use a smaller model, or more GPUs" in said
+    alone = load_recipe("math-moe", ["actor.engine.tensor_parallel_size=1"])
+    assert "GiB for the trainer, 2.1 for weight updates" in refusal(alone, [gpu(0)], *mixture)
 
 
 def test_alone_vllm_gets_its_usual_share_or_what_an_update_leaves() -> None:

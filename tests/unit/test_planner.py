@@ -12,7 +12,8 @@ import pytest
 from pipelinerl.cli import main
 from pipelinerl.commands.plan import lengths_of
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import LoraConfig, ModelConfig, Recipe
+from pipelinerl.recipe.model_folder import active_share
 from pipelinerl.rl.memory import GIB, Model
 from pipelinerl.rl.planner import Accelerator, Machine, estimated, longest_prompt, make_plan, misfits, play, tokens_held
 from pipelinerl.rl.throughput import DecodeCurve, Lengths, split
@@ -43,6 +44,48 @@ def test_speeds_from_a_data_sheet_by_hand() -> None:
     # Two samples share a prompt in 64 tokens, 20 + 20 + 20 and 20 / 5 for its copy: half of its 20 tokens are computed for
     # each, with 6 FLOPs for each weight and token at 4 TFLOP/s.
     assert machine.training == pytest.approx(3 * GIB * (20 + 10) / 20 / 4e12)
+
+
+def test_of_a_mixture_a_token_uses_some_experts_and_a_step_reads_most() -> None:
+    """Half of the weights of the example above: four sequences leave 1/16 unread. Frozen weights cost two passes of three."""
+    model, dense = (Model(parameters=GIB / 2, kv_bytes=GIB / 32.5, active_share=share) for share in (0.5, 1.0))
+    machine, whole = (estimated(ROUND, one, recipe_with(4), TWO_LENGTHS) for one in (model, dense))
+    assert machine.decode.step_time(4.0) == pytest.approx((15 / 16 + 4) / 10 + 2 * GIB / 6e12)
+    assert machine.training == pytest.approx(whole.training / 2)
+    assert machine.kv_gib == whole.kv_gib
+    adapters = recipe_with(4).model_copy(update={"trainer": recipe_with(4).trainer.model_copy(update={"lora": LoraConfig()})})
+    assert estimated(ROUND, model, adapters, TWO_LENGTHS).training == pytest.approx(machine.training * 2 / 3)
+
+
+EXPERTS = {"num_hidden_layers": 48, "hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8}
+QWEN = {**EXPERTS, "moe_intermediate_size": 768, "intermediate_size": 6144}
+"""Qwen3-30B-A3B: 48 · 3 · 2048 · 768 · 128 parameters of experts, of which a token uses 8 of 128, and 1.54e9 others."""
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "parameters", "active"),
+    [
+        ("30B", json.dumps(QWEN), 30_532_122_624, 3_353_032_704),
+        ("30B", json.dumps({"text_config": QWEN, "hidden_size": 7}), 30_532_122_624, 3_353_032_704),
+        # One of 48 layers is dense: 1/48 of the experts' parameters are none.
+        ("30B", json.dumps({**QWEN, "mlp_only_layers": [0]}), 30_532_122_624, 3_919_263_744),
+        ("30B", json.dumps({**QWEN, "num_experts": 0}), 30_532_122_624, 30_532_122_624),
+        ("30B-A3B", "", 30_000_000_000, 3_000_000_000),
+        ("30B-A3B", "{", 30_000_000_000, 30_000_000_000),
+        ("Qwen2.5-7B", "", 7_600_000_000, 7_600_000_000),
+    ],
+)
+def test_a_models_folder_or_name_tells_how_much_of_it_a_token_uses(
+    name: str, config: str, parameters: int, active: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    if config:
+        (folder / "config.json").write_text(config)
+    share = active_share(ModelConfig(source="path", name=str(folder)), parameters)
+    assert share * parameters == pytest.approx(active)
+    assert active_share(ModelConfig(source="hub", name=f"a/{name}"), parameters) in (1.0, 0.1)
+    assert active_share(ModelConfig(source="path", name=str(folder)), 0) == 1.0
 
 
 def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
@@ -124,11 +167,13 @@ def test_the_command_prints_a_plan_and_its_reasons(
     plan = json.loads(capsys.readouterr().out)
     assert plan["actors"] + plan["trainer_ranks"] == 9
     assert plan["modelled"] is True
+    assert plan["run_h"] == pytest.approx(100 * plan["step_s"] / 3600), "100 steps by default"
     assert max(map(int, plan["lag_histogram"])) == plan["lag"]["max"] <= 4
     assert main(command) == 0
     said = capsys.readouterr().out
     assert said.startswith("r: a plan for 9 accelerators (mine); all times are modelled\n")
     assert f"{plan['actors']} of 1 accelerator" in said
+    assert f"100 steps take {plan['run_h']:.3g} h" in said
     assert all(f"  - {reason}\n" in said for reason in plan["reasons"])
     for key, value, problem in (
         ("kv_gib", 1e-9, "does not hold one sequence"),

@@ -139,6 +139,15 @@ def test_actors_are_sent_what_files_hold(family: str, converted: int, tmp_path: 
     assert all(torch.equal(sent[name], weight) for name, weight in files.items())
 
 
+def test_a_mixture_with_adapters_is_written_whole(tmp_path: Path) -> None:
+    source, folder = str(tmp_path / "model"), tmp_path / "partial"
+    MODELS["qwen3-moe"]().save_pretrained(source)
+    lora = {"rank": 2, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    recipe = Job(source, model={"dtype": "bfloat16"}, trainer={"lora": lora}).recipe()
+    then = checkpoint_beside_training(trainer_of(load_learner(recipe, source, RankSettings()), recipe), folder)
+    check(folder, then, recipe)
+
+
 def checkpoints_of_ranks(source: str, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     join_ranks(torch.device("cpu"))
     found = {}
