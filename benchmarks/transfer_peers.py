@@ -8,6 +8,7 @@ not train, and what it receives is dropped.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import threading
@@ -51,22 +52,23 @@ class Peer:
     _stream: torch.Tensor
     """What the bare broadcast sends or fills: uint8[total_bytes]."""
 
-    def __init__(self, manifest: Manifest, rank: int, store: str) -> None:
-        self._manifest, self._rank, self._where = manifest, rank, store
+    def __init__(self, manifest: Manifest, rank: int, store: str, world: int, host: str) -> None:
+        self._manifest, self._rank, self._where, self._world, self._host = manifest, rank, store, world, host
         self._group: WeightGroup | None = None
         self._bare: Any = None
 
     def join(self, name: str) -> None:
-        """The product's group of two ranks."""
-        self._group = WeightGroup.connect(GroupSpec(self._where, name, self._rank, 2, "gloo", HOST), TIMEOUT_S)
+        """The product's group."""
+        spec = GroupSpec(self._where, name, self._rank, self._world, "gloo", self._host)
+        self._group = WeightGroup.connect(spec, TIMEOUT_S)
 
     def join_bare(self, name: str) -> None:
         store = TCPStore(*split_host_port(self._where), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
-        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
-        self._bare = gloo(PrefixStore(name, store), self._rank, 2, options)
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
+        self._bare = gloo(PrefixStore(name, store), self._rank, self._world, options)
 
     def bare(self) -> Moved:
         """A broadcast of all chunks, one after another, out of and into memory that is there already."""
@@ -80,9 +82,9 @@ class Peer:
 class SendingPeer(Peer):
     """Rank 0. Hosts the store."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._store = GroupStore(HOST)
-        super().__init__(manifest, 0, self._store.address)
+    def __init__(self, manifest: Manifest, world: int = 2, host: str = HOST) -> None:
+        self._store = GroupStore(host)
+        super().__init__(manifest, 0, self._store.address, world, host)
         self._sender = WeightSender(manifest, stall_timeout_s=TIMEOUT_S)
         generator = torch.Generator().manual_seed(0)
         self._weights = {
@@ -115,10 +117,10 @@ class SendingPeer(Peer):
 
 
 class ReceivingPeer(Peer):
-    """Rank 1."""
+    """Another rank."""
 
-    def __init__(self, manifest: Manifest, store: str) -> None:
-        super().__init__(manifest, 1, store)
+    def __init__(self, manifest: Manifest, store: str, rank: int = 1, world: int = 2, host: str = HOST) -> None:
+        super().__init__(manifest, rank, store, world, host)
         self._memory = StagingMemory(BUFFERS)
         self._stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
 
@@ -135,7 +137,10 @@ class ReceivingPeer(Peer):
         return Moved(began_s, time.monotonic(), receiver.staged().checksum)
 
 
-def _serve(kind: type[Peer], arguments: tuple[Any, ...], commands: Connection) -> None:
+def _serve(kind: type[Peer], arguments: tuple[Any, ...], commands: Connection, namespace: str) -> None:
+    if namespace:
+        with open(f"/var/run/netns/{namespace}", "rb") as file:
+            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
     torch.set_num_threads(1)
     peer = kind(*arguments)
     while (command := commands.recv()) is not None:
@@ -157,10 +162,12 @@ class RemotePeer:
 
 
 @contextmanager
-def peer(kind: type[Peer], *arguments: Any) -> Iterator[RemotePeer]:
-    """Starts the process; kills it at the block's end."""
+def peer(kind: type[Peer], *arguments: Any, namespace: str = "") -> Iterator[RemotePeer]:
+    """Starts the process, in the network namespace of that name if one is given; kills it at the block's end."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(kind, arguments, there), daemon=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # so that torch is imported once
+    process = context.Process(target=_serve, args=(kind, arguments, there, namespace), daemon=True)
     process.start()
     there.close()
     try:

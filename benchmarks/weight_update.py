@@ -1,6 +1,6 @@
 """What an update of the weights costs: the pause in decoding, the bandwidth of the transfer, the throughput beside it.
 
-    python -m benchmarks.weight_update [--only 1m|135m|1b] [--quick]
+    python -m benchmarks.weight_update [--only 1m|135m|1b|chain] [--quick]
 
 For models of three sizes with random weights: that of `arithmetic`, SmolLM2-135M's shape, and one of 1B parameters in
 bfloat16. Three measurements of each, in one run:
@@ -10,6 +10,8 @@ bfloat16. Three measurements of each, in one run:
 * updates into a vLLM engine that decodes a full batch, in blocks that take turns: in flight (received and prepared beside
   decoding, then swapped), and paused (pause, receive, load, resume);
 * one memory copy of the same bytes by one thread, before and after.
+
+`chain` is a transfer to several ranks over slow links (`broadcast_chain.py`), as root only.
 
 Not here: the control channel (`membership.py`), the optimizer that would share the cores, several actors.
 """
@@ -29,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.broadcast_chain import chain_row, why_not_here
 from benchmarks.decode_trace import Step, Window, median_step, rate_in, stall_before, tokens_in
 from benchmarks.random_models import build_billion, build_smollm2_shape, build_tiny
 from benchmarks.result_files import kept_rows, write_result
@@ -219,7 +222,7 @@ def write(name: str, rows: Sequence[dict[str, Any]], machine: dict[str, Any], fo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=["1m", "135m", "1b"], help="some models instead of all")
+    parser.add_argument("--only", nargs="+", choices=["1m", "135m", "1b", "chain"], help="some cases instead of all")
     parser.add_argument("--quick", action="store_true", help="a few updates of the two small models")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
@@ -238,6 +241,13 @@ def main() -> None:
             print(json.dumps({key: value for key, value in row.items() if not isinstance(value, list | dict)}), flush=True)
         write("weight_update", updates, machine, arguments.output)
         write("weight_bandwidth", [bandwidth], machine, arguments.output)
+    if not arguments.quick and (not arguments.only or "chain" in arguments.only):
+        if obstacle := why_not_here():
+            print(f"chain: {obstacle}", file=sys.stderr)
+            return
+        row = asyncio.run(chain_row())
+        print(json.dumps(row), flush=True)
+        write("weight_bandwidth", [row], machine, arguments.output)
 
 
 if __name__ == "__main__":

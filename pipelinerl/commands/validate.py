@@ -24,8 +24,11 @@ from pipelinerl.rl.memory import (
     GIB,
     Model,
     actor_problem,
+    engine_bytes,
     kv_cache_gib,
+    loads_paused,
     ranks_of_a_copy,
+    snapshot_gib,
     state_bytes,
     trainer_problem,
     update_gib,
@@ -202,18 +205,21 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
     each = kv_gib * GIB / model.kv_bytes / in_progress
     ranks = ranks_of_a_copy(recipe, model, memory_gib)
-    state_gib = state_bytes(recipe, model) / GIB / ranks
+    state_gib, snapshots = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
+    on_host = f", and {model.weights_bytes / GIB:.1f} of host memory for each actor" if loads_paused(recipe) else ""
+    on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
     return [
         ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_bytes / 1024:.0f} KiB of KV cache a token"),
         (
             "actor GPU",
-            f"{in_share:.1f} GiB for vLLM: weights {model.weights_bytes / GIB / size:.1f}, KV cache {kv_gib / size:.1f} "
-            f"({each:,.0f} tokens for each of {in_progress} sequences), the rest {ENGINE_GIB:g}; "
-            f"{memory_gib - in_share:.1f} outside vLLM, of which updates need {update_gib(recipe, model):.1f}",
+            f"{in_share:.1f} GiB for vLLM: weights {engine_bytes(recipe, model) / GIB / size:.1f}, KV cache "
+            f"{kv_gib / size:.1f} ({each:,.0f} tokens for each of {in_progress} sequences), the rest {ENGINE_GIB:g}; "
+            f"{memory_gib - in_share:.1f} outside vLLM, of which updates need {update_gib(recipe, model):.1f}{on_host}",
         ),
         (
             "trainer GPU",
-            f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}; {memory_gib - state_gib:.1f} for "
-            f"activations and gathered weights (trainer.nproc = {trainer.nproc or 'auto'}: set it to the ranks of all nodes)",
+            f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}{on_device}; "
+            f"{memory_gib - state_gib - snapshots:.1f} for activations and gathered weights (trainer.nproc = "
+            f"{trainer.nproc or 'auto'}: set it to the ranks of all nodes)",
         ),
     ]

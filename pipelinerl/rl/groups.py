@@ -341,14 +341,17 @@ def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.searchsorted(_LARGEST_LAG_OF_BUCKET, lags, side="left")
 
 
-def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
-    """Return (Σ w)² / (N Σ w²), in (0, 1] and 1 when on-policy, with w = exp(log weight), for N >= 1 finite log weights
-    [tokens]. Weights are not clamped, but divided by the largest one, so that even e^±1000 neither overflow nor vanish."""
-    weights = np.exp(log_weights - log_weights.max())
-    return min(1.0, float(weights.sum() ** 2 / (weights.size * (weights * weights).sum())))
+def weight_sums(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [N, l, Σ w / e^l, Σ (w / e^l)²] of N finite log weights, with w = exp(log weight) and l the largest log weight.
+    Division by the largest weight keeps even e^±1000 from overflowing or vanishing. Without tokens, l is -∞ and the sums 0."""
+    largest = log_weights.max(initial=-np.inf)
+    weights = np.exp(log_weights - largest)
+    return np.array((len(weights), largest, weights.sum(), (weights * weights).sum()))
 
 
-def ess_by_lag(log_weights: NDArray[np.float64], lags: NDArray[np.int64]) -> dict[str, float]:
-    """Return the effective sample size of each lag bucket with tokens, by label, in order of lag. Both arrays are [tokens]."""
-    buckets = lag_bucket(lags)
-    return {LAG_BUCKETS[index]: effective_sample_size(log_weights[buckets == index]) for index in np.unique(buckets)}
+def effective_sample_size(sums: NDArray[np.float64]) -> float:
+    """Return (Σ w)² / (N Σ w²), in (0, 1] and 1 when on-policy, over all N >= 1 tokens of which `sums` [parts, 4] are the
+    `weight_sums`. Weights are not clamped."""
+    tokens, largest, total, squares = sums.T
+    scale = np.exp(largest - largest.max())
+    return min(1.0, float((total * scale).sum() ** 2 / (tokens.sum() * (squares * scale * scale).sum())))

@@ -2,8 +2,8 @@
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training. Estimates know a model only by
 its size; memory counts all experts of a mixture, and compute only those that a token visits. Memory is left for activations:
-`ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's.
-Quantised weights, replicated tensors and other processes on the device are not counted.
+`ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's. Replicated tensors and other processes on the
+device are not counted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ ENGINE_GIB = 3.0
 """Memory of an accelerator that vLLM needs in addition to weights and KV cache."""
 UPDATE_GIB = 2.0
 """Memory of a weight update beyond the second instance of the weights: chunks, the largest whole tensor, NCCL's buffers."""
+QUANTISED_BYTES = 1
+"""Bytes of a parameter in a quantised engine. Methods with fewer bits count the same, because they keep some weights whole."""
+MOST_SNAPSHOTS = 3
+"""Number of the trainer's snapshots: one each for the served version, the version in transfer and the version that waits."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
 ADAPTERS = 0.9
@@ -59,21 +63,46 @@ class Model:
         """Number of parameters that one token uses."""
         return self.parameters * self.active_share
 
+    @property
+    def layer_bytes(self) -> float:
+        """Estimated bytes of a decoder layer. The number of layers is 28 at 7.6B, and grows with the cube root of the size."""
+        return self.weights_bytes / max(1.0, 28 * math.cbrt(self.parameters / 7.6e9))
+
+
+def engine_bytes(recipe: Recipe, model: Model) -> float:
+    """Return the bytes of the weights that an actor serves, over all its accelerators."""
+    return model.parameters * QUANTISED_BYTES if recipe.actor.engine.quantization else model.weights_bytes
+
 
 def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
     """Return the KV cache memory of an actor over all its accelerators, which have `memory_gib` each."""
     engine = recipe.actor.engine
     in_share = memory_gib * vllm_share(recipe, model, memory_gib) - ENGINE_GIB
-    return engine.tensor_parallel_size * in_share - model.weights_bytes / GIB
+    return engine.tensor_parallel_size * in_share - engine_bytes(recipe, model) / GIB
 
 
-def update_gib(recipe: Recipe, model: Model) -> float:
-    """Return the memory that a weight update needs on each accelerator outside vLLM's share: `UPDATE_GIB` and the second
-    instance of the weights or adapters that are sent."""
-    return sent_bytes(recipe, model) / GIB / recipe.actor.engine.tensor_parallel_size + UPDATE_GIB
+def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
+    """Return the memory that a weight update needs on each accelerator outside vLLM's share. `ranks`: number of accelerators of
+    an actor; None = as in the recipe."""
+    if loads_paused(recipe):
+        return update_bytes(layer=model.layer_bytes) / GIB
+    return update_bytes(sent_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
+
+
+def update_bytes(kept: float = 0, layer: float = 0) -> float:
+    """Return the memory that a weight update needs on an accelerator beside the live weights. `kept`: bytes of new weights that
+    wait there for the swap. `layer`: bytes of the largest decoder layer as received, if weights are loaded during the pause:
+    vLLM then holds one layer as it was received, and once more as it is being filled and quantised."""
+    return kept + 2 * layer + UPDATE_GIB * GIB
+
+
+def loads_paused(recipe: Recipe) -> bool:
+    """Return whether actors load weights during the pause: a quantised engine has no second instance of whole weights."""
+    return bool(recipe.actor.engine.quantization) and not sends_adapters(recipe)
 
 
 def sends_adapters(recipe: Recipe) -> bool:
+    """Return whether actors receive adapter factors instead of weights."""
     return recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter"
 
 
@@ -97,31 +126,32 @@ def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
 
 
 def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError | None:
-    """Return why an actor cannot work on accelerators of `memory_gib`, or None. An actor must hold the weights twice unless
-    adapters are sent, and vLLM needs a KV cache for at least one sequence of `model.max_context`."""
+    """Return why an actor cannot work on accelerators of `memory_gib`, or None. An actor must hold the weights and an update,
+    and vLLM needs a KV cache for at least one sequence of `model.max_context`."""
     size, share = recipe.actor.engine.tensor_parallel_size, vllm_share(recipe, model, memory_gib)
-    weights, longest = model.weights_bytes / GIB, model.kv_bytes * recipe.model.max_context / GIB
-    sent = "adapters" if sends_adapters(recipe) else "weights"
+    weights, longest = engine_bytes(recipe, model) / GIB, model.kv_bytes * recipe.model.max_context / GIB
 
     def fits(size: int) -> bool:
-        return (weights + sent_bytes(recipe, model) / GIB + longest) / size + ENGINE_GIB + UPDATE_GIB <= memory_gib
+        return (weights + longest) / size + ENGINE_GIB + update_gib(recipe, model, size) <= memory_gib
 
     if not fits(size):
         enough = next((2**n for n in range(MOST_PER_ACTOR.bit_length()) if fits(2**n)), None)
-        twice = ", which an update holds twice" if sent == "weights" else ""
+        twice = "" if loads_paused(recipe) or sends_adapters(recipe) else ", which an update holds twice"
+        overhead = ENGINE_GIB + (update_gib(recipe, model) if loads_paused(recipe) else UPDATE_GIB)
         large = (
             f"weights of {weights:,.0f} GiB{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, and "
-            f"{ENGINE_GIB + UPDATE_GIB:g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
+            f"{overhead:.3g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
         )
         fix = f"use {enough}" if enough else f"{MOST_PER_ACTOR}, the maximum of an actor, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")
     update = update_gib(recipe, model)
     if memory_gib * (1 - share) < update:
         most = math.floor(100 * (1 - update / memory_gib)) / 100
+        sent = "adapters" if sends_adapters(recipe) else "weights"
+        held = "twice the largest layer" if loads_paused(recipe) else f"a second instance of the {sent}"
         fix = (
             f"leaves {memory_gib * (1 - share):.1f} of {memory_gib:,.0f} GiB outside vLLM, but a weight update needs "
-            f"{update:.1f}: a second instance of the {sent} ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} for receiving; "
-            f"use at most {most}"
+            f"{update:.1f}: {held} ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} for receiving; use at most {most}"
         )
         return FieldError("actor.engine.gpu_memory_utilization", share, fix)
     if kv_cache_gib(recipe, model, memory_gib) < longest:
@@ -134,30 +164,42 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
     return None
 
 
-def update_shortage(weights_bytes: int, free_bytes: int, total_bytes: int, share: float) -> str:
+def update_shortage(free_bytes: int, total_bytes: int, share: float, *, weights: int = 0, layer: int = 0) -> str:
     """Return an error text if a device has too little free memory for weight updates beside its running engine, else "".
-    `weights_bytes`: size of the served model on that device; `share`: `actor.engine.gpu_memory_utilization`."""
-    lacking = weights_bytes + UPDATE_GIB * GIB - free_bytes
-    if lacking <= 0:
+    `share`: `actor.engine.gpu_memory_utilization`. `weights`: bytes of the served model on that device, if an update prepares a
+    second instance there. `layer`: bytes of the largest decoder layer as received, if weights are loaded during the pause."""
+    needed = update_bytes(weights, layer)
+    if needed <= free_bytes:
         return ""
-    most = max(0.0, math.floor(100 * (share - lacking / total_bytes)) / 100)
+    most = max(0.0, math.floor(100 * (share - (needed - free_bytes) / total_bytes)) / 100)
+    held = "twice the largest layer" if layer else "a second copy of the weights"
+    fix = "" if layer else ", or raise actor.engine.tensor_parallel_size"
     return (
-        f"a weight update needs {weights_bytes / GIB + UPDATE_GIB:.1f} GiB of GPU memory outside vLLM, a second copy of the "
-        f"weights ({weights_bytes / GIB:.1f}) and {UPDATE_GIB:g} for receiving, but {free_bytes / GIB:.1f} of "
-        f"{total_bytes / GIB:.1f} GiB are free: set actor.engine.gpu_memory_utilization to at most {most}, or raise "
-        "actor.engine.tensor_parallel_size"
+        f"a weight update needs {needed / GIB:.1f} GiB of GPU memory outside vLLM, {held} ({needed / GIB - UPDATE_GIB:.1f}) "
+        f"and {UPDATE_GIB:g} for receiving, but {free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB are free: set "
+        f"actor.engine.gpu_memory_utilization to at most {most}{fix}"
     )
 
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, and 16-bit weights if the model is in 16 bits. With adapters, these are the states of the adapters, and the model's
-    weights stay in its dtype."""
+    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, these are the states of the
+    adapters, and the model's weights stay in its dtype."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
-    if recipe.trainer.lora is None:
-        return model.parameters * each
-    return model.weights_bytes + adapter_parameters(recipe, model) * each
+    if recipe.trainer.lora is not None:
+        return model.weights_bytes + adapter_parameters(recipe, model) * each
+    return model.parameters * each + model.weights_bytes * (recipe.algorithm.kl_coefficient > 0)
+
+
+def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
+    """Return the memory of the trainer's snapshots on its device of `memory_gib`, which no actor uses. It is 0 if they are in
+    host memory: with several ranks, with Gloo, and if they would leave less than the usual room for activations."""
+    if recipe.weights.backend == "gloo" or recipe.trainer.ranks > 1 or sends_adapters(recipe):
+        return 0.0
+    parameter_bytes = {"float32": 4, "bfloat16": 2}.get(recipe.weights.wire_dtype, model.dtype_bytes)
+    snapshots = MOST_SNAPSHOTS * model.parameters * parameter_bytes
+    return snapshots / GIB if state_bytes(recipe, model) + snapshots <= memory_gib * MODEL_STATE_SHARE * GIB else 0.0
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:

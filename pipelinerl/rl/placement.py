@@ -22,8 +22,8 @@ from pipelinerl.rl.memory import (
     MODEL_STATE_SHARE,
     Model,
     accelerator_named,
+    engine_bytes,
     fewest_ranks,
-    sent_bytes,
     state_bytes,
     trainer_problem,
     update_gib,
@@ -318,18 +318,16 @@ def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> 
     """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. The numbers hold for a trainer that
     recomputes activations (`trainer.gradient_checkpointing`)."""
     total, free = device.total_bytes / GIB, device.free_bytes / GIB
-    if model is None or recipe.actor.engine.quantization:
+    if model is None:
         cap = SHARED_UNKNOWN if shared else VLLM_SHARE
         return _Room(device, 0.01, min(cap, math.floor(100 * free / total) / 100))
     states, update = 0.0, update_gib(recipe, model)
     if shared:
+        # Snapshots of the weights are in host memory.
         held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
-        # On the device: a copy of the version that is being sent, and a reference for the KL term.
-        needs_reference = recipe.algorithm.kl_coefficient > 0 and recipe.trainer.lora is None
-        copies = (sent_bytes(recipe, model) + needs_reference * model.weights_bytes) / GIB
-        states = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + copies + CONTEXTS_GIB
+        states = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + CONTEXTS_GIB
     longest = model.kv_bytes * recipe.model.max_context / GIB
-    engine = ENGINE_GIB + (model.weights_bytes / GIB + longest) / recipe.actor.engine.tensor_parallel_size
+    engine = ENGINE_GIB + (engine_bytes(recipe, model) / GIB + longest) / recipe.actor.engine.tensor_parallel_size
     most = min(VLLM_SHARE, math.floor(100 * (free - update - states) / total) / 100)
     return _Room(device, math.ceil(100 * engine / total) / 100, most, states, update, engine)
 

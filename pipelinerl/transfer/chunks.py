@@ -124,8 +124,8 @@ def pack(
     """Copy the parameters into one stream: uint8[total_bytes], converted to the wire dtypes, padding zeroed.
 
     Pairs are consumed one after another, so that only one parameter needs to exist at a time; names that the manifest does not
-    have are ignored. `into`: a stream to overwrite; None = new host memory. Raises ManifestDiffers if a parameter is missing or
-    has another shape or dtype than in the manifest.
+    have are ignored. A parameter may already have its wire dtype. `into`: a stream to overwrite; None = new host memory. Raises
+    ManifestDiffers if a parameter is missing or has another shape or dtype than in the manifest.
     """
     stream = torch.empty(manifest.total_bytes, dtype=torch.uint8) if into is None else into
     places = {spec.name: index for index, spec in enumerate(manifest.parameters)}
@@ -136,7 +136,7 @@ def pack(
         spec, offset, size = manifest.parameters[index], manifest.offsets[index], manifest.sizes[index]
         if tuple(tensor.shape) != tuple(spec.shape):
             raise ManifestDiffers(name, "shape", tuple(tensor.shape), tuple(spec.shape))
-        if dtype_name(tensor.dtype) != spec.dtype:
+        if dtype_name(tensor.dtype) not in (spec.dtype, manifest.sent_dtype(spec)):
             raise ManifestDiffers(name, "dtype", dtype_name(tensor.dtype), spec.dtype)
         _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)
         stream[offset + size : offset + aligned(size)].zero_()
@@ -175,6 +175,11 @@ class Unpacker:
             self._incomplete.append(self._take(self._manifest.ends[chunk.parameters[-1]] - start))
         begin = chunk.offset - start
         return self._incomplete[-1][begin : begin + chunk.num_bytes]
+
+    def rewind(self, chunk: Chunk) -> None:
+        """Forget the memory of `chunk`, the next one to add, and of later ones, so that `room` can be called for them again."""
+        while len(self._incomplete) > (chunk.offset > self._manifest.offsets[chunk.parameters[0]]):
+            self._incomplete.pop()
 
     def add(self, chunk: Chunk) -> list[tuple[str, Tensor]]:
         """Return the parameters that `chunk` completes, in the manifest's order."""

@@ -8,7 +8,8 @@ authenticates peers (docs/security.md).
 
 Ranks meet in two stages. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
 other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives up the meeting, all
-waiting ranks stop at once.
+waiting ranks stop at once. Receivers check in with the chunks that they keep of a version whose transfer broke. If all keep
+chunks of the same version, it is sent from the first chunk that one of them lacks.
 
 Gloo cannot interrupt a running operation (`ProcessGroupGloo.abort` does nothing), so each operation has its own timeout, which
 bounds the time to give up a transfer. The death of a peer is noticed at once. NCCL can be interrupted.
@@ -16,16 +17,18 @@ bounds the time to give up a transfer. The death of a peer is noticed at once. N
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -38,7 +41,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.messages.control import Backend
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.settings import host_port, split_host_port
-from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, RanksMissing, TransferAborted
+from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, Kept, RanksMissing, TransferAborted
 
 log = logging.getLogger(__name__)
 
@@ -192,8 +195,10 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
                 os.environ[name] = before
 
 
-_OUTCOME, _GO, _VOID = "outcome", "go", "void"
-"""Key of a meeting's outcome, and its values: all ranks have checked in, or the meeting was given up."""
+PIECE_BYTES = 2**19
+"""Bytes that a rank of a Gloo group receives before it passes them on. Smaller pieces take more of a core's time."""
+_OUTCOME, _VOID = "outcome", "void"
+"""Key of a meeting's outcome, and its value if the meeting was given up. Otherwise, the value says what all ranks keep."""
 _MEETING_LOOK_S = 0.1
 """Interval at which a waiting rank checks whether the meeting is given up. A key that is set ends the wait at once."""
 _LET_GO_S = 0.5
@@ -264,22 +269,26 @@ class WeightGroup:
             store = open_store(spec, timeout_s)
             meeting = PrefixStore(spec.name, store)
             if spec.rank == 0:
-                _wait_for_all(spec, meeting, timeout_s, given_up, patience_s)
+                kept = _wait_for_all(spec, meeting, timeout_s, given_up, patience_s)
             else:
-                _check_in(spec, meeting, deadline, given_up)
-            left_s = max(deadline - time.monotonic(), 0.001)
-            store.set_timeout(timedelta(seconds=left_s))
+                kept = _check_in(spec, meeting, deadline, given_up)
+            left = _time_until(deadline)
+            store.set_timeout(left)
             transport: Transport
             if spec.backend == "nccl":
-                transport = NcclTransport(meeting, spec.rank, spec.world, left_s, placement, given_up)
+                transport = NcclTransport(meeting, spec.rank, spec.world, left.total_seconds(), placement, given_up)
             else:
-                transport = GlooTransport(spec, meeting, left_s)
-            return cls(spec, transport, store, placement)
+                transport = GlooTransport(spec, meeting, left)
+            return cls(replace(spec, kept=kept), transport, store, placement)
         # torch's DistError family and Gloo's own are RuntimeErrors
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
                 raise DeadlineExceeded(spec.name, f"connecting {spec.world} ranks", timeout_s) from error
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
+
+    def first_chunk(self, content: str) -> int:
+        """Return the index of the first chunk to transfer of this content; 0 unless every receiver keeps chunks of it."""
+        return self.spec.kept.num_chunks if self.spec.kept.content == content else 0
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Send `tensor` (rank 0) or fill it (other ranks), and wait until it may be reused. Raises DeadlineExceeded,
@@ -303,25 +312,44 @@ class WeightGroup:
 
 
 class GlooTransport:
-    """A Gloo process group. Deleting its object leaves the group."""
+    """A chain of ranks over Gloo. Each rank passes on the bytes of the rank before it while it receives further ones, so that a
+    link carries one copy. In Gloo's own broadcast, a binomial tree, some links carry ⌈log₂ ranks⌉ copies."""
 
-    def __init__(self, spec: GroupSpec, store: PrefixStore, timeout_s: float) -> None:
+    def __init__(self, spec: GroupSpec, store: PrefixStore, timeout: timedelta) -> None:
         gloo_class: Any = ProcessGroupGloo  # its options are missing from torch's stubs
         options = gloo_class._Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timeout
         device = ProcessGroupGloo.create_device(hostname=spec.bind_host) if spec.bind_host else None
         options._devices = [device or ProcessGroupGloo.create_default_device()]
         self._group: Any = gloo_class(store, spec.rank, spec.world, options)
+        self._rank, self._world = spec.rank, spec.world
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        timeout = timedelta(seconds=max(timeout_s, 0.001))
-        options = BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timeout
-        self._group.broadcast([tensor], options).wait(timeout)
+        """Fill `tensor` from the rank before, and send it to the rank after. Raises RuntimeError."""
+        deadline, whole = time.monotonic() + timeout_s, tensor.view(-1).view(torch.uint8)
+        pieces = whole.split(PIECE_BYTES) if self._world > 2 else (whole,)
+        group, works = self._group, deque[Any]()
+        try:
+            if self._rank > 0:
+                for piece in pieces:
+                    works.append(group.recv([piece], self._rank - 1, 0))
+            for piece in pieces:
+                if self._rank > 0:
+                    works.popleft().wait(_time_until(deadline))
+                if self._rank + 1 < self._world:
+                    works.append(group.send([piece], self._rank + 1, 0))
+            while works:
+                works.popleft().wait(_time_until(deadline))
+        finally:  # an error's frame would keep the connections open; Gloo touches no memory of operations that are dropped
+            group = None
+            works.clear()
 
     def close(self) -> None:
         self._group = None
+
+
+def _time_until(deadline: float) -> timedelta:
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
 Transport = GlooTransport | NcclTransport
@@ -342,8 +370,8 @@ def close_when_met(meeting: Future[WeightGroup]) -> None:
 
 def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
-) -> None:
-    """Wait on rank 0 until all ranks have checked in, then set the outcome. Raises RanksMissing, TransferAborted."""
+) -> Kept:
+    """Wait on rank 0 for all other ranks, then set the outcome and return it. Raises RanksMissing, TransferAborted."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
     while missing and not _are_set(meeting, [f"here/{rank}" for rank in missing]):
@@ -358,19 +386,25 @@ def _wait_for_all(
             if given_up.is_set():
                 raise TransferAborted(f"forming {spec.name} was abandoned")
             raise RanksMissing(spec.name, tuple(missing), spec.world, now - started)
-    meeting.set(_OUTCOME, _GO)
+    values = meeting.multi_get([f"here/{rank}" for rank in range(1, spec.world)])
+    ranks = [Kept(*json.loads(value)) for value in values]
+    agree = len({kept.content for kept in ranks}) == 1
+    kept_by_all = min(ranks, key=lambda kept: kept.num_chunks) if agree else Kept()
+    meeting.set(_OUTCOME, json.dumps(kept_by_all))
+    return kept_by_all
 
 
-def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> None:
-    """Check in on another rank and wait for rank 0's outcome. Raises TimeoutError, TransferAborted."""
-    meeting.set(f"here/{spec.rank}", "1")
+def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> Kept:
+    """Check in on another rank, then wait for rank 0's outcome and return it. Raises TimeoutError, TransferAborted."""
+    meeting.set(f"here/{spec.rank}", json.dumps(spec.kept))
     while not _are_set(meeting, [_OUTCOME]):
         if given_up.is_set():
             raise TransferAborted(f"forming {spec.name} was abandoned")
         if time.monotonic() >= deadline:
             raise TimeoutError
-    if meeting.get(_OUTCOME).decode() == _VOID:
+    if (outcome := meeting.get(_OUTCOME).decode()) == _VOID:
         raise TransferAborted(f"forming {spec.name} was abandoned")
+    return Kept(*json.loads(outcome))
 
 
 def _are_set(meeting: PrefixStore, keys: list[str]) -> bool:

@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from pipelinerl.errors import FieldError, ManifestMismatch, MessageError, TransferError
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import parse
+from pipelinerl.messages.sequences import PolicyVersion, parse
 from pipelinerl.v1.control_pb2 import LowRank, ParameterSpec, WeightManifest
 
 
@@ -54,10 +55,19 @@ class TransferAborted(TransferError):
     """This side gave up the transfer on request."""
 
 
+class Kept(NamedTuple):
+    """The first `num_chunks` chunks of a version, which a receiver keeps, complete and checked, although its group broke.
+    `content`: name of the bytes, from `Manifest.content`."""
+
+    content: str = ""
+    num_chunks: int = 0
+
+
 @dataclass(frozen=True)
 class GroupSpec:
     """Address of the store and rank of one member of a group. `name`, such as `epoch-3`, must be new for every group built on
-    one store (host:port). `bind_host`: address at which the other ranks reach this one (gloo; None = by the machine's name)."""
+    one store (host:port). `bind_host`: address at which the other ranks reach this one (gloo; None = by the machine's name).
+    `kept`: chunks that need not be sent to this member; in an open group, those that all receivers keep."""
 
     store: str
     name: str
@@ -65,6 +75,7 @@ class GroupSpec:
     world: int
     backend: Backend = "gloo"
     bind_host: str | None = None
+    kept: Kept = Kept()  # noqa: RUF009 - immutable
 
 
 ALIGNMENT = 64
@@ -73,8 +84,8 @@ DEFAULT_CHUNK_BYTES = 16 * 2**20
 NCCL_CHUNK_BYTES = 128 * 2**20
 """Default size of a chunk between devices, where the fixed cost of a chunk weighs more."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-FORMAT = b"4"
-"""Version of the layout and of chunks on the wire. It enters the manifest's id, so that different formats do not match."""
+FORMAT = b"5"
+"""Version of the layout and of transfers. It enters the manifest's id, so that different formats do not match."""
 KIND = "WeightManifest"
 
 
@@ -90,7 +101,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """Result of sending a whole version. `checksum`: of all its bytes, to compare with the receivers' checksums."""
+    """Result of sending a version. `checksum`: of all its bytes, to compare with the receivers'. `num_bytes`: bytes sent."""
 
     checksum: int
     num_bytes: int
@@ -133,6 +144,10 @@ class Manifest:
         """16 hex digits over everything that both sides must agree on."""
         content = self._content.SerializeToString(deterministic=True)
         return hashlib.blake2b(content, digest_size=8, key=FORMAT).hexdigest()
+
+    def content(self, version: PolicyVersion) -> str:
+        """Return a name for the bytes of `version`, by which ranks find out whether they have kept parts of the same bytes."""
+        return f"{version}/{self.manifest_id}"
 
     def sent_dtype(self, spec: ParameterSpec) -> str:
         return self.wire_dtype or spec.dtype

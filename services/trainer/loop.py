@@ -37,7 +37,7 @@ from services.trainer.data.evaluation import Evaluator
 from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import LOG_WEIGHTS, measured
+from services.trainer.learn.meter import LAG_0_TOKENS, measured
 from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -214,7 +214,7 @@ class OptimizerLoop:
                 with measured(seconds, "compute"):
                     figures = await self._in_compute(self._policy.step, prepared)
                 if self._recipe.weights.verify_logprobs:
-                    self._intake.judge_actors(prepared.of_lag_0(figures[LOG_WEIGHTS]))
+                    self._intake.judge_actors(figures[LAG_0_TOKENS])
                 self._intake.close(batch, self.version + 1, skipped=bool(figures["skipped"]))
                 self.version += 1
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if figures["skipped"] else 0
@@ -275,7 +275,7 @@ class OptimizerLoop:
 
     async def _prepared(self, version: int) -> tuple[list[TrainingGroup], Any]:
         batch = await self._intake.take_batch(version)
-        return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
+        return batch, await asyncio.to_thread(self._policy.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
         """Begin to send the current version. Skip it if a measurement holds the commit of an earlier version. `measure`: the

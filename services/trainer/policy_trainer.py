@@ -1,6 +1,6 @@
 """`PolicyTrainer` is the policy as the optimizer loop uses it. The other functions load, check and shard the model on every
-rank. The methods of `PolicyTrainer` block. Call all of them on one thread, and the function that `begin_checkpoint` returns on
-another.
+rank. The methods of `PolicyTrainer` block. Call all of them but `prepare` on one thread, and the function that
+`begin_checkpoint` returns on another.
 
 Rank 0 loads the weights and finds out how to call the model. It tells the other ranks, which read only the model's
 configuration. A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the
@@ -32,7 +32,7 @@ from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.memory import GIB, Model, state_bytes, trainer_problem
+from pipelinerl.rl.memory import GIB, Model, sends_adapters, snapshot_gib, state_bytes, trainer_problem
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.transfer.group import HOST, GroupStore, on_device, transfer_backend
 from pipelinerl.transfer.manifest import chunk_size
@@ -40,6 +40,8 @@ from services.trainer.checkpoint.checkpointer import PolicyExport, load_value_he
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
 from services.trainer.checkpoint.state_files import StateSaver, restore
 from services.trainer.learn.attention import RowPart, key_repeats
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.meter import bound_of
 from services.trainer.learn.model import (
     DTYPES,
     blank_policy,
@@ -71,11 +73,17 @@ class PolicyTrainer:
         self.learner, self._recipe = learner, recipe
         self.tokenizer, self.sender, self.vocab_size = tokenizer, sender, learner.policy.vocab_size
         self.num_ranks = learner.world.layout.size
-        self._converted = frozenset() if sends_adapter(recipe) else converted_parameters(learner.policy.model)
+        self._converted = frozenset() if sends_adapters(recipe) else converted_parameters(learner.policy.model)
         self._version: int | None = None
         """Version of the weights; None before this process's first step."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
+
+    def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
+        """Prepare the next step, and begin to send all ranks their batches. This may run while a step is computed."""
+        prepared = self.learner.prepare(groups, version)
+        self.learner.send_batches(prepared)
+        return prepared
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
         figures = self.learner.step(prepared)
@@ -92,10 +100,10 @@ class PolicyTrainer:
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
         """Copy the current weights, which must be of `version`, in the form that actors receive."""
-        if sends_adapter(self._recipe):
+        if sends_adapters(self._recipe):
             return self.sender.snapshot(version, self.learner.gather(ADAPTER))
-        weights = as_in_files(self.learner.policy.model, self.learner.gather(WEIGHTS), self._converted)
-        return self.sender.snapshot(version, weights)
+        weights = self.learner.gather(WEIGHTS, self.sender.manifest.wire_dtype)
+        return self.sender.snapshot(version, as_in_files(self.learner.policy.model, weights, self._converted))
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
         """Copy the training state and the export of the current weights, which must be of `version`, on all ranks.
@@ -149,22 +157,27 @@ def load_policy_trainer(
 def weight_sender(
     learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
-    """Return the sender of this learner's weights or adapters. With sharded weights, snapshots are kept in host memory, because
-    the one device that sends may lack room."""
+    """Return the sender of this learner's weights or adapters. Snapshots that the sending device may lack room for are kept in
+    host memory: those of sharded weights, and others as `has_room_for_snapshots` says."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
     chunk_bytes = chunk_size(recipe.weights.chunk_mib, backend)
-    described = adapter_factors if sends_adapter(recipe) else whole_weights
+    described = adapter_factors if sends_adapters(recipe) else whole_weights
     manifest = described(learner.policy.model, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST
-    of_snapshots = HOST if sharded else of_groups
+    is_kept_there = not sharded and (backend != "nccl" or has_room_for_snapshots(learner.policy, recipe))
+    of_snapshots = of_groups if is_kept_there else HOST
     return WeightSender(manifest, placement=of_snapshots, group_placement=of_groups, store=store, host=host, backend=backend)
 
 
-def sends_adapter(recipe: Recipe) -> bool:
-    """Return whether actors receive adapter factors instead of weights."""
-    return recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter"
+def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
+    """Return whether the GPU of a single rank keeps the snapshots. Adapters are small. Snapshots of whole weights must fit, and
+    are not kept on a GPU that an actor uses, which is one where torch may take only a part of the memory."""
+    if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
+        return sends_adapters(recipe)
+    model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))
+    return snapshot_gib(recipe, model, torch.cuda.mem_get_info(policy.device)[1] / GIB) > 0
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -240,6 +253,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
         world=world,
         reference=sharded(frozen) if frozen is not None else None,
         compute_dtype=dtype,
+        bound=bound_of(recipe),
     )
     if resume is not None:
         restore(learner, resume)

@@ -1,5 +1,5 @@
 """The process of a rank other than rank 0: load the model, then execute rank 0's orders until the order to end. If rank 0 is
-gone, the wait for orders ends with an error, and torchrun ends the other ranks.
+gone, the wait for orders ends with an error, and torchrun ends the other ranks. A thread receives the next step's batches.
 
 The first rank of each further node answers /healthz, /readyz and /metrics for that node's pod. A termination signal does not
 end a rank: rank 0 gets the same signal, and needs the other ranks for its last checkpoint.
@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from multiprocessing.pool import ThreadPool
 
-from pipelinerl.errors import UserError
+from pipelinerl.errors import ServiceError, UserError
 from pipelinerl.initial_model import model_source
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.http import health_app, serve_http
@@ -26,15 +27,26 @@ from services.trainer.checkpoint.state_files import StateSaver
 from services.trainer.learn.step import TRAIN, Learner, share_of
 from services.trainer.policy_trainer import load_learner
 from services.trainer.reporting.metrics import rank_orders
-from services.trainer.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS, Message, leave_ranks
+from services.trainer.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS, Links, Message, leave_ranks
 
 log = logging.getLogger(__name__)
+
+
+def receive_batches(links: Links | None) -> Iterator[Message]:
+    """Yield rank 0's batches of one step after the other, until the order to end. While the caller computes one step, a thread
+    receives the next one, which waits until it is asked for. The thread does not keep a failed process alive."""
+    assert links is not None, "a rank that is alone gets no batches"
+    with ThreadPool(1) as thread:
+        following = thread.apply_async(links.hear)
+        while (message := following.get()).kind != END:
+            following = thread.apply_async(links.hear)
+            yield message
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
     """Execute rank 0's orders until the order to end. Call `on_order` after each other order. Raises `ServiceError` if rank 0
     is gone without that order, and any error that the execution of an order raises."""
-    links = learner.world.links
+    links, received = learner.world.links, receive_batches(learner.world.batches)
     assert links is not None, "a rank that is alone gets no orders"
     saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
     writing: Future[None] | None = None
@@ -45,23 +57,27 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
             saver.stage()
             writing = saving.submit(saver.follow)
         else:
-            carry_out(order, learner)
+            carry_out(order, learner, received)
         on_order(order)
+    list(received)  # the batches of a step that is no longer taken
     saving.shutdown()
 
 
-def carry_out(order: Message, learner: Learner) -> None:
-    """Execute one order together with the other ranks."""
+def carry_out(order: Message, learner: Learner, received: Iterator[Message]) -> None:
+    """Execute one order together with the other ranks. Raises `ServiceError` if the next of `received` is of another step."""
     if order.kind == TRAIN:
-        values, _, figures = learner.compute(share_of(order))
+        batches, version = next(received), order.fields["version"]
+        if (found := batches.fields["version"]) != version:
+            raise ServiceError(f"rank 0 orders the step at version {version}, but has sent the batches of version {found}")
+        statistics, _, figures = learner.compute(share_of(batches))
         world = learner.world
         if world.layout.sequence_index == 0 and world.links is not None:
             fields = {"memory_peak_gib": figures["memory_peak_gib"]}
-            world.links.send(Message("result", fields, {"values": values}), 0)
+            world.links.send(Message("result", fields, vars(statistics)), 0)
     elif order.kind == SCORE:
         learner.score(order.arrays["token_ids"], adapters=bool(order.arrays["adapters"]))
     elif order.kind in (WEIGHTS, ADAPTER, VALUE_HEAD):
-        for _ in learner.gather(order.kind):
+        for _ in learner.gather(order.kind, order.fields["dtype"]):
             pass
     else:
         assert order.kind == HEARTBEAT, f"rank 0 gave an order that this rank does not know: {order.kind}"

@@ -1,14 +1,15 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
 Ranks that share the tokens of one packed row have consecutive numbers, and so do ranks that share one copy of the weights,
-because they communicate most and consecutive ranks are usually on one node. Rank 0's orders (in host memory), tensors,
-checkpoints and each shared row have separate process groups. A single rank has no groups. A message has a kind, small fields
-and arrays, encoded in the safetensors format (never pickle).
+because they communicate most and consecutive ranks are usually on one node. Rank 0's orders (in host memory), the batches of
+the next step, tensors, checkpoints and each shared row have separate process groups. A single rank has no groups. A message has
+a kind, small fields and arrays. It is sent as a JSON header and the arrays' own memory (never pickle).
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from safetensors.numpy import load, save
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -59,10 +59,6 @@ class RankLayout:
         return self.rank % self.sequence_ranks
 
 
-_HEADER = 8
-"""Length of safetensors' prefix in bytes. The prefix is the size of the JSON header, little endian."""
-
-
 @dataclass(frozen=True, eq=False)
 class Message:
     """A message between ranks. `fields` must be JSON-compatible."""
@@ -71,15 +67,14 @@ class Message:
     fields: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
-    def to_bytes(self) -> bytes:
-        contiguous = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
-        return save(contiguous, metadata={"kind": self.kind, "fields": json.dumps(dict(self.fields))})
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Message:
-        length = int.from_bytes(data[:_HEADER], "little")
-        metadata = json.loads(data[_HEADER : _HEADER + length])["__metadata__"]
-        return cls(metadata["kind"], json.loads(metadata["fields"]), load(data))
+    def parts(self) -> list[Tensor]:
+        """Return what is sent: the header's length, the header, and the bytes of each array that is not empty. Arrays are only
+        copied if they are not contiguous or read-only."""
+        arrays = {name: np.require(array, requirements=("C", "W")) for name, array in self.arrays.items()}
+        shapes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+        header = bytearray(json.dumps((self.kind, dict(self.fields), shapes)).encode())
+        content = [torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in arrays.values() if array.size]
+        return [torch.tensor([len(header)]), torch.frombuffer(header, dtype=torch.uint8), *content]
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
@@ -87,34 +82,42 @@ ORDER_TIMEOUT = timedelta(minutes=30)
 unless it is computing or writing a checkpoint. The limit only matters if rank 0 vanished without closing its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum duration of a collective on tensors, including the wait for ranks that are still computing."""
+BATCH_TIMEOUT = timedelta(days=3650)
+"""Maximum time for which a rank waits for its next batches. A run may wait for sequences, or linger, for any time."""
 
 
 class Links:
-    """Messages between rank 0 and the other ranks. Receivers must receive every message, in the order of sending."""
+    """Messages between rank 0 and the other ranks. Receivers must receive every message, in the order of sending. Any thread
+    may begin to send, but only one thread at a time may receive."""
 
-    def __init__(self, group: Any, size: int) -> None:
-        self.group, self._size = group, size
+    def __init__(self, timeout: timedelta, patience: timedelta = timedelta(0)) -> None:
+        """Open links in a new group, on all ranks together. `patience`: maximum wait for a message, if not `timeout`."""
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self._patience, self._sending = patience, threading.Lock()
 
-    @classmethod
-    def among_all(cls, timeout: timedelta) -> Links:
-        """Open links in a new group. All ranks must call this together."""
-        return cls(dist.new_group(backend="gloo", timeout=timeout), dist.get_world_size())
+    def begin_send(self, message: Message, to: int) -> list[Any]:
+        """Begin to send a message, and return the work to wait for. Until it is done, the arrays must not change."""
+        with self._sending:
+            return [dist.isend(part, to, group=self.group) for part in message.parts()]
 
     def send(self, message: Message, to: int) -> None:
-        data = message.to_bytes()
-        dist.send(torch.tensor([len(data)]), to, group=self.group)
-        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, group=self.group)
+        for work in self.begin_send(message, to):
+            work.wait()
 
     def receive(self, source: int) -> Message:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, source, group=self.group)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(data, source, group=self.group)
-        return Message.from_bytes(data.numpy().tobytes())
+        def fill(array: NDArray[Any]) -> NDArray[Any]:
+            content = torch.from_numpy(array.reshape(-1).view(np.uint8))
+            if array.size and (work := dist.irecv(content, source, group=self.group)):
+                work.wait(self._patience)
+            return array
+
+        (length,) = fill(np.zeros(1, dtype=np.int64))
+        kind, fields, shapes = json.loads(fill(np.empty(length, dtype=np.uint8)).tobytes())
+        return Message(kind, fields, {name: fill(np.empty(shape, dtype)) for name, (dtype, shape) in shapes.items()})
 
     def tell_all(self, message: Message) -> None:
-        for rank in range(1, self._size):
-            self.send(message, rank)
+        for work in [work for rank in range(1, dist.get_world_size()) for work in self.begin_send(message, rank)]:
+            work.wait()
 
     def hear(self) -> Message:
         """Other ranks: receive rank 0's next message. Raises `ServiceError` if rank 0 is gone."""
@@ -137,6 +140,8 @@ class World:
     row_group: Any = None
     saving: Links | None = None
     """Links between the threads that write checkpoints, separate so that these threads never block the computing threads."""
+    batches: Links | None = None
+    """Links on which rank 0 sends the batches of the next step while the current one is computed."""
     host_mesh: DeviceMesh | None = None
     """Like `mesh`, for shards in host memory. It is not used for communication."""
 
@@ -173,7 +178,7 @@ def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> N
 
 def _agree(what: Mapping[str, str]) -> None:
     size = dist.get_world_size()
-    links = Links.among_all(TENSOR_TIMEOUT)
+    links = Links(TENSOR_TIMEOUT)
     if dist.get_rank() > 0:
         links.send(Message("is", what), 0)
         problem = links.hear().fields["problem"]
@@ -197,14 +202,14 @@ def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device
     """Return the world of all ranks. All ranks must call this. `shard_ranks`: 0 = all ranks. Raises `FieldError`."""
     size = dist.get_world_size()
     layout = RankLayout(dist.get_rank(), size, context_parallel, shard_ranks or size)
-    links, saving = Links.among_all(ORDER_TIMEOUT), Links.among_all(ORDER_TIMEOUT)
+    links, saving, batches = Links(ORDER_TIMEOUT), Links(ORDER_TIMEOUT), Links(ORDER_TIMEOUT, BATCH_TIMEOUT)
     mesh, host = _shard_mesh(layout, device), torch.device("cpu")
     host_mesh = mesh if device == host else _shard_mesh(layout, host)
     row_group = None
     if layout.sequence_ranks > 1:
         shape = (layout.data_ranks, layout.sequence_ranks)
         row_group = init_device_mesh(device.type, shape, mesh_dim_names=("row", "part"))["part"].get_group()
-    return World(layout, device, links, mesh, row_group, saving, host_mesh)
+    return World(layout, device, links, mesh, row_group, saving, batches, host_mesh)
 
 
 def leave_ranks() -> None:

@@ -180,7 +180,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "metrics.podMonitor.enabled: is false, so that nothing would collect the metric that actor.autoscaling follows": {
         "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}
     },
-    "metrics.podMonitor.enabled: is false, and verifier.autoscaling follows": {
+    "metrics.podMonitor.enabled: is false, so that nothing would collect the metric that verifier": {
         "recipe": EPISODES,
         "verifier": {"autoscaling": {"kind": "hpa"}},
     },
@@ -217,7 +217,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "trainer.page.resources.limits.memory: 64M is less than trainer.page.resources.requests.memory = 96Mi": {
         "trainer": {"page": {"resources": {"limits": {"memory": "64M"}}}}
     },
-    "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of them": {
+    "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of the two": {
         service: {"serviceAccount": {"name": "x"}} for service in ("actor", "trainer")
     },
     "actor.serviceAccount.name, trainer.serviceAccount.name: both are pipelinerl-trainer, which the chart creates": {

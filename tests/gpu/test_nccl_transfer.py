@@ -37,7 +37,7 @@ def test_rank_that_dies_between_checking_in_and_connecting_is_waited_for_no_long
     first, second = two_ranks
     with rank(ranks.trainer, first, ["epoch-1", "epoch-2"]) as (_, trainer):
         store = heard(trainer)
-        TCPStore("127.0.0.1", split_host_port(store)[1], is_master=False).set("epoch-1/here/1", "1")
+        TCPStore("127.0.0.1", split_host_port(store)[1], is_master=False).set("epoch-1/here/1", '["", 0]')
         assert heard(trainer, 3 * ranks.MEET_WITHIN_S) in ("GroupFailed", "DeadlineExceeded")
         with rank(ranks.actor, second, store, "epoch-2") as (_, actor):
             assert heard(actor) == heard(trainer)

@@ -89,7 +89,7 @@ async def test_refusals_say_why(files: Callable[..., Path]) -> None:
     client_files, server_files = files("client", "caller"), files("server", HOST)
     async with serving(server_files) as port, serving(None) as plain_port:
         assert "if the server requires TLS, set tls_dir" in await refusal(port, None)
-        assert "speaks no TLS" in await refusal(plain_port, client_files)
+        assert "uses no TLS" in await refusal(plain_port, client_files)
         foreign = await refusal(port, files("foreign", "caller", by=Authority("another")))
         assert "unable to get local issuer certificate" in foreign
         assert f"not valid under {client_files.parent / 'foreign' / 'ca.crt'}" in foreign
@@ -163,7 +163,7 @@ async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_
         (client_files / "tls.key").write_text("half a renewal")
         asking = asyncio.create_task(keep_asking())
         async with asyncio.timeout(60):
-            while not ("cannot be used" in caplog.text and "not valid under" in caplog.text):
+            while not ("cannot use the renewed certificates" in caplog.text and "not valid under" in caplog.text):
                 await asyncio.sleep(0.01)
             replacing.issue(client_files, "caller")
             renewed.set()

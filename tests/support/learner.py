@@ -13,7 +13,7 @@ from pipelinerl.messages.sequences import Branch, Sequence, Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from services.trainer.learn.batch import MicroBatch, TrainingGroup, sequence_weights, token_row
 from services.trainer.learn.loss import compute_loss
-from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS
+from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy, TokenScores
 from services.trainer.learn.step import Learner
@@ -200,7 +200,7 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], a
 
 def told_anywhere(figures: Mapping[str, Any]) -> dict[str, Any]:
     """A step's figures that are the same on any machine, as JSON has them."""
-    others = {SAMPLED_WEIGHTS, LOG_WEIGHTS, "memory_peak_gib", "compute_s", "tokens_per_s", "mfu"}
+    others = {SAMPLED_WEIGHTS, LAG_0_TOKENS, "memory_peak_gib", "compute_s", "tokens_per_s", "mfu"}
     return {name: figure for name, figure in figures.items() if name not in others}
 
 

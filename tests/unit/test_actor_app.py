@@ -305,7 +305,7 @@ async def test_token_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
         with pytest.raises(ServiceError, match=said):
             async with calls_to("a", address) as stub:
                 _ = [c async for c in stub.Generate(asked_for(prompts_of(p=tokens(1, bad))), timeout=60)]
-        with pytest.raises(ServiceError, match=rf"INVALID_ARGUMENT.*ScoreRequest.token_ids: token 2 is {bad}"):
+        with pytest.raises(ServiceError, match=rf"INVALID_ARGUMENT.*ScoreRequest.token_ids: token 2 has the id {bad}"):
             async with calls_to("a", address) as stub:
                 await stub.Score(scored(1, 2, bad), timeout=60)
 

@@ -62,6 +62,9 @@ class Wire:
         self.sent: list[torch.Tensor] = []
         self.closed = False
 
+    def first_chunk(self, content: str) -> int:
+        return 0
+
     def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
         self.sent.append(tensor.clone())
 
@@ -77,6 +80,9 @@ class Replay:
 
     def __init__(self, sent: list[torch.Tensor]) -> None:
         self.sent = list(sent)
+
+    def first_chunk(self, content: str) -> int:
+        return 0
 
     def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
         tensor.copy_(self.sent.pop(0))
@@ -123,12 +129,36 @@ def test_unpacked_tensors_equal_packed_ones_bit_for_bit(listed, chunk_bytes, dty
     assert all(torch.equal(tensor, weights[name]) and tensor.dtype == dtype for name, tensor in received)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_an_unpacker_goes_on_after_chunks_that_were_received_in_part(ahead: int) -> None:
+    weights = tensors_of([(20, 10), (3,), (50,), (2,), (60,)])
+    manifest = describe(weights.items(), chunk_bytes=128)
+    stream = pack(manifest, weights)
+    for cut in range(len(manifest.chunks)):
+        unpacker, received = Unpacker(manifest, lambda num_bytes: torch.full((num_bytes,), 99, dtype=torch.uint8)), []
+        for chunk in manifest.chunks[:cut]:
+            unpacker.room(chunk).copy_(chunk_of(stream, chunk))
+            received += unpacker.add(chunk)
+        for chunk in manifest.chunks[cut : cut + ahead]:
+            unpacker.room(chunk).fill_(77)
+        unpacker.rewind(manifest.chunks[cut])
+        for chunk in manifest.chunks[cut:]:
+            unpacker.room(chunk).copy_(chunk_of(stream, chunk))
+            received += unpacker.add(chunk)
+        assert [name for name, _ in received] == list(weights)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in received)
+
+
 def test_wire_dtype_rounds_once() -> None:
     weights = {"w": torch.tensor([1.0, 1.0 + 2**-12, -3.0])}
     manifest = describe(weights.items(), wire_dtype="bfloat16")
     [(_, tensor)] = unpacked(manifest, pack(manifest, weights))
 
     assert tensor.dtype == torch.bfloat16
+    rounded = {name: weight.bfloat16() for name, weight in weights.items()}
+    assert torch.equal(pack(manifest, rounded), pack(manifest, weights)), "a parameter may already have the wire's dtype"
+    with pytest.raises(ManifestDiffers, match="dtype"):
+        pack(manifest, {name: weight.half() for name, weight in weights.items()})
     assert tensor.tolist() == [1.0, 1.0, -3.0]
 
 
@@ -347,7 +377,7 @@ def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did(
 def test_a_trainer_to_whom_nobody_connects_does_not_wait_for_ever(store, ends: Callable[[threading.Event], None]) -> None:
     given_up = threading.Event()
     meeting = PrefixStore("epoch-1", open_store(spec(store, "epoch-1", 1, 2), 120))
-    meeting.set("here/1", "1")  # and comes no further
+    meeting.set("here/1", '["", 0]')  # and comes no further
     coming = on_thread("trainer", lambda: WeightGroup.connect(spec(store, "epoch-1", 0, 2), 3, given_up))
     while not meeting.check(["outcome"]):
         threading.Event().wait(0.01)

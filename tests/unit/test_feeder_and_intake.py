@@ -16,7 +16,8 @@ from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
 from services.actor.finishing import FinishedSample, verify_item
 from services.trainer.data.feeder import EncodedProblem, encode
-from services.trainer.data.intake import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, Quarantine, bound_of
+from services.trainer.data.intake import Quarantine
+from services.trainer.learn.meter import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, bound_of
 from services.verifier.rewards.compose import ComposedReward
 from services.verifier.rewards.item import Score
 from services.verifier.worker import score_item
@@ -178,19 +179,11 @@ def test_an_actor_is_judged_by_enough_tokens_of_lag_0_and_by_the_share_that_is_o
     }
     assert bounds == {"float32": BOUND_FLOAT32, "bfloat16": BOUND_16_BIT}
     assert bound_of(make_recipe(actor={"engine": {"quantization": "fp8"}})) == BOUND_QUANTIZED
-    bound = BOUND_FLOAT32
-    quarantine, off = Quarantine(0.1, bound), np.float32(0.02)
-
-    def tokens(num_off: int, num_good: int) -> np.ndarray:
-        return np.array([off, -off] * (num_off // 2) + [np.float32(0.009)] * num_good, np.float32)
-
-    assert quarantine.judge({"good": tokens(20, 180), "bad": tokens(200, 0), "broken": np.full(8, np.nan, np.float32)}) == {}
-    assert quarantine.judge({"good": tokens(0, 56), "bad": tokens(0, 56), "broken": tokens(0, 8)}) == {"bad": 200 / 256}
-    assert quarantine.judge({"good": tokens(30, 226), "bad": tokens(256, 0), "broken": np.full(240, np.inf)}) == {
-        "good": 30 / 256,
-        "broken": 248 / 256,
-    }
-    assert Quarantine(0.0, bound).judge({"bad": tokens(256, 0)}) == {}, "off"
+    quarantine = Quarantine(0.1)
+    assert quarantine.judge({"good": (200, 20), "bad": (200, 200), "late": (8, 8)}) == {}
+    assert quarantine.judge({"good": (56, 0), "bad": (56, 0), "late": (8, 0)}) == {"bad": 200 / 256}
+    assert quarantine.judge({"good": (256, 30), "bad": (256, 256), "late": (240, 240)}) == {"good": 30 / 256, "late": 248 / 256}
+    assert Quarantine(0.0).judge({"bad": (256, 256)}) == {}, "off"
 
 
 async def test_nothing_of_an_actor_in_quarantine_is_trained_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -199,7 +192,7 @@ async def test_nothing_of_an_actor_in_quarantine_is_trained_on(caplog: pytest.Lo
         await one.publish(replace(make_sequence(first, 0), actor="bad"))
         await one.publish(replace(make_sequence(first, 1, reward=0.0), actor="good"))
         await one.until(lambda: len(one.intake.ready) == 1)
-        one.intake.judge_actors({"bad": np.full(256, 5.0, np.float32), "good": np.zeros(256, np.float32)})
+        one.intake.judge_actors({"bad": (256, 256), "good": (256, 0)})
         assert "actor 'bad' is quarantined: 100% of its tokens of lag 0" in caplog.text
         await one.publish(replace(make_sequence(second, 0), actor="bad"))
         await one.publish(replace(make_sequence(second, 1, failure="engine: gone", completion=(), spans=()), actor="bad"))

@@ -22,7 +22,6 @@ from pipelinerl.rl.groups import (
     Lineage,
     StaleReason,
     effective_sample_size,
-    ess_by_lag,
     group_advantages,
     groups_before_step,
     issue_limit,
@@ -32,6 +31,7 @@ from pipelinerl.rl.groups import (
     stale_reason,
     starts_phase,
     untrainable_reason,
+    weight_sums,
 )
 from tests.unit.builders import make_group, make_recipe, make_sequence
 
@@ -89,12 +89,9 @@ def test_versions_undone_by_a_restart(lineage: Lineage, versions: tuple[VersionS
     assert stale_reason(versions, 30, AlgorithmConfig(max_lag=None), lineage) is reason
 
 
-def test_lag_buckets_and_ess_by_lag_bucket_by_hand() -> None:
+def test_lag_buckets_by_hand() -> None:
     labels = [LAG_BUCKETS[index] for index in lag_bucket(np.array([0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 500]))]
     assert labels == ["0", "1", "2", "3-4", "3-4", "5-8", "5-8", "9-16", "9-16", "17+", "17+"]
-    ess = ess_by_lag(np.log([1.0, 3.0, 2.0, 2.0, 2.0]), np.array([0, 0, 3, 4, 40]))
-    assert list(ess) == ["0", "3-4", "17+"]
-    assert list(ess.values()) == pytest.approx([0.8, 1.0, 1.0])
 
 
 # --- the feeder's bound
@@ -323,7 +320,10 @@ def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(tr
     ],
 )
 def test_ess_by_hand(log_weights: np.ndarray, ratio: float) -> None:
-    assert effective_sample_size(log_weights) == pytest.approx(ratio)
+    """In one part, or divided into three, one of which is empty."""
+    assert effective_sample_size(weight_sums(log_weights)[None]) == pytest.approx(ratio)
+    parts = [weight_sums(own) for own in (log_weights[:1], log_weights[:0], log_weights[1:])]
+    assert effective_sample_size(np.array(parts)) == pytest.approx(ratio)
 
 
 # --- advantages, and what cannot be trained on

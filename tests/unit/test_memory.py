@@ -17,13 +17,14 @@ from pipelinerl.rl.memory import (
     checkpoint_bytes,
     kv_cache_gib,
     sent_bytes,
+    snapshot_gib,
     state_bytes,
     trainer_problem,
     update_gib,
     update_shortage,
 )
 from services.actor.weight_sync import loaders
-from services.trainer.policy_trainer import check_memory
+from services.trainer.policy_trainer import check_memory, has_room_for_snapshots
 
 SEVEN_B = Model(parameters=7.6e9, kv_bytes=56 * 1024)
 SHARE = "actor.engine.gpu_memory_utilization"
@@ -92,12 +93,49 @@ def test_adapters_have_states_and_an_update_of_their_own() -> None:
     assert sent_bytes(merged, Model(8e9, 1024, dtype_bytes=4)) == 32e9
 
 
+def test_a_quantised_actor_holds_its_weights_once_and_two_layers() -> None:
+    """70e9 parameters are 65.2 GiB in fp8, 16.3 on each of four GPUs. In 16 bits they are 130.4, over an estimated 58.7 layers
+    of 2.22: an update needs 4.44 and 2, whatever the number of GPUs."""
+    seventy = Model(parameters=70e9, kv_bytes=320 * 1024)
+    fp8 = ("actor.engine.quantization=fp8", "actor.engine.tensor_parallel_size=4")
+    recipe = load_recipe("gsm", [*fp8, f"{SHARE}=0.9"])
+    assert update_gib(recipe, seventy) == pytest.approx(6.44, abs=0.01)
+    assert kv_cache_gib(recipe, seventy, 80.0) == pytest.approx(4 * (72 - 3) - 70e9 / GIB)
+    assert actor_problem(recipe, seventy, 80.0) is None
+    said = str(actor_problem(load_recipe("gsm", [*fp8, f"{SHARE}=0.95"]), seventy, 80.0))
+    assert "leaves 4.0 of 80 GiB outside vLLM, but a weight update needs 6.4: twice the largest layer (4.4), and 2" in said
+    assert "use at most 0.91" in said
+    whole = load_recipe("gsm", ["actor.engine.tensor_parallel_size=4", f"{SHARE}=0.5"])
+    assert update_gib(whole, seventy) == pytest.approx(140e9 / GIB / 4 + 2)
+    said = str(actor_problem(load_recipe("gsm", [*fp8[:1], f"{SHARE}=0.5"]), seventy, 40.0))
+    assert "weights of 65 GiB, 2.8 GiB of KV cache" in said
+    assert "9.44 GiB on each accelerator do not fit 40 GiB; use 4" in said
+
+
+def test_snapshots_stay_on_a_gpu_that_has_room_for_them() -> None:
+    """Of 1.5e9 parameters, states are 25.1 GiB and three snapshots 8.4: 33.5 GiB, which are 70 % of 47.9."""
+    model = Model(parameters=1.5e9, kv_bytes=28 * 1024)
+    alone = load_recipe("math", ["trainer.nproc=1"])
+    assert snapshot_gib(alone, model, 48.0) == pytest.approx(9e9 / GIB)
+    assert snapshot_gib(alone, model, 47.8) == 0
+    assert snapshot_gib(load_recipe("math", ["trainer.nproc=1", "weights.wire_dtype=float32"]), model, 80.0) == 18e9 / GIB
+    for elsewhere in ("trainer.nproc=2", "weights.backend=gloo", "trainer.lora.rank=16"):
+        assert snapshot_gib(load_recipe("math", ["trainer.nproc=1", elsewhere, "weights.probe_tokens=512"]), model, 80.0) == 0
+    with_reference = load_recipe("math", ["trainer.nproc=1", "algorithm.kl_coefficient=0.1"])
+    assert snapshot_gib(with_reference, model, 48.0) == 0
+    assert trainer_problem(with_reference, model, 39.0, ranks=1) is not None, "27.9 GiB with the reference"
+    assert trainer_problem(alone, model, 39.0, ranks=1) is None
+
+
 def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set() -> None:
     """10 GiB of weights and 2 beside 9 free ones of 40: three too few, 7.5% of the device."""
-    said = update_shortage(10 * GIB, 9 * GIB, 40 * GIB, share=0.7)
+    said = update_shortage(9 * GIB, 40 * GIB, share=0.7, weights=10 * GIB)
     assert "needs 12.0 GiB of GPU memory outside vLLM" in said
     assert "9.0 of 40.0 GiB are free: set actor.engine.gpu_memory_utilization to at most 0.62" in said
-    assert update_shortage(10 * GIB, 12 * GIB, 40 * GIB, share=0.7) == ""
+    assert update_shortage(12 * GIB, 40 * GIB, share=0.7, weights=10 * GIB) == ""
+    said = update_shortage(5 * GIB, 40 * GIB, share=0.7, layer=2 * GIB)
+    assert said.startswith("a weight update needs 6.0 GiB of GPU memory outside vLLM, twice the largest layer (4.0) and 2")
+    assert said.endswith("to at most 0.67"), "more ranks leave a layer as large"
 
 
 @pytest.fixture
@@ -115,12 +153,12 @@ def weights(gib: float) -> nn.Module:
 
 
 def test_an_actor_asks_its_device_for_a_second_instance(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    assert "set actor.engine.gpu_memory_utilization to at most 0.52" in loaders.no_room(weights(5.0), device, 0.9)
+    assert "set actor.engine.gpu_memory_utilization to at most 0.52" in loaders.no_room(device, 0.9, weights=5 * GIB)
     assert caplog.text == ""
-    assert loaders.no_room(weights(3.0), device, 0.9) == "", "close: two of five GiB are for what is received"
+    assert loaders.no_room(device, 0.9, weights=3 * GIB) == "", "close: two of five GiB are for what is received"
     assert "set actor.engine.gpu_memory_utilization to at most 0.77" in caplog.text
     caplog.clear()
-    assert (loaders.no_room(weights(2.0), device, 0.9), loaders.no_room(weights(99.0), torch.device("cpu"), 0.9)) == ("", "")
+    assert loaders.no_room(device, 0.9, weights=2 * GIB) == loaders.no_room(torch.device("cpu"), 0.9, weights=99 * GIB) == ""
     assert caplog.text == ""
 
 
@@ -145,3 +183,21 @@ def test_a_rank_asks_its_device_whether_the_states_fit(device: torch.device, cap
     check(7.0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "7.0 GiB of weights" in caplog.text
+
+
+def test_a_rank_asks_its_device_whether_snapshots_stay_there(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 GiB, 5.6 may be taken. A float32 model of 0.75 GiB has states of 3.0 and snapshots of 2.25."""
+    of_torch = [1.0]
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: of_torch[0])
+    recipe = load_recipe("arithmetic")
+
+    def stay(gib: float, *overrides: str) -> bool:
+        whole: Any = SimpleNamespace(device=device, parameters=weights(gib).parameters)
+        return has_room_for_snapshots(whole, load_recipe("arithmetic", ["weights.backend=nccl", *overrides]))
+
+    assert stay(0.75)
+    assert not stay(0.85), "3.4 and 2.55"
+    of_torch[0] = 0.5  # an actor has the rest
+    assert not stay(0.75)
+    assert stay(0.75, "trainer.lora.rank=4"), "adapters are small"
+    assert recipe.trainer.lora is None

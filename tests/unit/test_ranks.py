@@ -1,14 +1,18 @@
 """A trainer of several ranks computes what one rank computes: losses, gradients, weights, metrics, scores."""
 
 import os
+import queue
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
@@ -19,11 +23,23 @@ from services.trainer.checkpoint.state_files import learner_state, local_part
 from services.trainer.learn.attention import RowPart, key_repeats
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.lora import whole
-from services.trainer.learn.meter import SAMPLED_WEIGHTS
-from services.trainer.learn.step import Learner
+from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS
+from services.trainer.learn.step import TRAIN, Learner
 from services.trainer.policy_trainer import load_learner, sharded_learner, weight_sender
-from services.trainer.worker import worker_loop
-from services.trainer.world import ADAPTER, END, HEARTBEAT, VALUE_HEAD, WEIGHTS, Message, RankLayout, join_ranks, leave_ranks
+from services.trainer.worker import carry_out, receive_batches, worker_loop
+from services.trainer.world import (
+    ADAPTER,
+    END,
+    HEARTBEAT,
+    TENSOR_TIMEOUT,
+    VALUE_HEAD,
+    WEIGHTS,
+    Links,
+    Message,
+    RankLayout,
+    join_ranks,
+    leave_ranks,
+)
 from tests.support.learner import EPISODES, episodes_of, group_of, sequences_of
 from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks
 
@@ -56,12 +72,13 @@ def state_bytes(learner: Learner) -> int:
 
 
 def train(learner: Learner, job: Job) -> Result | None:
-    gradients = keep_gradients(learner)
+    gradients, orders = keep_gradients(learner), list[Message]()
     if not learner.world.is_first:
-        worker_loop(learner)
+        worker_loop(learner, orders.append)
+        assert not any(order.arrays for order in orders if order.kind == TRAIN), "batches are not sent between two steps"
         return None
-    outcomes, microbatches = [], []
-    for version in range(2):
+    outcomes, microbatches, steps = [], [], []
+    for version in range(3):
         lengths = list(job.lengths)
         sampled = episodes_of(NO_PROMPT_TWICE, version) if job.episodes else sequences_of(lengths, version)
         groups = [group_of(sampled, seed=version)]
@@ -70,8 +87,13 @@ def train(learner: Learner, job: Job) -> Result | None:
         if job.groups > 1:
             groups = split(groups[0], job.groups)
         prepared = learner.prepare(groups, version)
+        learner.send_batches(prepared)  # those of the last step arrive, but are never computed
+        steps.append(prepared)
+        if version == 2:
+            break
         microbatches.append(len(prepared.shares[0]))
         assert (job.groups > 1) == any(not batch.has_gradient for batch in prepared.batches)
+    for prepared in steps[:2]:
         outcomes.append(learner.step(prepared))
         learner.order(HEARTBEAT)
     scores = np.stack([learner.score(np.arange(11) % 23, adapters=adapters) for adapters in (True, False)])
@@ -124,7 +146,19 @@ def same(one: Result, many: Result, atol: float = 1e-5) -> None:
             np.testing.assert_allclose(right[name], values, rtol=1e-5, atol=atol, err_msg=name)
     np.testing.assert_allclose(many.scores, one.scores, atol=10 * atol)
     for left, right in zip(one.outcomes, many.outcomes, strict=True):
-        for key in ("loss", "grad_norm", "entropy", "ess", "reference_kl", "value_loss"):
+        for key in (
+            "loss",
+            "grad_norm",
+            "entropy",
+            "ess",
+            "reference_kl",
+            "value_loss",
+            "mismatch_kl",
+            "log_weight_abs_max",
+            "explained_variance",
+            "clip_fraction",
+            "mask_fraction",
+        ):
             assert (right[key] or 0.0) == pytest.approx(left[key] or 0.0, rel=1e-4, abs=1e-5, nan_ok=True), key
         assert (left["value_loss"] is not None) == any(name.startswith("value_head") for name in one.weights)
         for key in (
@@ -133,6 +167,8 @@ def same(one: Result, many: Result, atol: float = 1e-5) -> None:
             "tokens_trained",
             "tokens_computed",
             "lag_histogram",
+            "lag",
+            LAG_0_TOKENS,
             "learning_rate",
             "skipped",
         ):
@@ -302,14 +338,60 @@ def test_a_row_tells_what_lies_in_each_part_without_a_wait_for_the_device() -> N
     assert RowPart(0, 3, None).counts(12, torch.from_numpy(host), None) == [2, 1, 1]
 
 
+def one_message(*parts: Any) -> Message | None:
+    join_ranks(torch.device("cpu"))
+    links = Links(TENSOR_TIMEOUT)
+    frozen = np.arange(3, dtype=np.float32)
+    frozen.flags.writeable = False
+    arrays = {"a": np.arange(10)[::2], "b": np.zeros((0, 2), np.float32), "c": np.asarray(True), "d": frozen}
+    if os.environ["RANK"] == "1":
+        message = links.hear()
+        assert links.hear().kind == END
+        return message
+    works = links.begin_send(Message("one", {"version": 3, "counts": [{"n": 1}]}, arrays), 1)
+    links.tell_all(Message(END))
+    for work in works:
+        work.wait()
+    return None
+
+
 def test_messages_come_back_as_they_were() -> None:
-    sent = Message("train", {"version": 3, "counts": [{"n": 1}]}, {"0/a": np.arange(5), "0/b": np.zeros(0, np.float32)})
-    got = Message.from_bytes(sent.to_bytes())
-    assert (got.kind, got.fields) == (sent.kind, sent.fields)
-    assert {name: (array.dtype, array.tolist()) for name, array in got.arrays.items()} == {
-        "0/a": (np.dtype(np.int64), [0, 1, 2, 3, 4]),
-        "0/b": (np.dtype(np.float32), []),
+    """Arrays that are not contiguous, empty, without a dimension or read-only among them."""
+    got = on_ranks(2, one_message)[1]
+    assert (got.kind, got.fields) == ("one", {"version": 3, "counts": [{"n": 1}]})
+    assert {name: (array.dtype, array.shape, array.tolist()) for name, array in got.arrays.items()} == {
+        "a": (np.dtype(np.int64), (5,), [0, 2, 4, 6, 8]),
+        "b": (np.dtype(np.float32), (0, 2), []),
+        "c": (np.dtype(np.bool_), (), True),
+        "d": (np.dtype(np.float32), (3,), [0, 1, 2]),
     }
+
+
+def test_a_rank_computes_no_batches_of_another_version() -> None:
+    order, batches = Message(TRAIN, {"version": 3}), iter([Message("batches", {"version": 2})])
+    with pytest.raises(ServiceError, match="orders the step at version 3, but has sent the batches of version 2"):
+        carry_out(order, cast("Any", None), batches)
+
+
+def test_at_most_the_next_batches_are_received_while_a_step_is_computed() -> None:
+    """Rank 0 could send more, but nobody asks for them until the next ones are taken."""
+    sent, heard = queue.Queue[Message](), threading.Semaphore(0)
+
+    class Sender:
+        def hear(self) -> Message:
+            message = sent.get()
+            heard.release()
+            return message
+
+    for version in (0, 1, 2):
+        sent.put(Message("batches", {"version": version}))
+    sent.put(Message(END))
+    received = receive_batches(cast("Any", Sender()))
+    assert next(received).fields["version"] == 0
+    assert all(heard.acquire(timeout=60) for _ in range(2))
+    assert sent.qsize() == 2
+    assert [message.fields["version"] for message in received] == [1, 2]
+    assert sent.empty()
 
 
 def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(trained: Trained) -> None:
@@ -326,7 +408,20 @@ def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(tr
     assert [step["loss"] for step in two.outcomes] == pytest.approx([step["loss"] for step in one.outcomes], rel=0.05)
 
 
-def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]] | None:
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes that this rank gives to all_gather."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it calls the collectives of its shards next
+            return NotImplemented
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.num_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]], int, int] | None:
     join_ranks(torch.device("cpu"))
     recipe = Job(folder, model={"dtype": "bfloat16"}).recipe()
     learner = sharded_learner(recipe, folder, torch.device("cpu"))
@@ -336,18 +431,24 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
         return None
     sender = weight_sender(learner, recipe, "gloo")
     learner.score(np.arange(9))
-    snapshot = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS))
+    with GatheredBytes() as gathered:
+        snapshot = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS, sender.manifest.wire_dtype))
+    with GatheredBytes() as in_float32:
+        later = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS))
     learner.order(END)
+    assert torch.equal(snapshot.stream, later.stream), "rounded before or after they are gathered"
     unpacker, sent = Unpacker(sender.manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)), {}
     for chunk in sender.manifest.chunks:
         unpacker.room(chunk).copy_(chunk_of(snapshot.stream, chunk))
         sent |= {name: tensor.float().flatten().tolist() for name, tensor in unpacker.add(chunk)}
-    return sent, {name: master.bfloat16().float().flatten().tolist() for name, master in masters}
+    rounded = {name: master.bfloat16().float().flatten().tolist() for name, master in masters}
+    return sent, rounded, gathered.num_bytes, in_float32.num_bytes
 
 
 def test_sharded_masters_are_sent_in_sixteen_bit_also_after_scoring(trained: Trained) -> None:
-    sent, rounded = on_ranks(2, snapshot_after_score, trained.jobs["tied"].folder)[0]
+    sent, rounded, gathered, in_float32 = on_ranks(2, snapshot_after_score, trained.jobs["tied"].folder)[0]
     assert sent == rounded
+    assert 0 < gathered * 2 == in_float32
 
 
 def of_another_revision(folder: str, name: str) -> str:

@@ -91,7 +91,7 @@ def test_yaml_mistakes_are_named_by_line(text: str, line: int, said: str) -> Non
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
-    for content, said in [(b"- a\n", "is a mapping"), (b"", "is a mapping"), (b"\xff\xfe\x00", "not a UTF-8")]:
+    for content, said in [(b"- a\n", "must be a mapping"), (b"", "must be a mapping"), (b"\xff\xfe\x00", "not a UTF-8")]:
         file.write_bytes(content)
         with pytest.raises(YamlError, match=said):
             load_recipe(file)
@@ -279,7 +279,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' has no such"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
         ("trainer.schedule=inverse_sqrt", "trainer.warmup_steps", "0: trainer.schedule = 'inverse_sqrt' decays as"),
-        ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "wider than sampling.max_tokens = 64"),
+        ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "is more than sampling.max_tokens = 64"),
         ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "needs every reward for its baseline"),
         ("reward.scorer=judge", "reward.judge", "None: reward.scorer = 'judge' needs this section"),
         (
@@ -410,7 +410,7 @@ def found(*overrides: str, **sections: Any) -> dict[str, tuple[str, bool]]:
 
 
 MISTAKES = [
-    ("model={source: path, name: DIR/m}", "model.name", "no such folder"),
+    ("model={source: path, name: DIR/m}", "model.name", "is no folder"),
     ("model={source: path, name: DIR}", "model.name", "has no config.json"),
     ("task={source: jsonl, path: DIR/none.jsonl}", "task.path", "there is no such file"),
     ("task={source: jsonl, path: DIR/broken.jsonl}", "task.path", "broken.jsonl, line 1: not JSON"),
@@ -454,12 +454,12 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("config.json", b'{"model_type": "llama"}', "its config.json names no architecture"),
         ("config.json", b'{"architectures": [', "its config.json is not JSON"),
         ("tokenizer.json", None, "has no tokenizer (tokenizer.json); copy"),
-        ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "is above the model's 9 tokens; lower it"),
+        ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "the model's context of 9 tokens; lower it"),
         ("model.safetensors", None, "has no weights (*.safetensors)"),
         ("model.safetensors", -3, "model.safetensors has 74 bytes, but its header says 77; copy the broken files again"),
         ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its header is incomplete"),
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors of the 1 files"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, of 1 files"),
         ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is damaged; copy it again"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pyt
     (partial := run.checkpoints / ".step-4.partial-7").mkdir()
     assert run.next_checkpoint_bytes(keep=1) == 0, "its room is taken from what is free"
     partial.rmdir()
-    with pytest.raises(FieldError, match="and a run needs 1,000,000,000,268 MB"):
+    with pytest.raises(FieldError, match="but a run needs at least 1,000,000,000,268 MB"):
         create_run_dir("arithmetic", NOW, first_checkpoint_bytes=10**18)
     monkeypatch.setattr("pipelinerl.run_dir.LEAST_FREE_BYTES", 10**18)
     for given in ({}, {"name": "new"}, {"path": Path("deep/new")}):

@@ -304,8 +304,8 @@ def test_a_folder_and_a_pattern_are_all_their_files_and_mistakes_name_the_file(t
     (tmp_path / "more" / "c.csv").write_bytes(b"prompt,answer\n,1\n")
     with pytest.raises(UserError, match=r"more/c\.csv, line 2: field 'prompt' is empty"):
         FileSource(file_task(tmp_path / "more" / "*.csv", heldout=1), seed=0)
-    several = r"this folder holds \.csv \(1 file, such as more/c\.csv\), \.jsonl \(2 files, such as a\.jsonl\); name one by its"
-    with pytest.raises(FieldError, match=several + r" folder or a pattern, such as .*\*\*/\*\.jsonl\*"):
+    several = r"this folder holds \.csv \(1 file, such as more/c\.csv\), \.jsonl \(2 files, such as a\.jsonl\); select one"
+    with pytest.raises(FieldError, match=several + r" kind by its folder or a pattern, such as .*\*\*/\*\.jsonl\*"):
         FileSource(file_task(tmp_path, heldout=1), seed=0)
     (tmp_path / "none").mkdir()
     with pytest.raises(FieldError, match=r"task\.path = .*none'?: this folder holds no \.jsonl"):
@@ -432,9 +432,9 @@ def test_the_reference_may_be_a_part_of_the_answer(tmp_path: Path) -> None:
 
 def test_a_field_that_no_line_has_is_told_with_those_that_there_are(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"question": "1+1?", "answer": "2"}] * 3)
-    with pytest.raises(FieldError, match=r"task.prompt_field = 'prompt': .*no such field; .* it has: question, answer"):
+    with pytest.raises(FieldError, match=r"task.prompt_field = 'prompt': .*no such field; .* its fields: question, answer"):
         make_source(file_task(path), seed=0)
-    with pytest.raises(FieldError, match=r"task.answer_field = 'solution': .* it has: question, answer"):
+    with pytest.raises(FieldError, match=r"task.answer_field = 'solution': .* its fields: question, answer"):
         make_source(file_task(path, prompt_field="question", answer_field="solution"), seed=0)
 
 

@@ -16,7 +16,7 @@ from pipelinerl.figures import FIGURES
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import RunTotals
 from services.trainer.learn import meter
-from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, PhaseTimer, process_memory_peak, take_memory_peak
+from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, PhaseTimer, process_memory_peak, take_memory_peak
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from tests.support.learner import group_of, model_of, sequences_of
@@ -112,7 +112,7 @@ def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:
         assert set(figures["compute_s"]) == {"plan", "build", "to_device", "forward_backward", "totals", "optimizer"}
         assert all(0 < seconds < math.inf for seconds in figures["compute_s"].values())
         assert figures["imbalance"] == 0
-        assert figures.keys() - {figure.key for figure in FIGURES} == {LOG_WEIGHTS, SAMPLED_WEIGHTS}
+        assert figures.keys() - {figure.key for figure in FIGURES} == {LAG_0_TOKENS, SAMPLED_WEIGHTS}
         seconds = 4 / figures["tokens_per_s"]["trained"]
         assert sum(figures["compute_s"].values()) - 0.1 < seconds < 60
         assert figures["tokens_per_s"]["computed"] == pytest.approx(8 / seconds)

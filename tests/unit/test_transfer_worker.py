@@ -15,7 +15,7 @@ from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore, WeightGroup, open_store
-from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferResult
+from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Kept, Manifest, TransferResult
 from services.actor.weight_sync.client import Discard, Join, Receive, StagedWeights, WeightLoading, WorkerLink
 from services.actor.weight_sync.worker import TransferWorker
 from services.trainer.weight_sync.sender import WeightSender
@@ -95,9 +95,9 @@ async def meet(actor: Engine, store: GroupStore, name: str = "epoch-1", world: i
     return group
 
 
-async def send(group: WeightGroup, version: PolicyVersion = VERSION) -> TransferResult:
+async def send(group: WeightGroup, version: PolicyVersion = VERSION, weights: dict[str, Tensor] = WEIGHTS) -> TransferResult:
     sender = WeightSender(MANIFEST)
-    return await asyncio.wrap_future(sender.broadcast(sender.snapshot(version, WEIGHTS), group, SOON_S))
+    return await asyncio.wrap_future(sender.broadcast(sender.snapshot(version, weights), group, SOON_S))
 
 
 async def until_checked_in(store: GroupStore, name: str) -> None:
@@ -193,3 +193,126 @@ async def test_nccl_is_refused_by_an_engine_without_a_gpu() -> None:
     async with engine(KeepingLoader()) as actor:
         with pytest.raises(TransferError, match="weights\\.backend"):
             await actor.link.ask(Join(GroupSpec("127.0.0.1:1", "epoch-1", 1, 2, "nccl"), 1.0))
+
+
+# --- transfers that break and go on -------------------------------------------------------------------------------------
+
+CONTENT = MANIFEST.content(VERSION)
+TOTAL_BYTES, THREE_CHUNKS = 5 * 12_032, 12_032 + 8_192
+"""A tensor takes 12,032 bytes with padding, in chunks of 8,192 and 3,840 bytes."""
+
+
+async def break_off(actor: Engine, store: GroupStore, at: int, name: str = "broken", kept: Kept = Kept()) -> None:  # noqa: B008
+    """Send VERSION to the actor and to another rank, which has `kept` and leaves when it has the first `at` chunks."""
+    spec = GroupSpec(store.own_address, name, 2, 3, "gloo", "127.0.0.1", kept)
+    group, other = await asyncio.gather(meet(actor, store, name, world=3), asyncio.to_thread(WeightGroup.connect, spec, SOON_S))
+
+    def take() -> None:
+        for chunk in MANIFEST.chunks[other.first_chunk(CONTENT) : at]:
+            other.broadcast(torch.zeros(6, dtype=torch.int64), SOON_S)
+            other.broadcast(torch.zeros(chunk.num_bytes, dtype=torch.uint8), SOON_S)
+        other.close()
+
+    told = await asyncio.gather(actor.receive(), send(group), asyncio.to_thread(take), return_exceptions=True)
+    assert [type(one) for one in told] == [GroupFailed, GroupFailed, type(None)]
+
+
+def loads(actor: Engine, weights: dict[str, Tensor] = WEIGHTS) -> bool:
+    return all(
+        loader.loaded.keys() == weights.keys() and all(torch.equal(loader.loaded[name], weights[name]) for name in weights)
+        for loader in actor.loaders
+    )
+
+
+@pytest.mark.parametrize("staging_buffers", [1, 2, 5])
+@pytest.mark.parametrize("of_other", [Kept(), Kept(CONTENT, 1), Kept(CONTENT, 3), Kept(CONTENT, 9)])
+async def test_a_broken_transfer_goes_on_at_the_first_missing_chunk(staging_buffers: int, of_other: Kept) -> None:
+    """The actor has three chunks. The transfer breaks again at the fifth, with another rank that has fewer or more, and then
+    goes on with the actor alone."""
+    store, names = GroupStore(), list[str]()
+    async with engine(KeepingLoader(on_tensor=names.append), staging_buffers=staging_buffers) as actor:
+        await break_off(actor, store, 3)
+        with pytest.raises(TransferError):
+            actor.workers[0].check_staged(VERSION)
+        await break_off(actor, store, 5, "again", of_other)
+        assert names == ["w0", "w1"]
+
+        group = await meet(actor, store, "epoch-2")
+        staged, sent = await asyncio.gather(actor.receive(), send(group))
+        assert sent.num_bytes == TOTAL_BYTES - THREE_CHUNKS - 3_840 - 8_192
+        assert [one.checksum for one in staged] == [sent.checksum]
+        assert (names, loads(actor)) == (list(WEIGHTS), True)
+        actor.workers[0].check_staged(VERSION)
+        await asyncio.to_thread(actor.workers[0].swap)
+        assert actor.loaders[0].live.keys() == WEIGHTS.keys()
+
+
+@pytest.mark.parametrize("version", [PolicyVersion(1, 5), PolicyVersion(2, 4)])
+async def test_chunks_of_a_broken_transfer_are_thrown_away_if_another_version_comes(version: PolicyVersion) -> None:
+    store, names, others = GroupStore(), list[str](), {name: -tensor for name, tensor in WEIGHTS.items()}
+    async with engine(KeepingLoader(on_tensor=names.append)) as actor:
+        await break_off(actor, store, 3)
+        group = await meet(actor, store, "epoch-2")
+        staged, sent = await asyncio.gather(actor.receive(version), send(group, version, others))
+        assert (sent.num_bytes, [one.checksum for one in staged]) == (TOTAL_BYTES, [sent.checksum])
+        assert (names, loads(actor, others)) == (["w0", *WEIGHTS], True)
+
+        group = await meet(actor, store, "epoch-3")
+        _, sent = await asyncio.gather(actor.receive(), send(group))
+        assert (sent.num_bytes, loads(actor)) == (TOTAL_BYTES, True)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+async def test_a_new_process_gets_everything_and_the_others_load_nothing_twice(complete: bool) -> None:
+    store, names = GroupStore(), list[str]()
+    async with engine(KeepingLoader(on_tensor=names.append)) as actor, engine(KeepingLoader()) as fresh:
+        if complete:
+            group = await meet(actor, store)
+            await asyncio.gather(actor.receive(), send(group))
+            await actor.link.ask(Discard())
+            with pytest.raises(TransferError):
+                actor.workers[0].check_staged(VERSION)
+        else:
+            await break_off(actor, store, 3)
+        order = Join(GroupSpec(store.own_address, "epoch-2", 2, 3, "gloo", "127.0.0.1"), FOREVER_S)
+        group, _ = await asyncio.gather(meet(actor, store, "epoch-2", world=3), fresh.link.ask(order))
+        mine, of_fresh, sent = await asyncio.gather(actor.receive(), fresh.receive(), send(group))
+        assert sent.num_bytes == TOTAL_BYTES
+        assert [one.checksum for one in mine + of_fresh] == [sent.checksum] * 2
+        assert (names, loads(actor), loads(fresh)) == (list(WEIGHTS), True, True)
+
+
+async def test_a_complete_version_is_not_sent_again_and_can_be_served_after_the_next_meeting() -> None:
+    store = GroupStore()
+    async with engine(KeepingLoader(), KeepingLoader()) as actor:
+        group = await meet(actor, store, world=3)
+        first, _ = await asyncio.gather(actor.receive(), send(group))
+        await actor.link.ask(Discard())
+        group = await meet(actor, store, "epoch-2", world=3)
+        staged, sent = await asyncio.gather(actor.receive(), send(group))
+        assert (sent.num_bytes, staged) == (0, first)
+        for worker, loader in zip(actor.workers, actor.loaders, strict=True):
+            worker.check_staged(VERSION)
+            await asyncio.to_thread(worker.swap)
+            assert torch.equal(loader.live["w4"], WEIGHTS["w4"])
+
+        group = await meet(actor, store, "epoch-3", world=3)  # the old weights are in the loader now
+        staged, sent = await asyncio.gather(actor.receive(), send(group))
+        assert (sent.num_bytes, loads(actor)) == (TOTAL_BYTES, True)
+
+
+async def test_other_bytes_under_the_same_version_are_noticed() -> None:
+    store, others = GroupStore(), {name: -tensor for name, tensor in WEIGHTS.items()}
+    async with engine(KeepingLoader()) as actor:
+        await break_off(actor, store, 3)
+        group = await meet(actor, store, "epoch-2")
+        staged, sent = await asyncio.gather(actor.receive(), send(group, weights=others))
+        assert staged[0].checksum != sent.checksum
+
+
+async def test_closing_ends_a_loader_that_waits_for_the_rest() -> None:
+    store = GroupStore()
+    async with engine(KeepingLoader()) as actor:
+        await break_off(actor, store, 3)
+        actor.workers[0].close()
+        await until_no_thread("load-")

@@ -70,7 +70,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         self._sends_adapter, problem, reason = bool(manifest.low_rank), "", ""
-        loader: Loader = PausedLoader(self.model, self.vllm_config, self.device)  # a refused manifest is never loaded
+        loader: Loader = PausedLoader(self.model, self.vllm_config, self.device, None)  # a refused manifest is never loaded
         try:
             if self._sends_adapter:
                 if self._base_replaced:

@@ -73,7 +73,7 @@ class Receive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Discard(msgspec.Struct, tag=True, frozen=True):
-    """Give up a running transfer or a staged version; leave the group if a transfer was running."""
+    """Give up a running transfer, leaving the group, or a staged version. Its chunks are kept until another version comes."""
 
 
 Order = Join | Receive | Discard

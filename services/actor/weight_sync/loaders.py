@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,11 +23,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import ManifestMismatch
-from pipelinerl.rl.memory import update_shortage
+from pipelinerl.rl.memory import GIB, update_bytes, update_shortage
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
 
 log = logging.getLogger(__name__)
 
@@ -48,27 +53,57 @@ class Loader(Protocol):
         """Drop a version that is loaded but not live. Idempotent."""
 
 
-def no_room(live: nn.Module, device: torch.device, share: float) -> str:
-    """Return why a second instance of `live` does not fit on a GPU beside an engine that has `share` of its memory; empty if it
-    fits. Logs a warning if it leaves little room for receiving."""
+def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int = 0) -> str:
+    """Return why an update does not fit on a GPU beside an engine that has `share` of its memory; empty if it fits. Logs a
+    warning if it leaves little room for receiving. `weights`, `layer`: see `update_shortage`."""
     if device.type != "cuda":
         return ""
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch
-    shortage = update_shortage(weights, free, total, share)
-    if shortage and free >= weights:
+    free, total = device_room(device)
+    shortage = update_shortage(free, total, share, weights=weights, layer=layer)
+    if shortage and free >= weights + 2 * layer:
         log.warning("%s", shortage)
         return ""
     return shortage
 
 
+def device_room(device: torch.device) -> tuple[int, int]:
+    """Return the free bytes of a GPU, including what torch caches, and all its bytes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def host_room() -> int:
+    """Return the available bytes of host memory: those of the machine or, if fewer, those below the container's limit."""
+    available = int(re.findall(r"MemAvailable: +(\d+) kB", (PROC / "meminfo").read_text())[0]) * 1024
+    with suppress(OSError, ValueError):  # without cgroup v2, or a limit of "max"
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        available = min(available, limit - used + int(counts.get("inactive_file", 0)))
+    return available
+
+
+def largest_layer(manifest: Manifest) -> int:
+    """Return the bytes of the largest decoder layer on the wire, or of the largest parameter outside the layers."""
+    sizes = Counter[str]()
+    for spec, num_bytes in zip(manifest.parameters, manifest.sizes, strict=True):
+        sizes[re.sub(r"(\.\d+\.).*", r"\1", spec.name)] += num_bytes  # "model.layers.0." for all parameters of that layer
+    return max(sizes.values())
+
+
 def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force_paused: bool) -> tuple[Loader, str]:
     """Return the loader for `live`, and why it is not the shadow loader ("" if it is). Must not run during a decode step."""
     from vllm.config import CompilationMode
+    from vllm.distributed.parallel_state import get_tp_group
 
-    lacking = no_room(live, device, vllm_config.cache_config.gpu_memory_utilization)
-    reason = "asked for" if force_paused else shadow_obstacle(live, vllm_config) or lacking
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
+    lacking = no_room(device, vllm_config.cache_config.gpu_memory_utilization, weights=weights)
+    reason, peers = "asked for" if force_paused else shadow_obstacle(live, vllm_config) or lacking, get_tp_group()
+    paused = torch.tensor(int(bool(reason)))
+    torch.distributed.all_reduce(paused, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)  # all ranks load alike
+    reason = reason or ("another rank of this actor lacks memory" if paused else "")
     if not reason:
         if vllm_config.compilation_config.mode != CompilationMode.NONE:
             reason = "the model is compiled (set enforce_eager)"
@@ -80,7 +115,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
         if not (problem := in_place.obstacle()):
             return in_place, reason
         reason = f"{reason}; {problem}"
-    return PausedLoader(live, vllm_config, device, on_host=bool(lacking)), reason
+    return PausedLoader(live, vllm_config, device, peers), reason
 
 
 def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
@@ -371,22 +406,44 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 class PausedLoader:
     """Loads while generation is paused, with vLLM's layerwise reload, for models that cannot be swapped. The pause lasts for
-    the whole load. All received tensors are held until the pause. With `on_host`, they are held in host memory, so that the
-    device only needs room for one layer and for the chunks in transfer."""
+    the whole load. Until then, each received tensor is kept by one of the actor's tensor-parallel ranks (`peers`), on its GPU
+    or, if that lacks room, in host memory. During the pause, that rank sends it to the others. An update takes host memory for
+    one copy of the weights per actor, and GPU memory for two layers, because vLLM fills a layer once it has all its tensors."""
 
     mode = "paused"
 
-    def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device, *, on_host: bool = False) -> None:
-        self._live, self._model_config, self._device = live, vllm_config.model_config, device
-        self._on_host = on_host
-        self._tensors: list[Named] = []
+    def __init__(self, live: nn.Module, config: VllmConfig, device: torch.device, peers: GroupCoordinator | None) -> None:
+        self._live, self._config, self._device, self._peers = live, config, device, peers
+        self._rank, self._ranks = (0, 1) if peers is None else (peers.rank_in_group, peers.world_size)
+        self._layout: dict[str, tuple[Tensor, int]] = {}
+        """A tensor on `meta` and the rank that keeps the parameter, by name, in the manifest's order."""
+        self._kept: dict[str, Tensor] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Check nothing. Without a second instance of the model, problems only show when the weights are loaded."""
+        """Decide where tensors are kept, and raise ManifestMismatch if memory is lacking. Names and shapes are not checked:
+        without a second instance of the model, problems with them only show when the weights are loaded."""
+        self.drop()
+        self._layout, kept = {}, 0
+        for spec, offset, num_bytes in zip(manifest.parameters, manifest.offsets, manifest.sizes, strict=True):
+            dtype, keeper = getattr(torch, manifest.sent_dtype(spec)), offset * self._ranks // manifest.total_bytes
+            self._layout[spec.name] = torch.empty(tuple(spec.shape), dtype=dtype, device="meta"), keeper
+            kept += num_bytes * (keeper == self._rank)
+        layer = largest_layer(manifest)
+        if self._device.type == "cuda" and update_bytes(kept, layer) <= device_room(self._device)[0]:
+            self._kept_on = self._device
+            return
+        self._kept_on = torch.device("cpu")
+        problem = no_room(self._device, self._config.cache_config.gpu_memory_utilization, layer=layer)
+        if not problem and (room := host_room()) < manifest.total_bytes:
+            needed = f"a weight update needs {manifest.total_bytes / GIB:.1f} GiB of host memory for received weights"
+            problem = f"{needed}, but {room / GIB:.1f} are available: give this actor more memory"
+        if problem:
+            raise ManifestMismatch(problem)
 
     def load(self, tensors: Iterable[Named]) -> None:
         self.drop()
-        self._tensors = [(name, tensor.to("cpu") if self._on_host else tensor) for name, tensor in tensors]
+        mine = ((name, tensor) for name, tensor in tensors if self._layout[name][1] == self._rank)
+        self._kept = {name: tensor.to(self._kept_on, copy=True) for name, tensor in mine}  # a view would keep its whole chunk
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -398,8 +455,12 @@ class PausedLoader:
                 kernel.update(dict.fromkeys(_KERNEL))
         with self._device:
             initialize_layerwise_reload(self._live)
-            self._live.load_weights(iter(self._tensors))  # type: ignore[operator]
-            finalize_layerwise_reload(self._live, self._model_config)
+            tensors = self._from_all_ranks()
+            try:
+                self._live.load_weights(tensors)  # type: ignore[operator]
+            finally:
+                deque(tensors, maxlen=0)  # the other ranks wait for this rank's tensors, even if loading fails here
+            finalize_layerwise_reload(self._live, self._config.model_config)
         # On CPU an embedding and a head tied to it each pack a copy of the weight; layerwise reload rebuilds only the first.
         for module in self._live.modules():
             method = getattr(module, "quant_method", None)
@@ -407,4 +468,15 @@ class PausedLoader:
                 method.process_weights_after_loading(module)
 
     def drop(self) -> None:
-        self._tensors = []
+        self._kept = {}
+
+    def _from_all_ranks(self) -> Iterator[Named]:
+        """Yield all tensors in the manifest's order. All ranks must iterate together."""
+        for name, (form, keeper) in self._layout.items():
+            tensor = self._kept.get(name)
+            if self._peers is not None and self._ranks > 1:
+                tensor = torch.empty_like(form, device=self._device) if tensor is None else tensor.to(self._device)
+                self._peers.broadcast(tensor, keeper)
+            assert tensor is not None
+            yield name, tensor
+            del tensor

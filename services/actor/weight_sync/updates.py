@@ -119,8 +119,8 @@ class UpdateListener:
         if not isinstance(error, ManifestMismatch):
             raise error
         raise UserError(
-            f"the model served here does not take the trainer's weights: {error}. Start actor and trainer with the same "
-            "recipe and the same initial model (PIPELINERL_RECIPE, PIPELINERL_MODEL_DIR)"
+            f"the model served here does not take the trainer's weights: {error}. If they are of another model, start actor "
+            "and trainer with the same recipe and the same initial model (PIPELINERL_RECIPE, PIPELINERL_MODEL_DIR)"
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
@@ -209,7 +209,7 @@ class UpdateListener:
         await self._answer("serving", Serving, commit, headers, version=commit.version, stall_s=stall_s)
 
     async def _stop_receiving(self) -> None:
-        """Cancel a running receive and drop a staged version. Bounded in time, since the receiver abandons a stuck transfer."""
+        """Cancel a running receive and withdraw a staged version. Bounded in time, since a stuck transfer is abandoned."""
         task, self._receiving, self._expected = self._receiving, None, None
         unfinished = task is not None and not task.done()
         if task is not None:

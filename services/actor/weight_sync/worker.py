@@ -3,7 +3,8 @@
 A reading thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. When the
 reading thread gets a Discard, it also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends
 both threads. Tensors are loaded into the engine's layout beside the live weights (`loaders.py`) as they arrive, so that no
-further copy of all bytes is held. This module does not depend on vLLM or decide what happens after a failed transfer.
+further copy of all bytes is held. If a group breaks, the loader waits, on a thread of its own, and continues if the next group
+brings the same version. This module does not depend on vLLM or decide what happens after a failed transfer.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from concurrent.futures import wait
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 import msgspec
 import torch
@@ -24,10 +27,11 @@ from torch import Tensor
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.transfer import chunks
 from pipelinerl.transfer.chunks import HEADER_SIZE, ReusedMemory, Unpacker, checksum, prefetch
 from pipelinerl.transfer.group import HOST, WeightGroup, on_device
-from pipelinerl.transfer.manifest import Chunk, GroupFailed, Manifest, TransferAborted
+from pipelinerl.transfer.manifest import Chunk, GroupFailed, Kept, Manifest, TransferAborted
 from services.actor.weight_sync.client import Discard, Join, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
 from services.actor.weight_sync.loaders import Loader
 
@@ -64,30 +68,54 @@ class Receiver:
     aborted: threading.Event
     buffers: int = 1
     memory: StagingMemory | None = None
+    regroup: Callable[[TransferError], bool] = lambda error: False
+    """Given the error of a broken group, sets another `group` and its `timeout_s`, or returns False to raise the error."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
-        self._deadline = self._began + self.timeout_s
         self._memory = self.memory if self.group.placement.stream is None else None
         self._largest_chunk = max(chunk.num_bytes for chunk in self.manifest.chunks)
         self._checksums: list[int] = []
         self._receive_s = self._checked_s = self._waited_s = 0.0
 
+    @property
+    def kept(self) -> Kept:
+        """The chunks that are complete and checked."""
+        return Kept(self.manifest.content(self.version), len(self._checksums))
+
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """Yield all parameters in the manifest's order. Raises TransferError; the group is then unusable."""
         unpacker = Unpacker(self.manifest, self._new_memory)
-        taken: Generator[tuple[Tensor, int], None, None] = (self._take(chunk, unpacker) for chunk in self.manifest.chunks)
-        if self.buffers > 1 and len(self.manifest.chunks) > 1:
+        while True:
+            try:
+                yield from self._from_group(unpacker)
+                return
+            except (GroupFailed, TransferAborted) as error:
+                started = time.monotonic()
+                if not self._checksums or not self.regroup(error.with_traceback(None)):  # its frames keep a chunk's memory
+                    raise
+                self._waited_s += time.monotonic() - started
+
+    def _from_group(self, unpacker: Unpacker) -> Generator[tuple[str, Tensor], None, None]:
+        """Yield the parameters that become complete. Chunks that only other ranks lack are received and dropped."""
+        first, num_kept = self.group.first_chunk(self.manifest.content(self.version)), len(self._checksums)
+        if first > num_kept:
+            raise GroupFailed("", f"version {self.version} goes on with chunk {first}, but {num_kept} chunks are here")
+        coming, self._deadline = self.manifest.chunks[first:], time.monotonic() + self.timeout_s
+        if num_kept < len(self.manifest.chunks):
+            unpacker.rewind(self.manifest.chunks[num_kept])
+        taken: Generator[tuple[Tensor, int], None, None] = (self._take(chunk, unpacker) for chunk in coming)
+        if self.buffers > 1 and len(coming) > 1:
             taken = prefetch(taken, self.buffers, f"receive-{self.version}")
         with contextlib.closing(taken):
-            for chunk in self.manifest.chunks:
+            for chunk in coming:
                 started = time.monotonic()
                 self._time_left()
                 raw, expected = next(taken)
                 self._check(chunk, raw, expected)
                 self._waited_s += time.monotonic() - started
                 del raw
-                complete = unpacker.add(chunk)
+                complete = unpacker.add(chunk) if chunk.index >= num_kept else []
                 while complete:  # release a chunk's memory with its last tensor
                     yield complete.pop(0)
 
@@ -107,7 +135,7 @@ class Receiver:
             header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
             self.group.broadcast(header, self._time_left())
             expected = chunks.announced_checksum(header, self.version, chunk)
-            raw = unpacker.room(chunk)
+            raw = unpacker.room(chunk) if chunk.index >= len(self._checksums) else self._new_memory(chunk.num_bytes)
             self.group.broadcast(raw, self._time_left())
         self._receive_s += time.monotonic() - started
         return raw, expected
@@ -120,19 +148,64 @@ class Receiver:
         return self._memory.chunks.take(self._largest_chunk)[:num_bytes]  # equal sizes, so that any can be reused
 
     def _check(self, chunk: Chunk, raw: Tensor, expected: int) -> None:
-        started = time.monotonic()
+        started, is_new = time.monotonic(), chunk.index >= len(self._checksums)
         with self.group.placement.scope():
-            actual = checksum(raw)
+            actual = checksum(raw) if is_new else self._checksums[chunk.index]
         if actual != expected:
             problem = f"version {self.version}, chunk {chunk.index}: checksum {actual:08x}, expected {expected:08x}"
             raise TransferError(problem)
-        self._checksums.append(actual)
+        if is_new:
+            self._checksums.append(actual)
         self._checked_s += time.monotonic() - started
 
     def _time_left(self) -> float:
         if self.aborted.is_set():
             raise TransferAborted(f"receiving of version {self.version} was given up")
         return min(self._deadline - time.monotonic(), self.stall_timeout_s)
+
+
+class Staging:
+    """One version on its way into the loader, which runs on a thread of its own. If the group breaks, the loader keeps its part
+    and waits until `resume` continues or `drop` ends it. `load` loads the receiver's tensors. Use it from one thread."""
+
+    def __init__(self, receiver: Receiver, load: Callable[[Receiver], StagedWeights]) -> None:
+        self._receiver = receiver
+        self._resumed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        receiver.regroup = self._wait_for_group
+        self._loading = on_thread(f"load-{receiver.version}", partial(load, receiver))
+        self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
+
+    @property
+    def kept(self) -> Kept:
+        """The chunks that need not be received again."""
+        failed = self._loading.done() and self._loading.exception() is not None
+        return Kept() if failed else self._receiver.kept
+
+    def resume(self, group: WeightGroup, timeout_s: float) -> None:
+        """Receive the chunks that are missing here or on other ranks. May raise TransferError if no chunk is missing here."""
+        self._receiver.group, self._receiver.timeout_s = group, timeout_s
+        if not self._loading.done():
+            self._resumed.put(True)
+        else:
+            self._receiver.regroup = lambda error: False
+            list(self._receiver.tensors())
+            self._problems.put(None)
+
+    def staged(self) -> StagedWeights:
+        """Wait until the version is loaded, or the group has broken. Raises TransferError and the loader's errors."""
+        if (problem := self._problems.get()) is not None:
+            raise problem
+        return self._loading.result()
+
+    def drop(self) -> None:
+        """End a loader that waits for another group, or will. It then has nothing loaded."""
+        self._resumed.put(False)
+        wait([self._loading], 1.0)
+
+    def _wait_for_group(self, error: TransferError) -> bool:
+        self._problems.put(error)
+        return self._resumed.get()
 
 
 @dataclass(eq=False)
@@ -154,9 +227,10 @@ class TransferWorker:
         self._memory = StagingMemory(self.staging_buffers)
         self._placement = on_device(self.device)
         self._group: WeightGroup | None = None
+        self._staging: Staging | None = None
         self._staged: PolicyVersion | None = None
         self._to_swap: PolicyVersion | None = None
-        self._loading = threading.Lock()  # held while the loader is in use
+        self._loading = threading.Lock()  # held while the loader is in use, or has a part of a version
         self._aborted = threading.Event()
         self._discards = 0  # discards received and not yet performed, plus one once the connection has ended
         self._discarding = threading.Lock()
@@ -180,20 +254,23 @@ class TransferWorker:
 
     def swap(self) -> None:
         """Make the version of `check_staged` live. Raises TransferError if it has been discarded since."""
+        self._check_staged()  # without waiting for a loader that may wait for the rest of a version
         with self._loading:
             self._placement.synchronize()  # no queued work may still read the old weights
             assert self._to_swap is not None, "check_staged comes first"
             self._check_staged()
             self.loader.swap()
             self._placement.synchronize()
-            self._staged = None
+            self._staged = self._staging = None
         # The old weights are freed on the transfer thread, so that the pause does not wait for it.
         with contextlib.suppress(queue.Full):
             self._orders.put_nowait(RELEASE)
 
     def close(self) -> None:
-        """End both threads. Returns at once; a running transfer ends within the stall timeout."""
+        """End all threads. Returns within a second; a running transfer ends within the stall timeout."""
         self._abort()
+        if (staging := self._staging) is not None:
+            staging.drop()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -215,9 +292,8 @@ class TransferWorker:
         _use_one_core()
         while (order := self._orders.get()) is not None:
             if isinstance(order, str):
-                with self._loading:
-                    if self._staged is None:
-                        self.loader.drop()
+                if self._staged is None:
+                    self._drop()
                 continue
             with contextlib.suppress(OSError):
                 self._socket.sendall(as_line(self._perform(order)))
@@ -243,7 +319,8 @@ class TransferWorker:
 
     def _join(self, order: Join) -> None:
         self._leave()
-        spec = replace(order.group, rank=order.group.rank + self.rank)
+        kept = Kept() if self._staging is None else self._staging.kept
+        spec = replace(order.group, rank=order.group.rank + self.rank, kept=kept)
         if spec.backend == "nccl" and self._placement is HOST:
             raise TransferError("weights.backend is nccl, but this engine is on CPU: set weights.backend: gloo")
         placement = self._placement if spec.backend == "nccl" else HOST
@@ -263,20 +340,36 @@ class TransferWorker:
             memory=self._memory,
         )
         try:
-            with self._loading, self._placement.scope(), contextlib.closing(receiver.tensors()) as tensors:
-                self._staged = None
-                self.loader.load(tensors)
-                self._placement.synchronize()
-                self._staged = order.version
+            if self._staging is None or self._staging.kept.content != receiver.kept.content:
+                self._drop()
+                self._staging = Staging(receiver, self._load)
+            else:
+                self._staging.resume(self._group, order.timeout_s)
+            staged = self._staging.staged()
         except BaseException:
             self._leave()
             raise
+        self._staged = order.version
+        return staged
+
+    def _load(self, receiver: Receiver) -> StagedWeights:
+        _use_one_core()
+        with self._loading, self._placement.scope(), contextlib.closing(receiver.tensors()) as tensors:
+            self.loader.load(tensors)
+            self._placement.synchronize()
         return receiver.staged()
 
-    def _discard(self) -> None:
+    def _drop(self) -> None:
+        """Drop a version that is loaded or partly loaded, but not live."""
+        if self._staging is not None:
+            self._staging.drop()
+        self._staging = self._staged = None
         with self._loading:
-            self._staged = None
             self.loader.drop()
+
+    def _discard(self) -> None:
+        """Withdraw a staged version. Its chunks, and those of a broken transfer, are kept until another version comes."""
+        self._staged = None
         with self._discarding:
             self._discards -= 1
             if not self._discards:

@@ -34,6 +34,7 @@ from pipelinerl.audit.journal import Journal
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.fields import CheckpointConfig
 from pipelinerl.run_dir import CHECKPOINTS, resumable, sync_folder
+from pipelinerl.transfer.chunks import dtype_name
 from services.trainer.checkpoint.files import replacing, sync_tree
 from services.trainer.checkpoint.run_state import RESUME, RunState, Start
 from services.trainer.learn.lora import has_adapters, peft_config
@@ -217,7 +218,7 @@ class PolicyExport:
         there = {WEIGHTS: True, VALUE_HEAD: learner.policy.value_head is not None, ADAPTER: has_adapters(self.form)}
         for kind in (kind for kind, has in there.items() if has):
             copies = self.staged.setdefault(kind, {})
-            for name, tensor in learner.gather(kind):
+            for name, tensor in learner.gather(kind, dtype_name(self._dtype) if kind == WEIGHTS else ""):
                 if name not in copies:
                     dtype = self._dtype if kind == WEIGHTS else tensor.dtype
                     copies[name] = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)

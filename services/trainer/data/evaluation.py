@@ -51,6 +51,7 @@ from pipelinerl.telemetry.tracing import Trace, child, headers_of, root, trace_o
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.trainer.data.feeder import EncodedProblem, longest_completion, sampling_of
+from services.trainer.learn.meter import in_sixteen_bits
 from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
@@ -355,11 +356,6 @@ some tokens to other experts of a mixture, and moves log-probabilities by whole 
 
 SHARE_TOLERANCE = 0.1
 """Allowed distance of `served_share` from 1, in addition to the error that rounding explains."""
-
-
-def in_sixteen_bits(recipe: Recipe) -> bool:
-    """Return whether the trainer or the actors use 16-bit weights or computation. Pure."""
-    return bool({"bfloat16", "float16"} & {recipe.model.dtype, recipe.weights.wire_dtype})
 
 
 def probe_tolerance(recipe: Recipe) -> float:

@@ -16,9 +16,6 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry
 from pipelinerl.errors import MessageError, UserError
@@ -29,7 +26,6 @@ from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.metrics import MOST_REASONS, short_reason
-from services.trainer.data.evaluation import in_sixteen_bits
 from services.trainer.data.feeder import Feeder
 from services.trainer.data.traces import SequenceTraces
 from services.trainer.learn.batch import TrainingGroup
@@ -118,7 +114,7 @@ class Intake:
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
         """For each short reason, the message of the first sequence that failed for it."""
-        self.quarantine = Quarantine(recipe.weights.verify_logprobs, bound_of(recipe))
+        self.quarantine = Quarantine(recipe.weights.verify_logprobs)
 
     async def run(self) -> None:
         """Read the log until cancelled. Raises `UserError` if too many consecutive groups are lost."""
@@ -169,9 +165,9 @@ class Intake:
             completed = self._tracker.arrive(sequence)
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
-    def judge_actors(self, log_weights: Mapping[str, NDArray[np.float32]]) -> None:
-        """Quarantine each actor if log π − log μ of its tokens of lag 0 is too often too far from 0."""
-        for actor, share in self.quarantine.judge(log_weights).items():
+    def judge_actors(self, tokens: Mapping[str, tuple[int, int]]) -> None:
+        """Quarantine each actor whose tokens of lag 0 are off too often. `tokens`: the `LAG_0_TOKENS` of one step."""
+        for actor, share in self.quarantine.judge(tokens).items():
             log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
                 "the policy that it names; its sequences fail until the trainer restarts"
@@ -294,17 +290,7 @@ class Intake:
 
 FEWEST_TOKENS = 256
 """Number of an actor's tokens of lag 0 after which the actor is checked. The count then starts again at 0."""
-BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
-"""Allowed difference between log π and log μ of one token, in nats. The float32 bound is ten times the probe's tolerance. In 16
-bits a single token may be much further off than the median, and even more so with quantised weights in the engine."""
 QUARANTINED = "actor_quarantined"
-
-
-def bound_of(recipe: Recipe) -> float:
-    """Return the allowed difference between log π and log μ of one token, in nats."""
-    if recipe.actor.engine.quantization:
-        return BOUND_QUANTIZED
-    return BOUND_16_BIT if in_sixteen_bits(recipe) else BOUND_FLOAT32
 
 
 class Quarantine:
@@ -314,11 +300,11 @@ class Quarantine:
     up to rounding. Other tokens are not checked, and some actors may send none of lag 0. Actors are identified by the name in
     their sequences. Checkpoints do not contain the quarantine.
 
-    `share`: share of an actor's tokens of lag 0 that may be off by more than `bound`; 0 = no actor is quarantined.
+    `share`: share of an actor's tokens of lag 0 that may be off by more than `meter.bound_of`; 0 = no actor is quarantined.
     """
 
-    def __init__(self, share: float, bound: float) -> None:
-        self._share, self._bound = share, bound
+    def __init__(self, share: float) -> None:
+        self._share = share
         self._seen, self._off = Counter[str](), Counter[str]()
         self.actors: set[str] = set()
 
@@ -326,13 +312,13 @@ class Quarantine:
         """Return why the sequence must not be trained on; empty if its actor is not in quarantine."""
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
-    def judge(self, log_weights: Mapping[str, NDArray[np.float32]]) -> dict[str, float]:
-        """Check one step's log π − log μ of the tokens of lag 0, by actor. Return newly quarantined actors, each with its share
-        of tokens beyond the bound."""
+    def judge(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+        """Add one step's tokens of lag 0, by actor: all, and those beyond the bound. Return newly quarantined actors, each with
+        its share of tokens beyond the bound."""
         found = {}
-        for actor, of_actor in log_weights.items():
-            self._seen[actor] += len(of_actor)
-            self._off[actor] += int((~(np.abs(of_actor) <= self._bound)).sum())  # also counts values that are not finite
+        for actor, (seen, off) in tokens.items():
+            self._seen[actor] += seen
+            self._off[actor] += off
             if self._seen[actor] >= FEWEST_TOKENS:
                 share = self._off.pop(actor, 0) / self._seen.pop(actor)
                 if 0 < self._share < share and actor not in self.actors:

@@ -89,6 +89,10 @@ class HostMicroBatch:
     """[C]: the token's branch, 0 .. S - 1, in order of the row."""
     lags: NDArray[np.int64]
     """[C]: the token's lag."""
+    actors: NDArray[np.int64]
+    """[S]: number of the actor that sampled the branch (`PreparedStep.actors`)."""
+    reported: NDArray[np.int64]
+    """[S]: number of the branch if rank 0 needs the log weights of its tokens, else -1."""
     num_branches: int
     num_tokens: int
     """Number of tokens in the row, without padding."""
@@ -163,10 +167,12 @@ def host_microbatch(
     *,
     share_prompts: bool = False,
     has_gradient: bool = True,
+    actors: NDArray[np.int64] | None = None,
+    reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
-    """Pack `branches`, in `row_order`, with their `advantages` and `weights` [S], for the gradient at policy version `version`.
+    """Pack `branches`, in `row_order`, with the arrays [S] that describe them, for the gradient at policy version `version`.
     `share_prompts`: put a common prompt into the row once. Without branches, the row is only padding: a rank may run out of
-    branches before the others."""
+    branches before the others. By default all branches are of actor 0, and none is reported."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]
@@ -197,6 +203,8 @@ def host_microbatch(
         weights=np.repeat(weights[order], outputs).astype(np.float32),
         branch_index=np.repeat(np.arange(len(members)), outputs),
         lags=lags,
+        actors=np.zeros(len(members), dtype=np.int64) if actors is None else actors[order],
+        reported=np.full(len(members), -1) if reported is None else reported[order],
         num_branches=len(members),
         num_tokens=len(token_ids),
         has_gradient=has_gradient,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -179,15 +179,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
-    weights every rank must iterate to the end, since each item gathers one parameter and its adapter."""
+    weights every rank must iterate to the end, since each item gathers one parameter and its adapter. If all values will be
+    rounded to `dtype`, shards without an adapter are rounded before they are gathered."""
     for name, parameter, adapter in served_parameters(model):
-        weight = whole(parameter)
-        if adapter is not None:
-            a, b = whole(adapter.a), whole(adapter.b)
-            weight = add_low_rank(weight, a, b, adapter.scaling, adapter.transposed)
-        yield name, weight
+        if adapter is None:
+            yield name, whole(parameter, dtype)
+        else:  # `add_low_rank` rounds the factors to the weight's dtype
+            a, b = (whole(factor, parameter.dtype) for factor in (adapter.a, adapter.b))
+            yield name, add_low_rank(whole(parameter), a, b, adapter.scaling, adapter.transposed)
 
 
 @torch.no_grad()
@@ -196,7 +197,7 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     With sharded weights every rank must iterate to the end."""
     for name, adapter in layer_adapters(model).items():
         for factor_name, factor in zip(factor_names(name), (adapter.a, adapter.b), strict=True):
-            yield factor_name, whole(factor).to(adapter.weight.dtype)
+            yield factor_name, whole(factor, adapter.weight.dtype).to(adapter.weight.dtype)
 
 
 def factor_names(layer: str) -> tuple[str, str]:
@@ -217,6 +218,10 @@ def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Paramete
         yield f"{owner.removesuffix(BASE)}.{leaf}" if wrapped else name, parameter, of_weight.get(id(parameter))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor, detached. Gather it if it is sharded."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the tensor, detached. If it is sharded, gather it, with each shard first rounded to `dtype` if that is smaller."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    is_smaller = dtype is not None and dtype.itemsize < tensor.dtype.itemsize
+    shards = cast(DTensor, tensor.detach().to(dtype)) if is_smaller else tensor
+    return shards.full_tensor().detach()

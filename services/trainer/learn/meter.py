@@ -8,8 +8,8 @@ figure is lower. A shared prompt counts once, and a micro-batch without a backwa
 activations, the optimizer and a KL reference's forward pass are not counted. If only adapters are trained, products with frozen
 weights count two of the three.
 
-Per-token results stay on the device until one transfer at the end of the step. NumPy computes the figures from the unclamped
-weights of all ranks. A step's values (`Learner.compute`) are concatenated over micro-batches and ranks.
+Per-token results stay on the device until one transfer at the end of the step. Each rank reduces those of its tokens to
+`TokenStatistics`, in NumPy and with unclamped weights. Rank 0 computes the step's figures from the statistics of all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipelinerl.messages.sequences import Sequence
-from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, ess_by_lag, lag_bucket
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, lag_bucket, weight_sums
 from pipelinerl.rl.packing import CostModel
 from services.trainer.learn.batch import HostMicroBatch, TrainingGroup
 from services.trainer.learn.lora import has_adapters
@@ -186,8 +187,24 @@ class PhaseTimer:
         return seconds
 
 
-SAMPLED_WEIGHTS, LOG_WEIGHTS = "sampled_weights", "log_weights"
-"""Keys of a step's figures that are not in metrics.jsonl: importance weights of samples, and log π − log μ [C]."""
+SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
+"""Keys of a step's figures that are not in metrics.jsonl: importance weights of samples; and by actor, how many of its tokens
+had lag 0, and how many of these had a |log π − log μ| above the bound."""
+BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
+"""Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits a single token may be much further
+off than the median, and even more so with quantised weights in the engine."""
+
+
+def in_sixteen_bits(recipe: Recipe) -> bool:
+    """Return whether the trainer or the actors use 16-bit weights or computation. Pure."""
+    return bool({"bfloat16", "float16"} & {recipe.model.dtype, recipe.weights.wire_dtype})
+
+
+def bound_of(recipe: Recipe) -> float:
+    """Return the allowed difference between log π and log μ of one token of lag 0, in nats."""
+    if recipe.actor.engine.quantization:
+        return BOUND_QUANTIZED
+    return BOUND_16_BIT if in_sixteen_bits(recipe) else BOUND_FLOAT32
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
@@ -198,19 +215,14 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
-def tokens_of_samples(groups: list[TrainingGroup], token_branches: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-    """Return the positions, in the step's values, of the tokens of each of `sampled_sequences`, by sequence id.
-    `token_branches`: for each of the step's tokens, its branch as a position in `all_branches(groups)`."""
+def sampled_branches(groups: list[TrainingGroup]) -> dict[str, list[int]]:
+    """Return the positions in `all_branches(groups)` of the branches of each of `sampled_sequences`, by sequence id."""
     owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
-    by_branch = np.argsort(token_branches, kind="stable")
-    tokens = {}
-    for sequence in sampled_sequences(groups):
-        own = [branch for branch, owner in enumerate(owners) if owner == sequence.sequence_id]
-        tokens[sequence.sequence_id] = by_branch[np.isin(token_branches[by_branch], own)]
-    return tokens
+    names = (sequence.sequence_id for sequence in sampled_sequences(groups))
+    return {name: [branch for branch, owner in enumerate(owners) if owner == name] for name in names}
 
 
-def importance_weights(log_weights: NDArray[np.float32]) -> NDArray[np.float64]:
+def importance_weights(log_weights: NDArray[np.floating]) -> NDArray[np.float64]:
     """Return unclamped importance weights. Those that overflow are infinite."""
     with np.errstate(over="ignore"):
         return np.exp(log_weights.astype(np.float64))
@@ -220,54 +232,104 @@ LARGEST_LOG_WEIGHT = 80.0
 """Maximum log w in means of w (5e34), which could otherwise overflow. ESS does not need it."""
 
 
+@dataclass(frozen=True, eq=False)
+class TokenStatistics:
+    """Statistics of one rank's sampled tokens, in B lag buckets. Those of all ranks give the figures of a step."""
+
+    by_lag: NDArray[np.int64]
+    """[largest lag + 1]: number of tokens of each lag."""
+    by_bucket: NDArray[np.float64]
+    """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which is not finite if a log weight
+    is not. k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π), and is never negative."""
+    moments: NDArray[np.float64]
+    """[2, 3]: `_moments` of returns and of returns − baseline. Without a learned baseline, they are of no values."""
+    actors: NDArray[np.int64]
+    """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
+    reported: NDArray[np.float64]
+    """[R, 2]: number of the branch, and log weight, of each reported token."""
+
+
+def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch, ...], bound: float) -> TokenStatistics:
+    """Reduce the values [4, C] or [5, C] of `Learner.compute` of the tokens of `batches`. `bound`: largest |log weight| with
+    which actor and trainer agree about a token of lag 0."""
+    of_tokens = [(one.lags, one.advantages, one.actors[one.branch_index], one.reported[one.branch_index]) for one in batches]
+    lags, returns, actors, branches = map(np.concatenate, zip(*of_tokens, strict=True))
+    by_lag = np.bincount(lags)
+    buckets = lag_bucket(np.arange(len(by_lag))).astype(np.uint8)[lags]
+    fresh, reported = actors[lags == 0], branches >= 0
+    is_off = ~(np.abs(values[0, lags == 0]) <= bound)
+    series = [returns.astype(np.float64), returns - values[4].astype(np.float64)] if len(values) > 4 else [np.empty(0)] * 2
+    return TokenStatistics(
+        by_lag,
+        np.array([_bucket_sums(values[:4, buckets == bucket]) for bucket in range(len(LAG_BUCKETS))]),
+        np.array([_moments(own) for own in series]),
+        np.stack((np.bincount(fresh), np.bincount(fresh, is_off)), axis=1).astype(np.int64),
+        np.stack((branches[reported], values[0, reported]), axis=1),
+    )
+
+
+def _bucket_sums(values: NDArray[np.float32]) -> tuple[float, ...]:
+    log_weights = values[0].astype(np.float64)
+    with np.errstate(invalid="ignore"):  # of log weights that are not finite
+        k3, others = np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights, values[1:].sum(1, dtype=np.float64)
+        return (*weight_sums(log_weights), *others, k3.sum(), np.abs(log_weights).max(initial=0.0))
+
+
 def token_figures(
-    values: NDArray[np.float32],
-    totals: NDArray[np.float64],
-    batches: list[HostMicroBatch],
-    budget: int,
-    *,
-    applied: bool = True,
+    parts: list[TokenStatistics], totals: NDArray[np.float64], loads: list[int], budget: int, *, applied: bool = True
 ) -> dict[str, Any]:
     """Return figures over all sampled tokens of one optimizer step, with the names of metrics.jsonl (docs/run-directory.md). A
-    figure is None if no token gives a value. A step that was not `applied` counts no trained tokens. `batches`: in the order of
-    `values`. `budget`: maximum tokens of a micro-batch."""
-    log_weights, clipped, masked, entropy, *baseline = values.astype(np.float64)
+    figure is None if no token gives a value. A step that was not `applied` counts no trained tokens. `loads`: number of tokens
+    of each micro-batch. `budget`: maximum tokens of a micro-batch."""
     loss, reference_kl, value_loss, _ = totals.tolist()
-    returns = np.concatenate([batch.advantages for batch in batches])
-    lags = np.concatenate([batch.lags for batch in batches])
-    loads = [batch.num_tokens for batch in batches if batch.num_branches]
-    usable = bool(np.isfinite(log_weights).all())
-    by_lag = ess_by_lag(log_weights, lags) if usable else {}
-    buckets, fresh = lag_bucket(lags), log_weights[lags == 0]
-    found, counts = np.unique(lags, return_counts=True)
+    by_lag, by_bucket = summed([part.by_lag for part in parts]), np.stack([part.by_bucket for part in parts])
+    weights, found, num_tokens = by_bucket[..., :4], np.flatnonzero(by_lag), int(by_lag.sum())
+    clipped, masked, entropy, k3 = by_bucket[..., 4:8].sum(axis=0).T
+    largest, tokens_of = float(by_bucket[..., 8].max()), weights[..., 0].sum(axis=0)
+    ends = np.cumsum(by_lag[found])  # sorted by lag, the tokens of a lag are at positions [end − count, end)
+    p95 = np.interp(0.95 * (num_tokens - 1), np.stack((ends - by_lag[found], ends - 1), axis=1).ravel(), found.repeat(2))
+    usable, has_baseline = np.isfinite(largest), any(part.moments[0, 0] for part in parts)
+    present = {LAG_BUCKETS[bucket]: bucket for bucket in np.flatnonzero(tokens_of)} if usable else {}
     return {
         "loss": loss,
-        "entropy": _mean(entropy),
-        "ess": effective_sample_size(log_weights) if usable else None,
-        "ess_by_lag": by_lag,
-        "clip_fraction": float(clipped.mean()),
-        "clip_fraction_by_lag": {label: float(clipped[buckets == LAG_BUCKETS.index(label)].mean()) for label in by_lag},
-        "mask_fraction": float(masked.mean()),
-        # k3: w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π), and is never negative.
-        "mismatch_kl": _mean(np.expm1(np.minimum(fresh, LARGEST_LOG_WEIGHT)) - fresh) if usable else None,
+        "entropy": float(entropy.sum()) / num_tokens,
+        "ess": effective_sample_size(weights.reshape(-1, 4)) if usable else None,
+        "ess_by_lag": {label: effective_sample_size(weights[:, bucket]) for label, bucket in present.items()},
+        "clip_fraction": float(clipped.sum()) / num_tokens,
+        "clip_fraction_by_lag": {label: float(clipped[bucket] / tokens_of[bucket]) for label, bucket in present.items()},
+        "mask_fraction": float(masked.sum()) / num_tokens,
+        "mismatch_kl": float(k3[0] / tokens_of[0]) if usable and tokens_of[0] else None,
         "reference_kl": reference_kl,
-        "value_loss": value_loss if baseline else None,
-        "explained_variance": explained_variance(baseline[0], returns) if baseline else None,
-        "log_weight_abs_max": float(np.abs(log_weights).max()) if usable else None,
-        "lag": {"mean": float(lags.mean()), "p95": float(np.percentile(lags, 95)), "max": int(lags.max())},
-        "lag_histogram": dict(zip(found.tolist(), counts.tolist(), strict=True)) if applied else {},
-        "tokens_trained": len(lags) if applied else 0,
+        "value_loss": value_loss if has_baseline else None,
+        "explained_variance": explained_variance(np.stack([part.moments for part in parts])) if has_baseline else None,
+        "log_weight_abs_max": largest if usable else None,
+        "lag": {"mean": float(found @ by_lag[found]) / num_tokens, "p95": float(p95), "max": int(found[-1])},
+        "lag_histogram": dict(zip(found.tolist(), by_lag[found].tolist(), strict=True)) if applied else {},
+        "tokens_trained": num_tokens if applied else 0,
         "tokens_computed": sum(loads),
         "microbatches": len(loads),
         "packing_fill": sum(loads) / (len(loads) * budget),
     }
 
 
-def explained_variance(baseline: NDArray[np.float64], returns: NDArray[np.floating]) -> float | None:
-    """Return 1 − Var(R − v) / Var(R) for `baseline` v and `returns` R, each [C]; None if all returns are equal."""
-    spread = float(np.var(returns.astype(np.float64)))
-    return 1 - float(np.var(returns - baseline)) / spread if spread > 0 else None
+def summed(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the sum of arrays whose first dimensions may differ. The rows that an array lacks are 0."""
+    total = np.zeros((max(map(len, arrays)), *arrays[0].shape[1:]), dtype=np.int64)
+    for array in arrays:
+        total[: len(array)] += array
+    return total
 
 
-def _mean(values: NDArray[np.float64]) -> float | None:
-    return float(values.mean()) if values.size else None
+def _moments(values: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return the number of values, their mean, and the sum of their squared deviations, which is exactly 0 if all are equal."""
+    mean = values[:1].sum() + (values - values[:1]).sum() / max(1, values.size)
+    return values.size, mean, ((values - mean) ** 2).sum()
+
+
+def explained_variance(moments: NDArray[np.float64]) -> float | None:
+    """Return 1 − Var(R − v) / Var(R) for returns R and baseline v, from `moments` [parts, 2, 3]. None if returns are equal."""
+    tokens, means, deviations = moments.transpose(2, 1, 0)
+    shifts = means - means[:, [int(tokens[0].argmax())]]
+    shifts -= (tokens * shifts).sum(axis=1, keepdims=True) / tokens.sum(axis=1, keepdims=True)
+    of_returns, of_errors = (deviations + tokens * shifts**2).sum(axis=1).tolist()
+    return 1 - of_errors / of_returns if of_returns > 0 else None

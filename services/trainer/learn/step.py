@@ -3,7 +3,8 @@ sends no weights. The caller chooses the groups, counts the versions, and handle
 
 A step is planned and packed once, in NumPy, before any device is used. Token weights come from totals of the whole step, so
 that losses and gradients of all shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks
-as orders, which `worker.py` executes.
+as orders, which `worker.py` executes. Devices wait between two steps. Therefore batches are sent during the previous step, and
+ranks return only statistics of their tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from services.trainer.learn.batch import (
     TrainingGroup,
     all_branches,
     host_microbatch,
-    row_order,
     sequence_weights,
 )
 from services.trainer.learn.lora import adapter_weights, adapters_off, has_adapters, served_weights, whole
@@ -39,31 +39,26 @@ from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy, add_value_head
-from services.trainer.world import ADAPTER, SCORE, WEIGHTS, Message, RankLayout, World
+from services.trainer.world import ADAPTER, END, SCORE, WEIGHTS, Message, RankLayout, World
 
-TRAIN = "train"
+TRAIN, BATCHES = "train", "batches"
 
 Share = tuple[HostMicroBatch, ...]
 """Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same length."""
 
 
-def train_order(version: int, share: Share) -> Message:
-    arrays: dict[str, NDArray[Any]] = {}
-    counts = []
-    for index, batch in enumerate(share):
-        content = vars(batch)
-        arrays |= {f"{index}/{name}": value for name, value in content.items() if isinstance(value, np.ndarray)}
-        counts.append({name: value for name, value in content.items() if not isinstance(value, np.ndarray)})
-    return Message(TRAIN, {"version": version, "counts": counts}, arrays)
+def batch_message(version: int, share: Share) -> Message:
+    content = [(f"{index}/", name, value) for index, batch in enumerate(share) for name, value in vars(batch).items()]
+    arrays = {index + name: value for index, name, value in content if isinstance(value, np.ndarray)}
+    others = {index + name: value for index, name, value in content if not isinstance(value, np.ndarray)}
+    return Message(BATCHES, {"version": version, "size": len(share), **others}, arrays)
 
 
-def share_of(order: Message) -> Share:
-    batches = []
-    for index, counts in enumerate(order.fields["counts"]):
-        names = [field.name for field in fields(HostMicroBatch) if field.name not in counts]
-        arrays: dict[str, Any] = {name: order.arrays[f"{index}/{name}"] for name in names}
-        batches.append(HostMicroBatch(**arrays, **counts))
-    return tuple(batches)
+def share_of(message: Message) -> Share:
+    content, names = {**message.fields, **message.arrays}, [field.name for field in fields(HostMicroBatch)]
+    return tuple(
+        HostMicroBatch(**{name: content[f"{index}/{name}"] for name in names}) for index in range(message.fields["size"])
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,20 +74,14 @@ class PreparedStep:
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
     """Seconds in `plan` and `build`, which run during the previous step."""
-    sampled: Mapping[str, NDArray[np.int64]]
-    """Positions of the sampled sequences' tokens among all tokens of `batches`, by sequence id."""
+    sampled: Mapping[str, list[int]]
+    """Numbers of the branches of `meter.sampled_sequences`, by sequence id."""
     actors: tuple[str, ...]
-    token_actors: NDArray[np.int64]
-    """int64[C], over all `batches` in order: index in `actors` of the actor that sampled the token."""
+    """Names of the actors that sampled the sequences. `HostMicroBatch.actors` has indices into it."""
 
     @property
     def batches(self) -> list[HostMicroBatch]:
         return [batch for share in self.shares for batch in share]
-
-    def of_lag_0(self, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
-        """Return the `values` [C] of tokens with lag 0, by actor."""
-        fresh = np.concatenate([batch.lags for batch in self.batches]) == 0
-        return {actor: values[fresh & (self.token_actors == place)] for place, actor in enumerate(self.actors)}
 
 
 class Learner:
@@ -109,13 +98,16 @@ class Learner:
         world: World | None = None,
         reference: Policy | None = None,
         compute_dtype: torch.dtype | None = None,
+        bound: float = meter.BOUND_16_BIT,
     ) -> None:
         """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as given.
-        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype."""
+        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype. `bound`: that of `LAG_0_TOKENS`."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
-        self.temperature = temperature
+        self.temperature, self._bound = temperature, bound
+        self._batches_sent: dict[PreparedStep, list[Any]] = {}
+        """Work to send batches to the other ranks, by step."""
         self.pad_multiple = policy.row_multiple
         self.world = world or World(RankLayout(), policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
@@ -144,10 +136,15 @@ class Learner:
         sampled_tokens = np.bincount(owners, weights=[branch.num_sampled_tokens for branch in branches]).astype(np.int64)
         weights = sequence_weights(sampled_tokens, self.algorithm.normalization)[owners]
         advantages, share_prompts = of_sequences[owners], self.policy.shares_prompts
+        names, numbers = np.unique([sequence.actor for sequence in sequences], return_inverse=True)
+        actors, sampled, reported = numbers[owners], meter.sampled_branches(groups), np.full(len(branches), -1)
+        for own in sampled.values():
+            reported[own] = own
 
         def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
             of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
-            return host_microbatch(*of_chosen, self.pad_multiple, share_prompts=share_prompts, has_gradient=has_gradient)
+            options = {"actors": actors[members], "reported": reported[members], "has_gradient": has_gradient}
+            return host_microbatch(*of_chosen, self.pad_multiple, share_prompts=share_prompts, **options)
 
         phases_s: dict[str, float] = {}
         with meter.measured(phases_s, "plan"):
@@ -155,15 +152,6 @@ class Learner:
         members_of = [plan.of_rank(rank) for rank in range(data_ranks)]
         with meter.measured(phases_s, "build"):
             shares = tuple(tuple(packed(members, at >= num_forward) for at, members in enumerate(own)) for own in members_of)
-        token_branches = np.concatenate(
-            [
-                np.array(members)[row_order([branches[member] for member in members])][batch.branch_index]
-                for own, share in zip(members_of, shares, strict=True)
-                for members, batch in zip(own, share, strict=True)
-                if members
-            ]
-        )
-        actors, of_sequence = np.unique([sequence.actor for sequence in sequences], return_inverse=True)
         return PreparedStep(
             version=version,
             shares=shares,
@@ -171,9 +159,8 @@ class Learner:
             figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
             flops=meter.TRAINING_PASSES * sum(map(sum, plan.costs)),
             phases_s=phases_s,
-            sampled=meter.tokens_of_samples(groups, token_branches),
-            actors=tuple(actors.tolist()),
-            token_actors=of_sequence[owners[token_branches]],
+            sampled=sampled,
+            actors=tuple(names.tolist()),
         )
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
@@ -199,27 +186,41 @@ class Learner:
         plan = plan_step(lengths, budget, ranks, self.cost_model, outputs, prompts)
         return StepPlan([[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots], plan.costs)
 
-    def order(self, kind: str, **arrays: Any) -> None:
+    def order(self, kind: str, *, dtype: str = "", **arrays: Any) -> None:
         if self.world.is_first and self.world.links is not None:
-            self.world.links.tell_all(Message(kind, arrays=arrays))
+            self.world.links.tell_all(Message(kind, {"dtype": dtype}, arrays))
+            if kind == END and self.world.batches is not None:
+                self.world.batches.tell_all(Message(END))
+
+    def send_batches(self, prepared: PreparedStep) -> None:
+        """Rank 0: begin to send each rank its batches, on any thread. A rank receives them while it computes the previous step.
+        Steps must be taken in the order of this. Raises `RuntimeError` if a rank is gone."""
+        layout, links = self.world.layout, self.world.batches
+        if links is not None:
+            messages = [batch_message(prepared.version, share) for share in prepared.shares]
+            begun = [links.begin_send(messages[rank // layout.sequence_ranks], rank) for rank in range(1, layout.size)]
+            self._batches_sent[prepared] = [work for works in begun for work in works]
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """Rank 0: take one step on all ranks. Return figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LOG_WEIGHTS`."""
+        """Rank 0: take one step on all ranks, after sending its batches if `send_batches` has not done so. Return figures
+        (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LAG_0_TOKENS`."""
         began_at = time.perf_counter()
         layout, links = self.world.layout, self.world.links
-        per_row = layout.sequence_ranks
         if links is not None:
-            for rank in range(1, layout.size):
-                links.send(train_order(prepared.version, prepared.shares[rank // per_row]), rank)
+            if prepared not in self._batches_sent:
+                self.send_batches(prepared)
+            links.tell_all(Message(TRAIN, {"version": prepared.version}))
+            for work in self._batches_sent.pop(prepared):
+                work.wait()
         first, totals, figures = self.compute(prepared.shares[0])
-        values = [first]
+        parts = [first]
         if links is not None:
-            for rank in range(per_row, layout.size, per_row):  # the first rank of each row reports for it
+            for rank in range(layout.sequence_ranks, layout.size, layout.sequence_ranks):  # the first rank of each row
                 report = links.receive(rank)
-                values.append(report.arrays["values"])
+                parts.append(meter.TokenStatistics(**report.arrays))
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
-        of_all, budget = np.concatenate(values, axis=1), self.trainer.tokens_per_microbatch
-        figures |= meter.token_figures(of_all, totals, prepared.batches, budget, applied=not figures["skipped"])
+        loads = [batch.num_tokens for batch in prepared.batches if batch.num_branches]
+        figures |= meter.token_figures(parts, totals, loads, self.trainer.tokens_per_microbatch, applied=not figures["skipped"])
         figures["sequences_trained"] = 0 if figures["skipped"] else len(prepared.sequence_ids)
         figures |= prepared.figures
         if self.reference is None:
@@ -228,36 +229,39 @@ class Learner:
         seconds = time.perf_counter() - began_at
         figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
         figures["mfu"] = meter.mfu(prepared.flops, seconds, layout.size, self.peak_flops)
+        branches, log_weights = np.concatenate([part.reported for part in parts]).T
         figures[meter.SAMPLED_WEIGHTS] = {
-            name: meter.importance_weights(of_all[0][own]) for name, own in prepared.sampled.items()
+            name: meter.importance_weights(np.concatenate([log_weights[branches == branch] for branch in own]))
+            for name, own in prepared.sampled.items()
         }
-        figures[meter.LOG_WEIGHTS] = of_all[0]
+        of_actors = meter.summed([part.actors for part in parts]).tolist()  # later actors may have no token of lag 0
+        figures[meter.LAG_0_TOKENS] = dict(zip(prepared.actors, of_actors, strict=False))
         return figures
 
-    def compute(self, share: Share) -> tuple[NDArray[np.float32], NDArray[np.float64], dict[str, Any]]:
+    def compute(self, share: Share) -> tuple[meter.TokenStatistics, NDArray[np.float64], dict[str, Any]]:
         """Compute this rank's part of one optimizer step. `share`: the micro-batches of this rank, or of its row of ranks.
 
-        Return values, totals and figures. Values [4, C] of the share: log weight, clipped, masked and entropy of each sampled
-        token; [5, C] with a learned baseline, which comes last. Totals [4] of the whole step: loss, KL to the reference, value
-        loss, sum of the weights. Figures: those of `PolicyOptimizer.step`, the same on every rank, and this rank's
-        `memory_peak_gib` and `compute_s` (seconds in `to_device`, `forward_backward`, `totals`, `optimizer`).
+        Return statistics, totals and figures. The statistics are of the share's values [4, C]: log weight, clipped, masked and
+        entropy of each sampled token; [5, C] with a learned baseline, which comes last. Totals [4] of the whole step: loss, KL
+        to the reference, value loss, sum of the weights. Figures: those of `PolicyOptimizer.step`, the same on every rank, and
+        this rank's `memory_peak_gib` and `compute_s` (seconds in `to_device`, `forward_backward`, `totals`, `optimizer`).
         """
         values, terms = [], []
         for host_batch in share:
             with self._phases.measure("to_device"):
                 batch = host_batch.on(self.policy.device)
             with self._phases.measure("forward_backward"):
-                of_tokens, of_batch = self._backward(batch)
-            values.append(of_tokens)
-            terms.append(of_batch)
+                its_values, its_terms = self._backward(batch)
+            values.append(its_values)
+            terms.append(its_terms)
         with self._phases.measure("totals"):
             totals = self.world.sum(torch.stack(terms).double().sum(0)).cpu().numpy()
         with self._phases.measure("optimizer"):
             figures = self.optimizer.step(loss=float(totals[0]), total_weight=float(totals[3]))
-        there = torch.cat(values, dim=1).cpu().numpy()  # this waits for the device to finish the step
+        of_tokens = torch.cat(values, dim=1).cpu().numpy()  # this waits for the device to finish the step
         figures["memory_peak_gib"] = meter.take_memory_peak(self.policy.device) / 1024**3
         figures["compute_s"] = self._phases.take()
-        return there, totals, figures
+        return meter.token_statistics(of_tokens, share, self._bound), totals, figures
 
     def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
@@ -288,12 +292,13 @@ class Learner:
         with nullcontext() if adapters else adapters_off(self.policy.model):
             return self.policy.sequence_logprobs(token_ids)
 
-    def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+    def gather(self, kind: str, dtype: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield whole parameters by their checkpoint names, one after the other. All ranks must iterate to the end. `WEIGHTS`:
-        the weights that actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer."""
-        self.order(kind)
+        the weights that actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer. `dtype`: name of
+        the dtype to which the caller will round all weights, so that shards are gathered in it; empty = none."""
+        self.order(kind, dtype=dtype)
         if kind == WEIGHTS:
-            return served_weights(self.policy.model)
+            return served_weights(self.policy.model, getattr(torch, dtype) if dtype else None)
         if kind == ADAPTER:
             return adapter_weights(self.policy.model)
         head = self.policy.value_head

@@ -29,7 +29,7 @@ from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import LOG_WEIGHTS, SAMPLED_WEIGHTS, sampled_sequences
+from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.reporting.metrics import RunView, TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
 from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample, without_tokens
@@ -280,7 +280,7 @@ class Recorder:
         since_last_s, self._last_step_at = now - self._last_step_at, now
         sequences = [sequence for group in batch for sequence in group.sequences]
         return {
-            **{key: value for key, value in figures.items() if key not in (SAMPLED_WEIGHTS, LOG_WEIGHTS)},
+            **{key: value for key, value in figures.items() if key not in (SAMPLED_WEIGHTS, LAG_0_TOKENS)},
             "time_s": now - self._started_at,
             **sequence_figures(sequences),
             "reward_std": float(np.std([sequence.reward for sequence in sequences])),

@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.rl.memory import MOST_SNAPSHOTS
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.transfer.chunks import (
     ReusedMemory,
@@ -85,10 +86,6 @@ def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int
         )
         low_rank.append(item)
     return build_manifest(factors, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes, low_rank=low_rank)
-
-
-MOST_SNAPSHOTS = 3
-"""Number of reused buffers: one each for the served version, the version in transfer and the version that waits."""
 
 
 class Snapshot:
@@ -162,17 +159,19 @@ class WeightSender:
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
         """Start sending on `group`, on a separate thread. Until that ends, no other code may use the group. A failure closes
-        the group; setting `given_up` makes it fail within the stall timeout."""
+        the group; setting `given_up` makes it fail within the stall timeout. Chunks that all receivers keep are not sent."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
-        chunks = snapshot.manifest.chunks
+        first = group.first_chunk(snapshot.manifest.content(snapshot.version))
+        kept, chunks = snapshot.manifest.chunks[:first], snapshot.manifest.chunks[first:]
         ready: Generator[tuple[Tensor, int], None, None] = (snapshot.ready(chunk, placement) for chunk in chunks)
         if len(chunks) > 1:
             ready = prefetch(ready, 2, f"checksum-{snapshot.version}")
 
         def send() -> TransferResult:
-            checksums = []
+            checksums: list[int] = []
             try:
                 with placement.scope(), closing(ready):
+                    checksums.extend(snapshot.ready(chunk, placement)[1] for chunk in kept)
                     for chunk, (raw, value) in zip(chunks, ready, strict=True):
                         checksums.append(value)
                         header = chunk_header(snapshot.version, chunk, value).to(placement.device)
@@ -185,7 +184,7 @@ class WeightSender:
                 group.close()
                 raise
             whole = version_checksum(snapshot.manifest.manifest_id, checksums)
-            return TransferResult(whole, snapshot.manifest.total_bytes, time.monotonic() - started)
+            return TransferResult(whole, sum(chunk.num_bytes for chunk in chunks), time.monotonic() - started)
 
         return on_thread(f"broadcast-{snapshot.version}", send)
 
