@@ -2,8 +2,8 @@
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training. Estimates know a model only by
 its size; memory counts all experts of a mixture, and compute only those that a token visits. Memory is left for activations:
-`ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's.
-Replicated tensors and other processes on the device are not counted.
+`ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's. Replicated tensors and other processes on the
+device are not counted.
 """
 
 from __future__ import annotations
@@ -184,12 +184,12 @@ def update_shortage(free_bytes: int, total_bytes: int, share: float, *, weights:
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
     moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, these are the states of the
-    adapters, and the model's weights stay in its dtype; the model without adapters is the reference."""
-    moments, reference = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8, recipe.algorithm.kl_coefficient > 0
+    adapters, and the model's weights stay in its dtype."""
+    moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
-    if recipe.trainer.lora is None:
-        return model.parameters * (each + model.dtype_bytes * reference)
-    return model.weights_bytes + adapter_parameters(recipe, model) * each
+    if recipe.trainer.lora is not None:
+        return model.weights_bytes + adapter_parameters(recipe, model) * each
+    return model.parameters * each + model.weights_bytes * (recipe.algorithm.kl_coefficient > 0)
 
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:

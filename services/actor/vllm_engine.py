@@ -134,8 +134,8 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
 def memory_share(recipe: Recipe, model: str, memory_gib: float) -> float:
     """Return the share of a GPU of `memory_gib` that vLLM may take. For `auto`, weight updates keep the memory that they need
     beside vLLM. If the model is too large for that, vLLM gets its usual share, and updates are loaded while it is paused. It
-    also gets that share if the model's size is not known, or if weights are quantised."""
-    if recipe.actor.engine.gpu_memory_utilization is not None or recipe.actor.engine.quantization:
+    also gets that share if the model's size is not known."""
+    if recipe.actor.engine.gpu_memory_utilization is not None:
         return recipe.actor.engine.memory_share
     folder = Path(model)
     if not (parameters := parameters_in(folder) if folder.is_dir() else hub_parameters(recipe.model)):

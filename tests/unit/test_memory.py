@@ -77,6 +77,22 @@ def test_ranks_that_share_the_states() -> None:
     )
 
 
+def test_adapters_have_states_and_an_update_of_their_own() -> None:
+    """8e9 to the power of 2/3 is 4e6, and 0.9 of that for each rank of 64 are 230.4e6; of 1e9 it is 1e6, and 57.6e6."""
+    whole, mixture = Model(8e9, 1024), Model(8e9, 1024, active_share=1 / 8)
+    recipe = load_recipe("gsm", ["trainer.lora.rank=64"])
+    assert state_bytes(recipe, whole) == pytest.approx(16e9 + 18 * 230.4e6)
+    assert state_bytes(recipe, mixture) == pytest.approx(16e9 + 18 * 57.6e6)
+    assert state_bytes(recipe, Model(8e9, 1024, adapters=100)) == 16e9 + 18 * 100
+    assert sent_bytes(recipe, whole) == pytest.approx(2 * 230.4e6)
+    assert update_gib(recipe, whole) == pytest.approx(2 + 0.429, abs=1e-3)
+    assert actor_problem(recipe, whole, 22.0) is not None, "the recipe's share of 0.75"
+    assert actor_problem(load_recipe("gsm", ["trainer.lora.rank=64", f"{SHARE}=auto"]), whole, 22.0) is None
+    assert sent_bytes(load_recipe("gsm"), mixture) == 16e9
+    merged = load_recipe("arithmetic", ["trainer.lora={rank: 64, send: merged}"])
+    assert sent_bytes(merged, Model(8e9, 1024, dtype_bytes=4)) == 32e9
+
+
 def test_a_quantised_actor_holds_its_weights_once_and_two_layers() -> None:
     """70e9 parameters are 65.2 GiB in fp8, 16.3 on each of four GPUs. In 16 bits they are 130.4, over an estimated 58.7 layers
     of 2.22: an update needs 4.44 and 2, whatever the number of GPUs."""
@@ -109,22 +125,6 @@ def test_snapshots_stay_on_a_gpu_that_has_room_for_them() -> None:
     assert snapshot_gib(with_reference, model, 48.0) == 0
     assert trainer_problem(with_reference, model, 39.0, ranks=1) is not None, "27.9 GiB with the reference"
     assert trainer_problem(alone, model, 39.0, ranks=1) is None
-
-
-def test_adapters_have_states_and_an_update_of_their_own() -> None:
-    """8e9 to the power of 2/3 is 4e6, and 0.9 of that for each rank of 64 are 230.4e6; of 1e9 it is 1e6, and 57.6e6."""
-    whole, mixture = Model(8e9, 1024), Model(8e9, 1024, active_share=1 / 8)
-    recipe = load_recipe("gsm", ["trainer.lora.rank=64"])
-    assert state_bytes(recipe, whole) == pytest.approx(16e9 + 18 * 230.4e6)
-    assert state_bytes(recipe, mixture) == pytest.approx(16e9 + 18 * 57.6e6)
-    assert state_bytes(recipe, Model(8e9, 1024, adapters=100)) == 16e9 + 18 * 100
-    assert sent_bytes(recipe, whole) == pytest.approx(2 * 230.4e6)
-    assert update_gib(recipe, whole) == pytest.approx(2 + 0.429, abs=1e-3)
-    assert actor_problem(recipe, whole, 22.0) is not None, "the recipe's share of 0.75"
-    assert actor_problem(load_recipe("gsm", ["trainer.lora.rank=64", f"{SHARE}=auto"]), whole, 22.0) is None
-    assert sent_bytes(load_recipe("gsm"), mixture) == 16e9
-    merged = load_recipe("arithmetic", ["trainer.lora={rank: 64, send: merged}"])
-    assert sent_bytes(merged, Model(8e9, 1024, dtype_bytes=4)) == 32e9
 
 
 def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set() -> None:
