@@ -724,7 +724,7 @@ class WeightUpdateConfig(Section):
         2, ge=1, le=64, description="Chunks that an actor holds while it receives; 1 = receive and load alternately."
     )
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype on the wire.")
-    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds to stage a version; slower members are evicted.")
+    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds without progress until late members are evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Number of updates between two parity probes; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Tokens of the probe sequence.")
@@ -746,7 +746,7 @@ class WeightUpdateConfig(Section):
         False, description="End the run if a later version exceeds `probe_tolerance`; false = count the failure and alert."
     )
     join_timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Seconds to wait for the first actors, and then again until they serve the first version."
+        600.0, gt=0, description="Seconds to wait for actors while none is starting, and again until they serve a version."
     )
 
 

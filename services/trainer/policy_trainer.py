@@ -159,7 +159,8 @@ def weight_sender(
     manifest = described(learner.policy.model, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST
     of_snapshots = HOST if sharded else of_groups
-    return WeightSender(manifest, placement=of_snapshots, group_placement=of_groups, store=store, host=host, backend=backend)
+    places, stall_s = (of_snapshots, of_groups), min(10.0, recipe.weights.deadline_s)
+    return WeightSender(manifest, stall_s, *places, store=store, host=host, backend=backend)
 
 
 def sends_adapter(recipe: Recipe) -> bool:
