@@ -190,8 +190,8 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
-        if not self._is_side:
-            self._updater.transfers_s.append(sent.seconds)
+        if not self._is_side and sent.num_bytes:
+            self._updater.transfers_s.append(sent.seconds * self._updater.sender.manifest.total_bytes / sent.num_bytes)
         self._updater.post(self, pb.Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
 
     async def _stop_transfer(self) -> None:
@@ -254,7 +254,7 @@ class WeightUpdater:
         self.starting: set[str] = set()
         """Actors whose registrations say that they load, compile or prepare for the manifest."""
         self.transfers_s = deque([sender.manifest.total_bytes / ASSUMED_BYTES_PER_S], maxlen=5)
-        """Seconds of the newest transfers to the epoch; the first is an assumption."""
+        """Seconds for all bytes at the rates of the newest transfers to the epoch; the first rate is an assumption."""
         self._formed_before = False
         self._changed = asyncio.Condition()
         self._under_way: Snapshot | None = None
