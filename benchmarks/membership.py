@@ -1,11 +1,13 @@
 """What members cost: forming a group, joining, leaving, dying, and an update, against how many there are.
 
-    python -m benchmarks.membership [--members 1 2 4 …] [--simulated 1000] [--quick]
+    python -m benchmarks.membership [--members 1 2 4 …] [--simulated 1000] [--newcomers 16] [--quick]
 
 * `membership`: light members, a process each (real protocol, NATS and Gloo; 1 MB of weights, no engine), with the product's
   default times.
 * `control_channel`: simulated members, a consumer and the product's heartbeat each, in a few processes on a real
   nats-server, with no bytes to send: what the control channel and the trainer's state machines alone take.
+* a row of `membership` with `newcomers`: simulated members that join at once. `copies` of the weights leave rank 0 in shared
+  side groups, and `copies_alone` if each has a side group of its own.
 
 All on one machine, whose cores the members share: with 64 of them, waking 64 processes is in every figure.
 """
@@ -26,21 +28,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.light_stage import LightStage, StageRecorder, end, light_stage, same_weights
 from benchmarks.nats_server import NatsServer
 from benchmarks.recovery import PRODUCT
 from benchmarks.result_files import write_result
 from benchmarks.samples import milliseconds
-from benchmarks.simulated_members import RUN, Crowd, NoBytesSender, cpu_seconds, crowd
+from benchmarks.simulated_members import MANIFEST, RUN, Crowd, NoBytesSender, cpu_seconds, crowd
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.local.services import available_cores
+from services.trainer.weight_sync import membership
 from services.trainer.weight_sync.membership import UpdateRecord
 from services.trainer.weight_sync.updater import WeightUpdater
 
 RESULTS = Path(__file__).parent / "results"
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 SIMULATED = 1000
+NEWCOMERS = 16
+TRANSFER_S = 0.5
+"""What a broadcast to newcomers takes."""
+WITHIN_S = 300.0
 REPEATS, UPDATES = 3, 10
 BEATS = 3
 """Intervals of the heartbeat that are watched."""
@@ -141,6 +149,43 @@ async def measure_control(members: int, processes: int, updates: int, profile: b
     return row
 
 
+async def measure_newcomers(newcomers: int, processes: int) -> dict[str, Any]:
+    """One row: copies that rank 0 sends when `newcomers` join a run with one member at once, and until all of them serve."""
+    row: dict[str, Any] = {"members": newcomers + 1, "newcomers": newcomers}
+    for kind, most in (("", membership.MOST_IN_GROUP), ("_alone", 1)):
+        with patch.object(membership, "MOST_IN_GROUP", most):
+            sent, seconds = await join_at_once(newcomers, processes)
+        row |= {f"copies{kind}": round(sent / MANIFEST.total_bytes, 2), f"all_joined{kind}_s": round(seconds, 3)}
+    return row
+
+
+async def join_at_once(newcomers: int, processes: int) -> tuple[int, float]:
+    """Bytes that rank 0 sends to them, and seconds from their registration until the last one serves."""
+    recorder, sender = StageRecorder(), NoBytesSender(TRANSFER_S)
+    with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
+        async with connect(server.url, RUN, limits=PRODUCT.limits) as bus:
+            await bus.create_streams()
+            updater = WeightUpdater(bus, sender, recorder, incarnation=1, deadline_s=PRODUCT.deadline_s, join_timeout_s=600)
+            running = asyncio.create_task(updater.run())
+            with (
+                crowd(server.url, 1, 1, PRODUCT.limits) as first,
+                crowd(server.url, newcomers, processes, PRODUCT.limits, prefix="n") as others,
+            ):
+                await first.listening()
+                await register(updater, first, 1)
+                await updater.offer(0, object())  # type: ignore[arg-type] - of no bytes
+                await updater.all_served()
+                await others.listening()
+                sent, began_s = sender.bytes_sent, time.monotonic()
+                others.register()
+                async with asyncio.timeout(WITHIN_S):
+                    while len(recorder.joined_s) < newcomers:  # noqa: ASYNC110 - it is not told otherwise
+                        await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.wait({running})
+    return sender.bytes_sent - sent, max(recorder.joined_s.values()) - began_s
+
+
 async def register(updater: WeightUpdater, others: Crowd, members: int) -> float:
     """Seconds until the trainer knows all members, which all register at once."""
     began_s = time.monotonic()
@@ -185,10 +230,19 @@ def write(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     write_result(folder / f"{name}.json", result)
 
 
+def replace_row(name: str, row: dict[str, Any], folder: Path) -> None:
+    """Keep the other rows of an earlier result."""
+    path = folder / f"{name}.json"
+    result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"benchmark": name, "rows": []}
+    result["rows"] = [*(other for other in result["rows"] if "newcomers" not in other), row]
+    write_result(path, result)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, nargs="*", help="numbers of light members; none: leave them out")
     parser.add_argument("--simulated", type=int, nargs="*", help="numbers of simulated members; none: leave them out")
+    parser.add_argument("--newcomers", type=int, help="members that join at once; 0: leave the row as it is")
     parser.add_argument("--processes", type=int, default=4, help="of the simulated members")
     parser.add_argument("--profile", action="store_true", help="of the coordinator's process with simulated members")
     parser.add_argument("--quick", action="store_true", help="few members, few repeats")
@@ -202,6 +256,11 @@ def main() -> None:
         rows.append(asyncio.run(measure_members(count, repeats, updates)))
         print(json.dumps(rows[-1]), flush=True)
         write("membership", rows, arguments.output)
+    newcomers = NEWCOMERS if arguments.newcomers is None else arguments.newcomers
+    if newcomers:
+        rows.append(asyncio.run(measure_newcomers(newcomers, arguments.processes)))
+        print(json.dumps(rows[-1]), flush=True)
+        replace_row("membership", rows[-1], arguments.output)
     rows = []
     for count in simulated:
         rows.append(asyncio.run(measure_control(count, arguments.processes, updates, arguments.profile)))

@@ -69,7 +69,7 @@ def planned(case: str, num_accelerators: int) -> dict[str, Any]:
 def measured_updates(name: str) -> list[tuple[int, float]]:
     """(members, seconds of an update) of an earlier benchmark."""
     rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    return [(row["members"], row["update_s"]) for row in rows]
+    return [(row["members"], row["update_s"]) for row in rows if "update_s" in row]
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:

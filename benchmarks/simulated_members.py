@@ -32,23 +32,32 @@ REQUEST_TIMEOUT_S = 60.0
 
 
 class NoBytesSender:
-    """Implements `sender.WeightSender`: every group stands at once and every broadcast is over at once."""
+    """Implements `sender.WeightSender`: every group stands at once, and every broadcast takes `transfer_s`. `bytes_sent`: what
+    rank 0 would send, the version once for each broadcast, as over a chain or a ring."""
 
     manifest: Manifest = MANIFEST
     backend: Backend = "gloo"
 
+    def __init__(self, transfer_s: float = 0.0) -> None:
+        self.transfer_s, self.bytes_sent = transfer_s, 0
+
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None) -> NoBytesGroup:
-        return NoBytesGroup()
+        return NoBytesGroup(self)
 
 
 class NoBytesGroup:
     store_address = "127.0.0.1:1"
 
+    def __init__(self, sender: NoBytesSender) -> None:
+        self._sender = sender
+
     async def built(self) -> None:
         return
 
     async def broadcast(self, snapshot: object, deadline_s: float) -> TransferResult:
-        return TransferResult(CHECKSUM, MANIFEST.total_bytes, 0.0)
+        self._sender.bytes_sent += MANIFEST.total_bytes
+        await asyncio.sleep(self._sender.transfer_s)
+        return TransferResult(CHECKSUM, MANIFEST.total_bytes, self._sender.transfer_s)
 
     async def abandon(self) -> None:
         return
@@ -68,7 +77,7 @@ class SimulatedMember:
 
     async def run(self, following: asyncio.Event) -> None:
         """Runs until cancelled."""
-        async with self._bus.watch_control(tuple(ORDERS)) as messages:
+        async with self._bus.watch_control(tuple(ORDERS), self._name) as messages:
             following.set()
             async for message in messages:
                 await self._answer(decoded(message.kind, message.payload))
@@ -154,9 +163,9 @@ class Crowd:
 
 
 @contextmanager
-def crowd(url: str, members: int, processes: int, limits: StreamLimits) -> Iterator[Crowd]:
+def crowd(url: str, members: int, processes: int, limits: StreamLimits, prefix: str = "m") -> Iterator[Crowd]:
     """Starts `members` members in `processes` processes, one connection each; kills them at the block's end."""
-    names = [f"m{number:05d}" for number in range(members)]
+    names = [f"{prefix}{number:05d}" for number in range(members)]
     context, started, orders = multiprocessing.get_context("spawn"), [], []
     for index in range(processes):
         here, there = multiprocessing.Pipe()

@@ -285,6 +285,13 @@ SUMMARY = (
         file="weight_bandwidth",
     ),
     Figure(
+        "membership",
+        "copies of the weights that leave the trainer when 16 actors join at once; 16 if each had a side group of its own",
+        {"newcomers": 16},
+        "copies",
+        at_most=1.25,
+    ),
+    Figure(
         "prefix_cache",
         "sampling with a shared prompt of 256 tokens against sampling without the prefix cache, 135M parameters",
         {"case": "smollm2", "prompt_tokens": 256},

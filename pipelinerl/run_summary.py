@@ -43,7 +43,7 @@ class RunTotals:
     transfer_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
     join_s: list[float] = field(default_factory=list)
-    """Seconds that each side group (the trainer and one actor) took to bring the actor to the served version."""
+    """Seconds that each joining actor's side group took to bring it to the served version."""
     compute_s: float = 0.0
     steps: int = 0
     steps_skipped: int = 0

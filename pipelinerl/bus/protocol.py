@@ -136,7 +136,7 @@ class Subjects:
 FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "abort", "end")
 FROM_ACTOR = ("joined", "staged", "serving", "failed")
 TO_ONE_ACTOR = ("epoch", "announce", "commit", "abort")
-"""Orders that the trainer may also send to one actor, as in a side group (the trainer and this actor alone)."""
+"""Orders that the trainer may also address to single actors, those of a side group."""
 EVERY_ACTOR = "*"
 
 

@@ -11,7 +11,7 @@ from pipelinerl.errors import MessageError
 from pipelinerl.messages.sequences import check_finite, parse
 from pipelinerl.v1 import control_pb2 as pb
 
-Phase = Literal["joining", "serving", "draining"]
+Phase = Literal["starting", "joining", "serving", "draining"]
 Backend = Literal["gloo", "nccl"]
 Control = (
     pb.Registration | pb.EpochStart | pb.EpochJoined | pb.Announce | pb.Staged | pb.Commit | pb.Serving | pb.Abort | pb.RunEnd

@@ -726,7 +726,7 @@ class WeightUpdateConfig(Section):
         2, ge=1, le=64, description="Chunks that an actor buffers while it receives; with 1, it receives and loads in turn."
     )
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype in which weights are sent.")
-    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds to stage a version. Slower actors are evicted.")
+    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds without progress until late members are evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Weight updates from one parity probe to the next; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
@@ -748,7 +748,7 @@ class WeightUpdateConfig(Section):
         False, description="End the run also if a later version exceeds `probe_tolerance`. false = only count the failure."
     )
     join_timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Seconds to wait for the first actors to register, and then for them to serve a version."
+        600.0, gt=0, description="Seconds to wait for actors while none is starting, and again until they serve a version."
     )
 
 

@@ -167,6 +167,11 @@ class Manifest:
         """End of each parameter in the stream, padding included, in bytes."""
         return tuple(accumulate(map(aligned, self.sizes)))
 
+    @cached_property
+    def slowest_chunk_s(self) -> float:
+        """Seconds that the largest chunk takes at 20 MB/s, a rate that is slow but not stuck."""
+        return max(chunk.num_bytes for chunk in self.chunks) / 20e6
+
     @property
     def total_bytes(self) -> int:
         """Length of the stream, padding included."""

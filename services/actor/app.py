@@ -25,6 +25,7 @@ import numpy as np
 from opentelemetry.trace import SpanKind
 
 from pipelinerl.bus.jetstream import Bus, service_bus
+from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import BusError, MessageError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages import sequences
@@ -78,10 +79,14 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         http_port = await stack.enter_async_context(serve_http(app, settings.http_host, settings.http_port))
+        reporting = asyncio.create_task(report_start(settings, stop))
+        stack.callback(reporting.cancel)
         started = start(
             recipe, model_source(recipe, settings), stop, on_step=metrics.engine_step, bind_host=settings.advertise_host
         )
         engine = await stack.enter_async_context(started)
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)  # an error comes again below
         gc.freeze()  # vLLM's and torch's objects live on; scanning them in each collection took a quarter of the process's time
         readiness.reason = "waiting for NATS"
         bus = await stack.enter_async_context(service_bus(settings, stop))
@@ -316,13 +321,24 @@ def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds
     return tokens
 
 
+async def report_start(settings: ActorSettings, stop: asyncio.Event) -> None:
+    """Register this actor as starting until cancelled, so that the trainer waits for its engine. Each refresh has a connection
+    of its own, because an engine process that is forked meanwhile would keep a lasting one open."""
+    me = Registration(actor=settings.instance, process="-", grpc_address="-", ranks=1, phase="starting")
+    while True:
+        with suppress(BusError):
+            async with service_bus(settings, stop) as bus:
+                await bus.put_member(me.actor, me.SerializeToString())
+        await asyncio.sleep(StreamLimits().member_ttl_s / 3)
+
+
 LEAVE_WITHIN_S = 2.0
 
 
 class Heartbeat:
-    """Refreshes the actor's entry in the membership bucket three times per TTL, with its current version and phase. If the
-    process dies or freezes, the entry expires, and the trainer notices the loss. `me` holds the fields that never change; its
-    `process` differs at every start, so that a restarted actor is a new member. `manifest_id()` is called at each refresh."""
+    """Refreshes the actor's entry in the membership bucket, with its current version and phase. If the process dies or freezes,
+    the entry expires, and the trainer notices the loss. `me` holds the fields that never change; its `process` differs at every
+    start, so that a restarted actor is a new member. As long as `manifest_id()` is empty, the actor counts as starting."""
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
         self._bus, self._gate, self._manifest_id, self._me = bus, gate, manifest_id, me
@@ -338,7 +354,7 @@ class Heartbeat:
                 self._away = True
             else:
                 self._away = False
-            await asyncio.sleep(self._bus.limits.member_ttl_s / 3)
+            await asyncio.sleep(self._bus.limits.member_ttl_s / (3 if self._manifest_id() else 12))
 
     async def leave(self) -> None:
         """End the heartbeat and remove the registration; if that fails, let it expire. An actor that drains is first registered
@@ -358,5 +374,6 @@ class Heartbeat:
         served = self._gate.served or PolicyVersion(0, 0)
         now = Registration(policy_version=served.number, incarnation=served.incarnation)
         now.MergeFrom(self._me)
-        now.manifest_id, now.phase = self._manifest_id(), self._gate.phase
+        now.manifest_id, phase = self._manifest_id(), self._gate.phase
+        now.phase = "starting" if phase == "joining" and not now.manifest_id else phase
         return now

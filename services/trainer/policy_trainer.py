@@ -167,8 +167,8 @@ def weight_sender(
     manifest = described(learner.policy.model, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes)
     of_groups = on_device(learner.policy.device) if backend == "nccl" else HOST
     is_kept_there = not sharded and (backend != "nccl" or has_room_for_snapshots(learner.policy, recipe))
-    of_snapshots = of_groups if is_kept_there else HOST
-    return WeightSender(manifest, placement=of_snapshots, group_placement=of_groups, store=store, host=host, backend=backend)
+    places, stall_s = (of_groups if is_kept_there else HOST, of_groups), min(10.0, recipe.weights.deadline_s)
+    return WeightSender(manifest, stall_s, *places, store=store, host=host, backend=backend)
 
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:

@@ -170,21 +170,23 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the expected actors. If too few come in time, raise `ServiceError`; with `linger`, warn and keep waiting."""
+        """Wait for the expected actors. If too few come in time and none is starting, raise `ServiceError`; with `linger`, warn
+        and keep waiting."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:
                 async with asyncio.timeout(self._recipe.weights.join_timeout_s):
                     return await self.updater.wait_for_members(expected)
             except TimeoutError as error:
-                if not self._settings.linger:
+                if not self._settings.linger and not self.updater.starting:
                     raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise that timeout") from error
             log.warning("%s; still waiting", self._too_few(expected))
 
     def _too_few(self, expected: int) -> str:
         return (
             f"{self.updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
-            f"{self._recipe.weights.join_timeout_s:.0f} s; last reasons: {self.updater.reasons or 'none'}"
+            f"{self._recipe.weights.join_timeout_s:.0f} s; last reasons: {self.updater.reasons or 'none'}; "
+            f"still starting: {', '.join(sorted(self.updater.starting)) or 'none'}"
         )
 
     async def _upload_last(self, stop: asyncio.Event) -> None:

@@ -16,6 +16,7 @@ from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.messages.control import decode_control
 from pipelinerl.messages.sequences import (
     Completion,
     PolicyVersion,
@@ -31,6 +32,7 @@ from pipelinerl.service.lifecycle import Readiness, StartStopped
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
+from pipelinerl.v1.control_pb2 import Registration
 from services.actor import app
 from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
@@ -185,6 +187,36 @@ async def waiting_for_nats(
             await asyncio.sleep(0.01)
         yield stop, actor
         await actor
+
+
+async def test_an_actor_says_that_its_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    up = asyncio.Event()
+
+    @asynccontextmanager
+    async def start_engine(*_: object, **more: object) -> AsyncIterator[ScriptedEngine]:
+        await up.wait()
+        yield ScriptedEngine()
+
+    monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
+    with NatsServer(tmp_path / "nats") as nats:
+        async with jetstream.connect(nats.url, RUN) as bus, asyncio.timeout(60):
+            await bus.create_streams()
+            stop = asyncio.Event()
+            actor = asyncio.create_task(
+                app.serve(settings().model_copy(update={"nats_url": nats.url}), stop, CONTEXT, start_engine)
+            )
+            heard: list[tuple[str, bool]] = []
+            async with bus.watch_members() as events:
+                async for event in events:
+                    assert event.payload is not None
+                    said = decode_control(event.payload, Registration)
+                    heard.append((said.phase, said.grpc_address == "-"))
+                    up.set()
+                    if len(heard) == 2:
+                        break
+            stop.set()
+            await actor
+    assert heard == [("starting", True), ("starting", False)], "while vLLM starts, and before a manifest comes"
 
 
 async def test_an_actor_that_is_up_before_nats_waits_for_it(

@@ -61,12 +61,14 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
         self.closed = False
+        self.given_s: set[float] = set()
 
     def first_chunk(self, content: str) -> int:
         return 0
 
     def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
         self.sent.append(tensor.clone())
+        self.given_s.add(timeout_s)
 
     def close(self) -> None:
         self.closed = True
@@ -80,12 +82,14 @@ class Replay:
 
     def __init__(self, sent: list[torch.Tensor]) -> None:
         self.sent = list(sent)
+        self.given_s: set[float] = set()
 
     def first_chunk(self, content: str) -> int:
         return 0
 
     def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
         tensor.copy_(self.sent.pop(0))
+        self.given_s.add(timeout_s)
 
 
 def receiver(group, manifest, version=VERSION, aborted=None) -> Receiver:
@@ -97,6 +101,16 @@ def transmitted() -> tuple[Wire, WeightSender]:
     sender, wire = WeightSender(describe(weights.items(), chunk_bytes=256)), Wire()
     sender.broadcast(sender.snapshot(VERSION, weights), wire, 5).result(timeout=60)  # type: ignore[arg-type]
     return wire, sender
+
+
+def test_a_large_chunk_has_the_time_that_a_slow_network_needs() -> None:
+    weights = {"w": torch.zeros(1000)}
+    sender, wire = WeightSender(describe(weights.items(), chunk_bytes=2560), stall_timeout_s=0.0), Wire()
+    sender.broadcast(sender.snapshot(VERSION, weights), wire, 60).result(timeout=60)  # type: ignore[arg-type]
+    replay = wire.receiving()
+    receiving = Receiver(replay, sender.manifest, VERSION, timeout_s=60, stall_timeout_s=0.0, aborted=threading.Event())  # type: ignore[arg-type]
+    assert len(list(receiving.tensors())) == 1
+    assert wire.given_s == replay.given_s == {2560 / 20e6}
 
 
 def unpacked(manifest: Manifest, stream: torch.Tensor, ahead: int = 1) -> list[tuple[str, torch.Tensor]]:

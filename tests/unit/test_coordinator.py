@@ -273,3 +273,19 @@ def test_separate_losses_within_one_version_are_not_held_against_the_others() ->
 def test_two_versions_at_once_are_a_bug_of_ours() -> None:
     with pytest.raises(AssertionError, match="version 2 offered while 1"):
         sending(A).step(c.VersionReady(2))
+
+
+def test_members_have_time_as_long_as_there_is_progress_at_the_pace_of_most() -> None:
+    machine = sending(*MEMBERS.values())
+    assert machine.due_s(60, 500, []) == 500, "chunks are being sent"
+    machine.step(sent())
+    assert machine.due_s(60, 500, [300]) == 360
+    assert machine.due_s(60, 500, [300, 350]) == 410
+    assert machine.due_s(60, 500, [300, 350, 405, 460]) == 520
+    assert machine.due_s(60, 100, [300, 350, 395]) == 400, "in all they have 100 s after the first"
+    assert machine.due_s(60, 500, [300, 301, 302, 303, 304]) == 364, "4 times the median would be 1208"
+    machine = committing(*MEMBERS.values())
+    assert machine.due_s(60, 500, []) == 60
+    assert machine.due_s(60, 500, [1, 2, 3, 4, 58]) == 60, "most took 3 s, and 4 times that is less than 60"
+    assert machine.due_s(60, 500, [20, 22, 25, 30, 80]) == 100, "most took 25 s"
+    assert forming(A, B).due_s(60, 500, [10, 12]) == 60

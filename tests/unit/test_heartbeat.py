@@ -42,6 +42,7 @@ async def stopped(task: asyncio.Task[None]) -> None:
 
 def test_a_registration_says_what_is_served() -> None:
     gate = ServingGate(max_lag=1)
+    assert heartbeat(MemoryBus(RUN), gate).registration().phase == "starting", "it is not prepared for a manifest"
     beat = heartbeat(MemoryBus(RUN), gate, lambda: "m1")
     assert (beat.registration().phase, beat.registration().incarnation) == ("joining", 0)
     gate.serve(PolicyVersion(1, 3))
@@ -79,7 +80,7 @@ async def test_who_left_has_said_so_if_it_drains_and_does_not_come_back(
 
         monkeypatch.setattr(bus, "put_member", put)
         monkeypatch.setattr(bus, "remove_member", remove)
-        beat = heartbeat(bus, gate)
+        beat = heartbeat(bus, gate, lambda: "m1")
         beating = asyncio.create_task(beat.run())
         await registered.wait()
         if drains:

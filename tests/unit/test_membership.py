@@ -15,7 +15,14 @@ from services.trainer.weight_sync.coordinator import (
     MemberUp,
     VersionReady,
 )
-from services.trainer.weight_sync.membership import MOST_AT_ONCE, MOST_REMEMBERED, MOST_RESTED, MemberChange, Roster
+from services.trainer.weight_sync.membership import (
+    MOST_AT_ONCE,
+    MOST_IN_GROUP,
+    MOST_REMEMBERED,
+    MOST_RESTED,
+    MemberChange,
+    Roster,
+)
 from services.trainer.weight_sync.updater import actors_of, epoch_members
 
 IN_POD = Member("a", "a-1", pod_uid="u1")
@@ -128,29 +135,35 @@ class Run:
     """The epoch of `members` serves version 3. Side groups run as the roster says."""
 
     def __init__(self, *members: Member) -> None:
-        self.roster, self.version, self.sides = Roster(), 3, dict[str, Member]()
+        self.roster, self.version, self.sides = Roster(), 3, list[dict[str, Member]]()
         self.epoch = {member.actor for member in members}
         for member in members:
             self.roster.up(member)
         serves(self.roster, *members)
 
     def up(self, *members: Member) -> tuple[list[str], list[str]]:
-        """Heartbeats; then the actors whose side groups end, and the processes for which one begins."""
+        """Heartbeats; then the actors that leave their side groups, and the processes of each group that begins."""
         for member in members:
             self.roster.up(member)
-        ended, begun = self.roster.side_groups(self.version, self.epoch, self.sides)
+        ended = [member.actor for side in self.sides for member in self.roster.outdated(side, self.epoch)]
         for actor in ended:
-            del self.sides[actor]
-        self.sides |= {member.actor: member for member in begun}
-        return ended, [member.process for member in begun]
+            self._leaves_side(actor)
+        begun = self.roster.side_groups(self.version, self.epoch, self.sides)
+        self.sides += [{member.actor: member for member in group} for group in begun]
+        return ended, [" ".join(member.process for member in group) for group in begun]
 
     def side_fails(self, member: Member) -> None:
-        del self.sides[member.actor]
+        self._leaves_side(member.actor)
         self.roster.side_failed(member)
 
     def side_serves(self, member: Member, version: int) -> None:
-        del self.sides[member.actor]
+        self._leaves_side(member.actor)
         serves(self.roster, member, version=version)
+
+    def _leaves_side(self, actor: str) -> None:
+        for side in self.sides:
+            side.pop(actor, None)
+        self.sides = [side for side in self.sides if side]
 
 
 def test_before_the_first_version_there_is_nothing_to_bring_and_nobody_serves() -> None:
@@ -188,13 +201,31 @@ def test_a_side_group_ends_with_its_process_and_when_the_epoch_takes_it() -> Non
     assert run.up() == (["b"], [])
 
 
-def test_one_that_leaves_frees_its_place() -> None:
+def test_newcomers_share_a_side_group_and_one_that_leaves_it_does_not_end_it() -> None:
     run = Run(A)
-    crowd = [Member(f"c{number}", "p") for number in range(MOST_AT_ONCE + 1)]
-    assert len(run.up(*crowd)[1]) == MOST_AT_ONCE
+    crowd = [Member(f"c{number}", f"p{number}") for number in range(MOST_IN_GROUP + 1)]
+    assert run.up(*crowd) == ([], [" ".join(member.process for member in crowd[:-1])])
+    assert run.up() == ([], [f"p{MOST_IN_GROUP}"]), "beside the first group"
     gone(run.roster, "c1")
-    assert run.up() == (["c1"], ["p"])
-    assert f"c{MOST_AT_ONCE}" in run.sides
+    assert run.up(Member("c2", "again")) == (["c1", "c2"], ["again"])
+    assert [len(side) for side in run.sides] == [MOST_IN_GROUP - 2, 1, 1]
+    run.up(Member("late", "p"))
+    assert (len(run.sides), run.up(Member("later", "p"))) == (MOST_AT_ONCE, ([], []))
+
+
+def test_actors_that_failed_get_side_groups_of_their_own_and_leave_one_to_newcomers() -> None:
+    run = Run(A)
+    failing = [Member(f"f{number}", f"p{number}") for number in range(MOST_AT_ONCE + 1)]
+    assert len(run.up(*failing)[1]) == 1
+    for member in failing:
+        run.side_fails(member)
+    assert run.up(*failing, B) == ([], ["b-1", "p0", "p1", "p2"])
+    run.side_serves(B, 3)
+    assert run.up(*failing) == ([], [])
+    assert run.up(Member("d", "d-1")) == ([], ["d-1"])
+    run.side_serves(failing[0], 3)
+    run.side_serves(Member("d", "d-1"), 3)
+    assert run.up() == ([], ["p3"])
 
 
 def test_whoever_was_put_out_is_tried_again_less_and_less_often_until_it_serves() -> None:

@@ -178,7 +178,7 @@ async def test_a_trainer_that_waits_for_actors_or_lingers_ends_with_an_error_whe
         assert raised.group_contains(RuntimeError, match="closed by peer")
 
 
-async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
+async def test_a_trainer_waits_for_actors_as_long_as_it_takes_if_it_lingers_or_some_are_starting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "0 of 1 actors registered within weights.join_timeout_s"
@@ -191,8 +191,12 @@ async def test_a_trainer_that_lingers_waits_for_actors_as_long_as_it_takes(
         await running
     (tmp_path / "without").mkdir()
     async with training_run(tmp_path / "without", weights=IMPATIENT) as (run, _), asyncio.timeout(60):
+        run.updater.starting.add("actor-7")
+        running = asyncio.create_task(run.run(asyncio.Event()))
+        await until_logged(caplog, "still starting: actor-7; still waiting", times=2)
+        run.updater.starting.clear()
         with pytest.raises(ExceptionGroup) as raised:
-            await run.run(asyncio.Event())
+            await running
         assert raised.group_contains(ServiceError, match=text)
 
 

@@ -42,15 +42,18 @@ class ScriptedSender:
     backend: Backend = "gloo"
     opened: list[tuple[int, int]] = field(default_factory=list)
     sent: list[object] = field(default_factory=list)
+    seconds: float = 0.0
+    """Time of a broadcast."""
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None) -> ScriptedGroup:
         self.opened.append((epoch, world_size))
-        return ScriptedGroup(self.sent)
+        return ScriptedGroup(self.sent, self.seconds)
 
 
 @dataclass
 class ScriptedGroup:
     sent: list[object]
+    seconds: float
     store_address: str = "127.0.0.1:1"
 
     async def built(self) -> None:
@@ -58,7 +61,8 @@ class ScriptedGroup:
 
     async def broadcast(self, snapshot: object, deadline_s: float) -> TransferResult:
         self.sent.append(snapshot)
-        return TransferResult(CHECKSUM, 16, 0.001)
+        await asyncio.sleep(self.seconds)
+        return TransferResult(CHECKSUM, 16, max(self.seconds, 0.001))
 
     async def abandon(self) -> None:
         for _ in range(3):
@@ -379,6 +383,69 @@ async def test_a_side_group_outlives_the_epochs_of_the_others() -> None:
         joiner.receiver.may_receive.set()
         await one.until(lambda: one.served("b") == [0, 1])
         assert one.sender.sent == ["snapshot-0", "snapshot-0", "snapshot-1", "snapshot-1"], "each once to b"
+
+
+async def test_newcomers_share_a_transfer_and_one_that_fails_is_put_out_of_it_and_comes_back_alone() -> None:
+    async with stage("a") as one:
+        await one.send(0)
+        one.updater.transfers_s.append(0.5)  # as long as newcomers wait for others
+        for name in "bcd":
+            await one.join(name)
+        one.fail("d", TransferError("disk full"))
+        await one.until(lambda: one.served("b") == one.served("c") == [0] and not one.joining)
+        assert one.sender.opened == [(1, 2), (2, 4), (3, 3)]
+        assert one.sender.sent == ["snapshot-0"] * 3, "to a, to b, c and d, and again to b and c"
+        assert (sorted(one.history.joins), one.served("d")) == (["b", "c"], [])
+        await one.send(1)
+        assert list(one.updater.members) == ["a", "b", "c"]
+        one.actors["d"].receiver.on_receive = lambda version: CHECKSUM
+        await one.brought_back("d", 1)
+        assert one.sender.opened[-1][1] == 2
+        await one.send(2)
+        assert list(one.updater.members) == ["a", "b", "c", "d"]
+        assert one.updater.evictions == 0, "no member of the epoch was lost"
+
+
+async def test_a_newcomer_that_goes_while_it_shares_a_transfer_does_not_stop_the_others() -> None:
+    async with stage("a", deadline_s=600) as one:
+        await one.send(0)
+        one.updater.transfers_s.append(0.5)
+        b, d = await one.join("b", stuck=True), await one.join("d", stuck=True)
+        await one.until(lambda: b.listener.staging_state == d.listener.staging_state == "receiving")
+        await d.register("p9", phase="starting")  # it has died and starts again
+        await one.until(lambda: one.sender.opened == [(1, 2), (2, 3), (3, 2)])
+        assert (one.updater.starting, one.joining, one.updater.num_present) == ({"d"}, ["b"], 2)
+        b.receiver.may_receive.set()
+        await one.until(lambda: one.served("b") == [0])
+
+
+async def test_nobody_is_evicted_while_a_transfer_makes_progress_at_its_usual_rate() -> None:
+    async with stage("a", "b", deadline_s=1.0, sender=ScriptedSender(seconds=0.8)) as one:
+        one.updater.transfers_s.append(1.0)
+        one.actors["b"].receiver.may_receive.clear()
+        await one.updater.offer(0, "snapshot-0")
+        await one.until(lambda: "a" in one.updater._main.coordinator.answered)
+        await asyncio.sleep(1.2)  # b has 1 s from the end of the broadcast, which takes 0.8 s
+        one.actors["b"].receiver.may_receive.set()
+        async with asyncio.timeout(60):
+            await one.updater.all_served()
+        assert (one.served("a"), one.served("b"), one.updater.evictions) == ([0], [0], 0)
+
+
+async def test_an_actor_that_starts_is_no_member_and_its_old_process_is_gone() -> None:
+    async with stage("a", "b") as one:
+        await one.send(0)
+        b = one.actors["b"]
+        await b.register("p2", phase="starting")
+        await one.until(lambda: one.updater.num_present == 1)
+        await one.send(1)
+        assert (one.updater.starting, list(one.updater.members), one.updater.regroups) == ({"b"}, ["a"], 1)
+        await b.register()
+        await one.until(lambda: one.served("b") == [0, 1])
+        assert one.updater.starting == set()
+        await b.register(phase="starting")
+        await b.bus.remove_member("b")
+        await one.until(lambda: one.updater.num_present == 1 and not one.updater.starting)
 
 
 async def test_an_order_that_nats_has_stored_twice_is_followed_once() -> None:

@@ -67,6 +67,8 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
     asked_by: list[str] = field(default_factory=list)
     """From where it was asked how it is."""
     requests: list[actor_pb2.GenerateRequest] = field(default_factory=list)
+    given_s: list[float] = field(default_factory=list)
+    """Seconds that it was given for each probe."""
 
     async def GetState(self, request: Any, context: Any) -> actor_pb2.ActorState:
         self.asked_by.append(context.peer())
@@ -89,6 +91,7 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
             await asyncio.sleep(600)
 
     async def Score(self, request: Any, context: Any) -> actor_pb2.ScoreResponse:
+        self.given_s.append(context.time_remaining())
         logprobs = np.array(self.logprobs, dtype=np.float32).tobytes()
         return actor_pb2.ScoreResponse(logprobs=logprobs, policy_version=self.version, incarnation=1, loader=self.loader)
 

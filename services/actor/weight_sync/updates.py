@@ -51,7 +51,7 @@ class UpdateListener:
         self._staged: PolicyVersion | None = None
         self.epoch: EpochStart | None = None
         self._alone = False
-        """True if the epoch is a side group, which consists of the trainer and this actor alone."""
+        """True if the epoch is a side group, which consists of the trainer and joining actors."""
         self.serving = asyncio.Lock()
 
     @property
@@ -124,7 +124,7 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
-        """Join an epoch that includes this process. `alone` means that the epoch is a side group of the trainer and this actor.
+        """Join an epoch that includes this process. `alone` means that the epoch is a side group of joining actors.
         It continues while epochs without this process begin, and ends if an epoch includes this process or the trainer ends
         it."""
         mine = self.epoch

@@ -161,7 +161,7 @@ class Receiver:
     def _time_left(self) -> float:
         if self.aborted.is_set():
             raise TransferAborted(f"receiving of version {self.version} was given up")
-        return min(self._deadline - time.monotonic(), self.stall_timeout_s)
+        return min(self._deadline - time.monotonic(), max(self.stall_timeout_s, self.manifest.slowest_chunk_s))
 
 
 class Staging:

@@ -56,7 +56,8 @@ from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
 
-SCORE_TIMEOUT_S = 60.0
+SCORE_TIMEOUT_S, SCORE_TOKEN_S = 60.0, 0.2
+"""Maximum time for a probe, and its further time for each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,7 +338,7 @@ class Evaluator:
         try:
             async with self._calls_to(name, address) as stub:
                 request = actor_pb2.ScoreRequest(token_ids=self.probe.tobytes())
-                response = await stub.Score(request, timeout=SCORE_TIMEOUT_S)
+                response = await stub.Score(request, timeout=SCORE_TIMEOUT_S + SCORE_TOKEN_S * len(self.probe))
             logprobs = array_from_bytes(response.logprobs, FLOAT32, "ScoreResponse", "logprobs")
         except (ServiceError, MessageError) as error:
             log.warning("parity probe continues without %s: %s", name, error)

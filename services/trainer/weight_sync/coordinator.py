@@ -9,11 +9,11 @@ The tests check these invariants against every order of events:
     checksum;
   * an epoch's membership never changes; any change makes a new epoch with a higher number;
   * one version is in transfer at a time, and each transfer that begins ends in `VersionServed`, with the remaining members;
-  * an actor that came late or failed is not in an epoch with others until `MemberReady` reports that it has served a version
-    on a side group, so that no actor delays the others twice.
+  * an actor that came late or failed is not in the epoch with others until `MemberReady` reports that it has served a version
+    on a side group, so that no actor delays the members twice.
 
-A run has one coordinator for the epoch of all actors, and one for each side group that brings a joiner up to date.
-`membership.py` decides when a joiner gets a side group. This module does not handle the bytes of a version.
+A run has one coordinator for the epoch of all actors, and one for each side group that brings joiners up to date.
+`membership.py` decides which joiners share a side group. This module does not handle the bytes of a version.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from statistics import median
 
 from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
 """Maximum number of retries of one version with the same members. Then each must succeed alone before it rejoins."""
+SLOW = 4.0
+"""A member is slow if it takes more than this multiple of the median, and a transfer, of the time of earlier ones."""
 TRAINER = ""
 """Sender of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
@@ -147,7 +150,7 @@ class Evicted:
 
 @dataclass(frozen=True)
 class SetDeadline:
-    """Post `DeadlinePassed(token)` after the configured time."""
+    """A phase begins. Post `DeadlinePassed(token)` when `due_s` says that the phase is stuck or too slow."""
 
     token: int
 
@@ -201,7 +204,7 @@ class Coordinator:
         actor is left, the one that failed longest ago is tried again, alone, at its next heartbeat."""
         self._failures = itertools.count()
         self._group_stands = False
-        self._answered: dict[str, int] = {}
+        self.answered: dict[str, int] = {}
         """Actors (and `TRAINER`) that have answered in this phase, each with the checksum of the bytes that it staged."""
         self._left: set[str] = set()
         """Processes that left while their ranks were in the group. If the group then breaks or hangs, no other is blamed."""
@@ -216,6 +219,18 @@ class Coordinator:
     def held(self) -> bool:
         """Return whether the version in transfer may be staged, but not committed yet."""
         return self._under_way and self._held_above is not None and self.version > self._held_above
+
+    def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
+        """Return when this phase is stuck or too slow unless somebody answers before, in seconds since it began.
+
+        Each answer gives the others `deadline_s` more, but at most `limit_s` in all and, once more than half have answered,
+        `SLOW` times the median. While the trainer sends, only `limit_s` applies, since the transfer itself notices a chunk that
+        is stuck. `answers_s`: times of the answers in this phase, in order."""
+        if self.phase is Phase.SENDING and TRAINER not in self.answered:
+            return limit_s
+        due_s = min(answers_s[-1] + deadline_s, answers_s[0] + limit_s) if answers_s else deadline_s
+        all_but_slow = 2 * len(answers_s) > len(self.members) + 1
+        return min(due_s, max(deadline_s, SLOW * median(answers_s))) if all_but_slow else due_s
 
     def step(self, event: Event) -> list[Action]:
         """Return the actions to perform, in order. Events from old epochs, old versions or non-members change nothing."""
@@ -275,22 +290,22 @@ class Coordinator:
             self._newcomers.discard(actor)
         leaving = _of(processes, self.members)
         if not leaving:
-            hangs = self.phase is Phase.SENDING and TRAINER not in self._answered
+            hangs = self.phase is Phase.SENDING and TRAINER not in self.answered
             gone = not event.still_running and not self._left.isdisjoint(processes.values())
             return self._again(event.reason) if hangs and gone else []
         if not event.still_running or self.phase is not Phase.SENDING or len(leaving) == len(self.members):
             return self._lose(leaving, event.reason, event.cause)
         for actor in leaving:
             self._left.add(self.members.pop(actor).process)
-            self._answered.pop(actor, None)
+            self.answered.pop(actor, None)
         self._group_stands = False
         return [Evicted(actor, self.epoch, event.reason, None) for actor in sorted(leaving)] + self._advance()
 
     def _deadline(self, token: int) -> list[Action]:
         if token != self._deadline_token or not self._under_way:
             return []
-        late = set(self.members) - self._answered.keys()
-        if not late and TRAINER in self._answered:
+        late = set(self.members) - self.answered.keys()
+        if not late and TRAINER in self.answered:
             return [self._new_deadline()]  # all have staged the version; only its commit is held
         if not late or self._left:
             return self._restart("deadline passed on the trainer's side")
@@ -308,7 +323,7 @@ class Coordinator:
             return
         known = answer.actor in self.members or answer.actor == TRAINER
         if known and isinstance(answer, _WAITED_FOR.get(self.phase, ())):
-            self._answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
+            self.answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
 
     # --- phases --------------------------------------------------------------------------------------------------
 
@@ -317,7 +332,7 @@ class Coordinator:
         return self.phase in (Phase.FORMING, Phase.SENDING, Phase.COMMITTING)
 
     def _advance(self) -> list[Action]:
-        answered = self._answered
+        answered = self.answered
         complete = answered.keys() >= self.members.keys()
         if self.phase is Phase.FORMING and TRAINER in answered and complete:
             self._group_stands = True
@@ -327,7 +342,7 @@ class Coordinator:
             if wrong:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             if complete and not self.held:
-                self.phase, self._answered = Phase.COMMITTING, {}
+                self.phase, self.answered = Phase.COMMITTING, {}
                 return [Commit(epoch=self.epoch, version=self.version), self._new_deadline()]
         if self.phase is Phase.COMMITTING and complete:
             self.phase = Phase.IDLE
@@ -342,7 +357,7 @@ class Coordinator:
             self._restarts = 0
         self.members = members
         self._newcomers -= set(self.members)
-        self._answered, self._left = {}, set()
+        self.answered, self._left = {}, set()
         if not self.members:
             self.phase = Phase.WAITING
             return [WaitingForMembers(self.version)]
@@ -356,7 +371,7 @@ class Coordinator:
         return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
 
     def _send(self) -> list[Action]:
-        self.phase, self._answered, self._left = Phase.SENDING, {}, set()
+        self.phase, self.answered, self._left = Phase.SENDING, {}, set()
         return [Announce(epoch=self.epoch, version=self.version), self._new_deadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:

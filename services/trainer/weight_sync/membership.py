@@ -1,14 +1,14 @@
 """Arrivals and departures of actors, the known state of each actor, and the choice of actors for side groups. Pure.
 
-A side group consists of the trainer and one actor, beside the epoch of the others. It brings a new or evicted actor to the
-newest served version at once. Once the actor serves that version, it joins the next epoch. Until then it cannot delay others.
+A side group consists of the trainer and joining actors, beside the epoch of the others, and brings them to the newest served
+version at once. Newcomers share one, so that the trainer sends the version once; an actor that failed gets one of its own. Once
+an actor serves the version, it joins the next epoch. Until then it cannot delay the epoch's members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal, Protocol
 
 from pipelinerl.kube.client import PodEnd
@@ -60,7 +60,10 @@ MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
 """`waiting`: the actor serves no version or an older one, and its update has not begun. `leaving`: it is shutting down."""
 
 MOST_AT_ONCE = 4
-"""Maximum number of side groups at a time, since each sends the whole version over the trainer's uplink."""
+"""Maximum number of side groups, to each of which the trainer sends the version. Failed actors leave one to newcomers."""
+
+MOST_IN_GROUP = 64
+"""Maximum number of newcomers in one side group."""
 
 MOST_RESTED = 16
 """Maximum heartbeats between two attempts with a failing actor, since each attempt may send the whole version."""
@@ -151,20 +154,24 @@ class Roster:
         if known is not None:
             _rest(known)
 
+    def outdated(self, joiners: Mapping[str, Member], epoch: Collection[str]) -> tuple[Member, ...]:
+        """Return the members of a side group that are gone, have restarted, or are now in the `epoch`."""
+        return tuple(member for actor, member in joiners.items() if actor in epoch or self._process(member) is None)
+
     def side_groups(
-        self, version: int, epoch: Collection[str], running: Mapping[str, Member]
-    ) -> tuple[list[str], list[Member]]:
-        """Return the actors whose `running` side group must end, because the actor is gone, has restarted, or is now in the
-        `epoch`; and the members that need a new side group to get `version`."""
-        ended = [actor for actor, member in running.items() if actor in epoch or self._process(member) is None]
-        busy = running.keys() - ended
+        self, version: int, epoch: Collection[str], running: Collection[Collection[str]]
+    ) -> list[tuple[Member, ...]]:
+        """Return the members of each new side group that is needed for `version`. `running`: the actors of each present one."""
         self._expect(version)
-        due = (
-            known.member
-            for actor, known in self._behind.items()
+        busy, free = set[str]().union(*running), MOST_AT_ONCE - len(running)
+        due = [
+            known
+            for actor, known in (self._behind.items() if free else ())
             if known.version < version and not known.rest and actor not in epoch and actor not in busy
-        )
-        return ended, list(islice(due, max(0, MOST_AT_ONCE - len(busy))))
+        ]
+        newcomers = tuple(known.member for known in due if not known.failures)[:MOST_IN_GROUP]
+        failed = [(known.member,) for known in due if known.failures][: max(0, free - 1)]
+        return ([newcomers] if newcomers else []) + failed
 
     def _expect(self, version: int) -> None:
         if version > self._newest:

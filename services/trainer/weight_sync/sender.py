@@ -106,26 +106,26 @@ class Snapshot:
 
 
 class WeightSender:
-    """The trainer's end of the collective: takes snapshots, opens a group per epoch or joining actor, and starts broadcasts.
+    """The trainer's end of the collective: takes snapshots, opens a group per epoch or side group, and starts broadcasts.
 
-    `stall_timeout_s`: maximum time for one chunk before the group counts as broken; it also bounds an abort. `placement`:
-    memory of the snapshots. `group_placement`: memory from which groups send; it differs if a device's snapshots are kept in
-    host memory. `store`: rendezvous of the groups, if this sender opens any. `host`: this pod's address for actors.
+    `stall_timeout_s`: maximum time for one chunk, at least `Manifest.slowest_chunk_s`, before the group counts as broken; it
+    also bounds an abort. `placement`: memory of snapshots. `group_placement`: memory from which groups send; it differs if a
+    device's snapshots are kept in host memory. `store`: rendezvous of the groups. `host`: this pod's address for actors.
     """
 
     def __init__(
         self,
         manifest: Manifest,
-        *,
         stall_timeout_s: float = 10.0,
         placement: Placement = HOST,
         group_placement: Placement | None = None,
+        *,
         store: GroupStore | None = None,
         host: str = "127.0.0.1",
         backend: Backend = "gloo",
     ) -> None:
-        self.manifest, self._stall_timeout_s, self.placement = manifest, stall_timeout_s, placement
-        self.group_placement = group_placement or placement
+        self.manifest, self.placement, self.group_placement = manifest, placement, group_placement or placement
+        self._stall_timeout_s = max(stall_timeout_s, manifest.slowest_chunk_s)
         self._store, self._host, self.backend = store, host, backend
         self._memory = ReusedMemory(MOST_SNAPSHOTS)
 

@@ -1,8 +1,9 @@
-"""Bring every policy version to every actor, through one transfer session for the epoch and one for each joining actor.
+"""Bring every policy version to every actor, through one transfer session for the epoch and one for each side group.
 
 `offer` returns as soon as sending has begun, so that the next batch is computed meanwhile. Before that it waits until the
 previous version is served, so that at most one version is in transfer. Every wait ends: with a registration, an answer or a
-deadline, or once NATS is reachable. If no actor serves the first version in time, the run ends with the actors' reasons.
+deadline, or once NATS is reachable. As long as a transfer makes progress at a usual rate, nobody is evicted. If no actor serves
+the first version in time, the run ends with the actors' reasons.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, count
+from statistics import median
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
@@ -42,17 +46,24 @@ MEETING_SHARE = 0.8
 PATIENCE_S = 3.0
 """Maximum seconds to wait for the next rank after one has connected, if all members have been in a group before. This limit
 reveals a dead member long before its registration expires, but also excludes a slow one, which returns on a side group."""
+GATHER_S = 5.0
+"""Maximum seconds for which joining actors wait for others to share a side group with; less if a transfer takes less."""
+ASSUMED_BYTES_PER_S = 40e6
+"""Rate of transfers before any was measured, which allows for a network of a quarter of it (`coordinator.SLOW`)."""
 MOST_REASONS = 16
 """Maximum number of actors whose last reason for not serving is kept."""
 
 
 class TransferSession:
-    """One transfer group and its state machine: the epoch of all actors, or the side group of a `joiner`. It performs its
-    coordinator's actions on the group and records the update's figures. The update's trace span lasts from the offer until
-    every member serves the version, or the update is given up."""
+    """One transfer group and its state machine: the epoch of all actors, or the side group of `joiners`, from which those that
+    serve the version or fail are removed. It performs its coordinator's actions on the group and records the update's figures.
+    The update's trace span lasts from the offer until every member serves the version, or the update is given up."""
 
-    def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiner: c.Member | None = None) -> None:
-        self._updater, self.coordinator, self.joiner = updater, coordinator, joiner
+    def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiners: Iterable[c.Member] = ()) -> None:
+        self._updater, self.coordinator = updater, coordinator
+        self.joiners = {member.actor: member for member in joiners}
+        self._is_side = bool(self.joiners)
+        self._phase_at_s, self._token, self._answers_s = 0.0, 0, list[float]()
         self.record = UpdateRecord(-1)
         self._span: Span = INVALID_SPAN
         self._commit_span: Span = INVALID_SPAN
@@ -65,15 +76,27 @@ class TransferSession:
     def begin(self, version: int, snapshot: Snapshot) -> None:
         """Set the version that the next `VersionReady` sends."""
         self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
-        about: a.Attributes = {a.VERSION: version, **({a.ACTOR: self.joiner.actor} if self.joiner else {})}
+        about: a.Attributes = {a.VERSION: version, **({a.ACTOR: ", ".join(self.joiners)} if self.joiners else {})}
         self._span = root("weight_update", attributes=about)
 
     async def step(self, event: c.Event) -> list[c.Action]:
         self._note(event)
+        answered = len(self.coordinator.answered)
         actions = self.coordinator.step(event)
+        if len(self.coordinator.answered) > answered:
+            self._answers_s.append(time.monotonic() - self._phase_at_s)
+            self._set_timer()
         for action in actions:
             await self._perform(action)
         return actions
+
+    def _set_timer(self) -> None:
+        """Post `DeadlinePassed` when the phase is stuck or too slow, as far as is known now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        updater, at_s = self._updater, self._phase_at_s - time.monotonic()
+        due_s = self.coordinator.due_s(updater.deadline_s, updater.limit_s, self._answers_s)
+        self._timer = asyncio.get_running_loop().call_later(at_s + due_s, updater.post, self, c.DeadlinePassed(self._token))
 
     async def close(self) -> None:
         """End running operations, in bounded time."""
@@ -100,7 +123,7 @@ class TransferSession:
             case c.FormGroup(epoch, members):
                 await self._form_group(epoch, members)
             case pb.Announce():
-                action.manifest_id, action.deadline_s = updater.sender.manifest.manifest_id, updater.deadline_s
+                action.manifest_id, action.deadline_s = updater.sender.manifest.manifest_id, 2 * updater.limit_s
                 with self._order_span("announce", action.epoch) as span:
                     await self._say("announce", action, span)
                 assert self._group is not None
@@ -117,11 +140,8 @@ class TransferSession:
                 await self._say("abort", action)
                 await self._stop_transfer()
             case c.SetDeadline(token):
-                if self._timer is not None:
-                    self._timer.cancel()
-                self._timer = asyncio.get_running_loop().call_later(
-                    updater.deadline_s, updater.post, self, c.DeadlinePassed(token)
-                )
+                self._phase_at_s, self._token, self._answers_s = time.monotonic(), token, []
+                self._set_timer()
             case c.WaitingForMembers():
                 await self._stop_transfer()
             case c.VersionServed():
@@ -129,8 +149,8 @@ class TransferSession:
                 self._snapshot = None
                 self._end_spans()
             case c.Evicted(actor, epoch, reason):
-                if self.joiner is not None:  # for other members, the recorder logs it
-                    log.warning("actor %s leaves its side group %d: %s", actor, epoch, reason)
+                if self._is_side:  # for other members, the recorder logs it
+                    log.warning("actor %s leaves side group %d: %s", actor, epoch, reason)
                 self._span.add_event("evicted", {a.ACTOR: actor, a.REASON: reason})
 
     async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
@@ -165,11 +185,13 @@ class TransferSession:
     async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
         try:
             with child(trace_of(self._span), "weight_update.transfer", attributes={a.EPOCH: epoch}):
-                sent = await group.broadcast(snapshot, self._updater.deadline_s)
+                sent = await group.broadcast(snapshot, 2 * self._updater.limit_s)  # so that `DeadlinePassed` comes first
         except TransferError as error:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
+        if not self._is_side and sent.num_bytes:
+            self._updater.transfers_s.append(sent.seconds * self._updater.sender.manifest.total_bytes / sent.num_bytes)
         self._updater.post(self, pb.Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
 
     async def _stop_transfer(self) -> None:
@@ -184,9 +206,11 @@ class TransferSession:
 
     async def _say(self, kind: str, order: Control, span: Span = INVALID_SPAN) -> None:
         order.incarnation = self._updater.incarnation
-        payload, actor = order.SerializeToString(), self.joiner.actor if self.joiner else ""
+        payload, members = order.SerializeToString(), self.coordinator.members
+        actors = [name for name in self.joiners if kind == "abort" or name in members] if self._is_side else [""]
         headers, bus = headers_of(trace_of(span)), self._updater.bus
-        await retry_forever(lambda: bus.publish_control(kind, payload, actor, headers), f"say {kind!r}")
+        calls = [partial(bus.publish_control, kind, payload, actor, headers) for actor in actors]
+        await asyncio.gather(*(retry_forever(call, f"say {kind!r}") for call in calls))
 
     def _order_span(self, kind: str, epoch: int) -> Span:
         attributes = {a.EPOCH: epoch, **a.messaging("send", f"control.{kind}")}
@@ -222,10 +246,15 @@ class WeightUpdater:
         self.tasks: asyncio.TaskGroup
         self.roster = Roster()
         self._draining: set[str] = set()
-        self._events: asyncio.Queue[tuple[TransferSession | None, c.Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[TransferSession | None, c.Event | None]] = asyncio.Queue()
         self._epochs = count(1)
         self._main = TransferSession(self, c.Coordinator(self._epochs))
-        self._sides: dict[str, TransferSession] = {}
+        self._sides: list[TransferSession] = []
+        self._gathering = False
+        self.starting: set[str] = set()
+        """Actors whose registrations say that they load, compile or prepare for the manifest."""
+        self.transfers_s = deque([sender.manifest.total_bytes / ASSUMED_BYTES_PER_S], maxlen=5)
+        """Seconds for all bytes at the rates of the newest transfers to the epoch; the first rate is an assumption."""
         self._formed_before = False
         self._changed = asyncio.Condition()
         self._under_way: Snapshot | None = None
@@ -250,12 +279,17 @@ class WeightUpdater:
     @property
     def states(self) -> dict[str, str]:
         """Return the state of each registered actor. `joining`: the actor is on a side group. May be read on any thread."""
-        serving, joining = set(self.serving), set(self._sides)
+        serving, joining = set(self.serving), {name for side in list(self._sides) for name in list(side.joiners)}
         states = {
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
             for name in list(self._main.coordinator.present)
         }
         return states | dict.fromkeys(set(self._draining) - states.keys(), "leaving")
+
+    @property
+    def limit_s(self) -> float:
+        """Return the maximum time for sending a version: `deadline_s`, and a multiple of what the newest transfers took."""
+        return self.deadline_s + c.SLOW * median(self.transfers_s)
 
     @property
     def epoch(self) -> int:
@@ -315,13 +349,13 @@ class WeightUpdater:
                 self.tasks.create_task(self._step_events())
                 self.tasks.create_task(self._first_served_in_time())
         finally:
-            for session in (self._main, *self._sides.values()):
+            for session in (self._main, *self._sides):
                 await session.close()
 
     async def _first_served_in_time(self) -> None:
         await self._until(lambda: self._under_way is not None)
         try:
-            async with asyncio.timeout(self._join_timeout_s):
+            async with asyncio.timeout(self._join_timeout_s + self.limit_s - self.deadline_s):
                 await self._until(lambda: self.served_version >= 0)
         except TimeoutError as error:
             raise ServiceError(
@@ -337,6 +371,7 @@ class WeightUpdater:
             async for event in events:
                 if event.payload is None:
                     self._draining.discard(event.actor)
+                    self.starting.discard(event.actor)
                     self.post(None, c.MembersLeaving.unregistered(event.actor))
                     continue
                 try:
@@ -346,7 +381,10 @@ class WeightUpdater:
                     log.error("registration of %s is set aside: %s", event.actor, error, extra=AGGREGATED)
                     continue
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
-                if said.phase == "draining":
+                (self.starting.add if said.phase == "starting" else self.starting.discard)(said.actor)
+                if said.phase == "starting":  # an older process of that actor is gone
+                    self.post(None, c.MembersLeaving.unregistered(said.actor))
+                elif said.phase == "draining":
                     self._draining.add(said.actor)
                     self.post(None, c.MembersLeaving((member,), "it is shutting down"))
                 else:
@@ -378,7 +416,7 @@ class WeightUpdater:
             return
         if isinstance(answer, pb.EpochJoined):
             self._reasons.pop(answer.actor, None)
-        sides = (session for session in self._sides.values() if session.coordinator.epoch == answer.epoch)
+        sides = (session for session in self._sides if session.coordinator.epoch == answer.epoch)
         self.post(next(sides, self._main), answer)
 
     def _note_reason(self, actor: str, reason: str) -> None:
@@ -389,8 +427,9 @@ class WeightUpdater:
 
     # --- consequences of events --------------------------------------------------------------------------------------
 
-    def post(self, session: TransferSession | None, event: c.Event) -> None:
-        """Queue an event. If `session` is None, the event changes the membership, which concerns all sessions."""
+    def post(self, session: TransferSession | None, event: c.Event | None) -> None:
+        """Queue an event. If `session` is None, the event changes the membership, which concerns all sessions; without an
+        event, joining actors have waited long enough for others."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
@@ -399,12 +438,15 @@ class WeightUpdater:
             while not self._events.empty():
                 waiting.append(self._events.get_nowait())
             for session, event in coalesce_departures(waiting):
-                if session is None:
+                if event is None:
+                    await self._tend_sides(gathered=True)
+                elif session is None:
                     await self._membership(event)
                 elif session is self._main:
                     await self._step_main(event)
-                elif session in self._sides.values():
+                elif session in self._sides:
                     await self._step_side(session, event)
+                    await self._tend_sides()
                 async with self._changed:
                     self._changed.notify_all()
 
@@ -455,44 +497,54 @@ class WeightUpdater:
                     self.on_change()
         await self._tend_sides()  # after all actions, so that evicted actors first wait some heartbeats
 
-    async def _tend_sides(self) -> None:
-        running = {actor: session.joiner for actor, session in self._sides.items() if session.joiner is not None}
-        ended, due = self.roster.side_groups(self.served_version, self.members, running)
-        for actor in ended:
-            await self._sides.pop(actor).close()
-        for member in due:
-            log.info("actor %s is brought to version %d on a side group", member.actor, self.served_version)
-            session = self._sides[member.actor] = TransferSession(self, c.Coordinator(self._epochs), member)
+    async def _tend_sides(self, *, gathered: bool = False) -> None:
+        """Take actors that are gone or in the epoch out of their side groups. If others need one, open it once those that come
+        at about the same time are `gathered`."""
+        for session in list(self._sides):
+            if outdated := self.roster.outdated(session.joiners, self.members):
+                await self._step_side(session, c.MembersLeaving(outdated, "it is gone, or in the epoch", still_running=False))
+        due = self.roster.side_groups(self.served_version, self.members, [session.joiners for session in self._sides])
+        if due and not gathered and not self._gathering:
+            asyncio.get_running_loop().call_later(min(GATHER_S, self.transfers_s[-1]), self.post, None, None)
+        self._gathering = not gathered and (self._gathering or bool(due))
+        for members in due if gathered else ():
+            session = TransferSession(self, c.Coordinator(self._epochs), members)
+            self._sides.append(session)
+            log.info("a side group brings version %d to %s", self.served_version, ", ".join(session.joiners))
             assert self._served_snapshot is not None, "side groups begin after a version is served"
             session.begin(self.served_version, self._served_snapshot)
-            session.coordinator.step(c.MemberUp(member))
+            for member in members:
+                session.coordinator.step(c.MemberUp(member))
             await self._step_side(session, c.VersionReady(self.served_version))
 
     async def _step_side(self, session: TransferSession, event: c.Event) -> None:
-        assert session.joiner is not None
-        joiner, actor = session.joiner, session.joiner.actor
+        joiners = session.joiners
         for action in await session.step(event):
             match action:
-                case c.VersionServed(version, epoch):
-                    self._tell(self.roster.served([joiner], epoch, version))
-                    self.post(self._main, c.MemberReady(actor, joiner.process))
-                    await self._sides.pop(actor).close()
-                    self._observer.joined(actor, session.record)
+                case c.VersionServed(version, epoch, actors):
+                    members = [joiners.pop(actor) for actor in actors]
+                    self._tell(self.roster.served(members, epoch, version))
+                    for member in members:
+                        self.post(self._main, c.MemberReady(member.actor, member.process))
+                        self._observer.joined(member.actor, session.record)
                     self.on_change()
                 case pb.Abort():
                     self.updates["aborted"] += 1
-                    continue
-                case c.WaitingForMembers():
-                    await self._sides.pop(actor).close()
-                    self.roster.side_failed(joiner)
-                case _:
-                    continue
-            await self._tend_sides()
+                case c.Evicted(actor, _, _, cause):
+                    member = joiners.pop(actor)
+                    if cause is not None:
+                        self.roster.side_failed(member)
+        if not joiners:
+            self._sides.remove(session)
+            await session.close()
 
 
-def coalesce_departures(events: list[tuple[TransferSession | None, c.Event]]) -> list[tuple[TransferSession | None, c.Event]]:
+Queued = tuple[TransferSession | None, c.Event | None]
+
+
+def coalesce_departures(events: list[Queued]) -> list[Queued]:
     """Return the same events in the same order, with consecutive departures merged. Pure."""
-    merged: list[tuple[TransferSession | None, c.Event]] = []
+    merged: list[Queued] = []
     for session, event in events:
         before = merged[-1][1] if merged else None
         match before, event:
