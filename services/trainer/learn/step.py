@@ -143,7 +143,7 @@ class Learner:
 
         def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
             of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
-            options = {"actors": actors[members], "reported": reported[members], "has_gradient": has_gradient}
+            options: dict[str, Any] = {"actors": actors[members], "reported": reported[members], "has_gradient": has_gradient}
             return host_microbatch(*of_chosen, self.pad_multiple, share_prompts=share_prompts, **options)
 
         phases_s: dict[str, float] = {}
