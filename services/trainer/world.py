@@ -104,16 +104,23 @@ class Links:
         for work in self.begin_send(message, to):
             work.wait()
 
-    def receive(self, source: int) -> Message:
-        def fill(array: NDArray[Any]) -> NDArray[Any]:
-            content = torch.from_numpy(array.reshape(-1).view(np.uint8))
-            if array.size and (work := dist.irecv(content, source, group=self.group)):
-                work.wait(self._patience)
-            return array
+    def receive(self, *sources: int) -> list[Message]:
+        """Receive the next message of each source, of all sources at the same time."""
 
-        (length,) = fill(np.zeros(1, dtype=np.int64))
-        kind, fields, shapes = json.loads(fill(np.empty(length, dtype=np.uint8)).tobytes())
-        return Message(kind, fields, {name: fill(np.empty(shape, dtype)) for name, (dtype, shape) in shapes.items()})
+        def filled(rooms: list[list[NDArray[Any]]]) -> list[list[NDArray[Any]]]:
+            parts = [
+                (room.reshape(-1).view(np.uint8), source) for source, own in zip(sources, rooms, strict=True) for room in own
+            ]
+            works: list[Any] = [dist.irecv(torch.from_numpy(part), at, group=self.group) for part, at in parts if part.size]
+            for work in works:
+                work.wait(self._patience)
+            return rooms
+
+        lengths = filled([[np.zeros(1, dtype=np.int64)] for _ in sources])
+        headers = [json.loads(text.tobytes()) for (text,) in filled([[np.empty(size, np.uint8)] for ((size,),) in lengths])]
+        arrays = filled([[np.empty(shape, dtype) for dtype, shape in shapes.values()] for _, _, shapes in headers])
+        named = (dict(zip(header[2], own, strict=True)) for header, own in zip(headers, arrays, strict=True))
+        return [Message(kind, fields, own) for (kind, fields, _), own in zip(headers, named, strict=True)]
 
     def tell_all(self, message: Message) -> None:
         for work in [work for rank in range(1, dist.get_world_size()) for work in self.begin_send(message, rank)]:
@@ -122,7 +129,7 @@ class Links:
     def hear(self) -> Message:
         """Other ranks: receive rank 0's next message. Raises `ServiceError` if rank 0 is gone."""
         try:
-            return self.receive(0)
+            return self.receive(0)[0]
         except RuntimeError as error:
             raise ServiceError(f"the connection to rank 0 is lost; rank 0's log says why: {error}") from error
 
@@ -183,7 +190,7 @@ def _agree(what: Mapping[str, str]) -> None:
         links.send(Message("is", what), 0)
         problem = links.hear().fields["problem"]
     else:
-        theirs = {rank: links.receive(rank).fields for rank in range(1, size)}
+        theirs = {rank: message.fields for rank, message in enumerate(links.receive(*range(1, size)), start=1)}
         differing = [
             f"rank {rank} has {name} {its.get(name)!r}, rank 0 {ours!r}"
             for rank, its in theirs.items()

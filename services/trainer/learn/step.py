@@ -143,7 +143,7 @@ class Learner:
 
         def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
             of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
-            options = {"actors": actors[members], "reported": reported[members], "has_gradient": has_gradient}
+            options: dict[str, Any] = {"actors": actors[members], "reported": reported[members], "has_gradient": has_gradient}
             return host_microbatch(*of_chosen, self.pad_multiple, share_prompts=share_prompts, **options)
 
         phases_s: dict[str, float] = {}
@@ -215,8 +215,7 @@ class Learner:
         first, totals, figures = self.compute(prepared.shares[0])
         parts = [first]
         if links is not None:
-            for rank in range(layout.sequence_ranks, layout.size, layout.sequence_ranks):  # the first rank of each row
-                report = links.receive(rank)
+            for report in links.receive(*range(layout.sequence_ranks, layout.size, layout.sequence_ranks)):  # one of each row
                 parts.append(meter.TokenStatistics(**report.arrays))
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
         loads = [batch.num_tokens for batch in prepared.batches if batch.num_branches]
