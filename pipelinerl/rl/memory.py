@@ -65,8 +65,10 @@ class Model:
 
     @property
     def layer_bytes(self) -> float:
-        """Estimated bytes of a decoder layer. The number of layers is 28 at 7.6B, and grows with the cube root of the size."""
-        return self.weights_bytes / max(1.0, 28 * math.cbrt(self.parameters / 7.6e9))
+        """Estimated bytes of a decoder layer. The number of layers is 28 at 7.6B, and grows with the cube root of the size. A
+        mixture of the same size has about half as many."""
+        layers = 28 * math.cbrt(self.parameters / 7.6e9) / (2 if self.active_share < 1 else 1)
+        return self.weights_bytes / max(1.0, layers)
 
 
 def engine_bytes(recipe: Recipe, model: Model) -> float:
@@ -85,7 +87,7 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
     """Return the memory that a weight update needs on each accelerator outside vLLM's share. `ranks`: number of accelerators of
     an actor; None = as in the recipe."""
     if loads_paused(recipe):
-        return update_bytes(layer=model.layer_bytes) / GIB
+        return update_bytes(layer=model.layer_bytes * wire_bytes(recipe, model) / model.dtype_bytes) / GIB
     return update_bytes(sent_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
 
 
@@ -116,6 +118,11 @@ def adapter_parameters(recipe: Recipe, model: Model) -> float:
 def sent_bytes(recipe: Recipe, model: Model) -> float:
     """Return the size of a version as actors receive it: adapters or whole weights."""
     return adapter_parameters(recipe, model) * model.dtype_bytes if sends_adapters(recipe) else model.weights_bytes
+
+
+def wire_bytes(recipe: Recipe, model: Model) -> int:
+    """Return the bytes of a parameter as it is sent."""
+    return {"float32": 4, "bfloat16": 2}.get(recipe.weights.wire_dtype, model.dtype_bytes)
 
 
 def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
@@ -197,8 +204,7 @@ def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
     host memory: with several ranks, with Gloo, and if they would leave less than the usual room for activations."""
     if recipe.weights.backend == "gloo" or recipe.trainer.ranks > 1 or sends_adapters(recipe):
         return 0.0
-    parameter_bytes = {"float32": 4, "bfloat16": 2}.get(recipe.weights.wire_dtype, model.dtype_bytes)
-    snapshots = MOST_SNAPSHOTS * model.parameters * parameter_bytes
+    snapshots = MOST_SNAPSHOTS * model.parameters * wire_bytes(recipe, model)
     return snapshots / GIB if state_bytes(recipe, model) + snapshots <= memory_gib * MODEL_STATE_SHARE * GIB else 0.0
 
 

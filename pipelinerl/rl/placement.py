@@ -20,6 +20,7 @@ from pipelinerl.rl.memory import (
     ENGINE_GIB,
     GIB,
     MODEL_STATE_SHARE,
+    UPDATE_GIB,
     Model,
     accelerator_named,
     engine_bytes,
@@ -320,7 +321,7 @@ def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> 
     total, free = device.total_bytes / GIB, device.free_bytes / GIB
     if model is None:
         cap = SHARED_UNKNOWN if shared else VLLM_SHARE
-        return _Room(device, 0.01, min(cap, math.floor(100 * free / total) / 100))
+        return _Room(device, 0.01, min(cap, math.floor(100 * free / total) / 100), shared * ((1 - cap) * total - UPDATE_GIB))
     states, update = 0.0, update_gib(recipe, model)
     if shared:
         # Snapshots of the weights are in host memory.

@@ -12,8 +12,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack
-from multiprocessing.pool import ThreadPool
+from contextlib import AsyncExitStack, suppress
+from multiprocessing import TimeoutError
+from multiprocessing.pool import AsyncResult, ThreadPool
 
 from pipelinerl.errors import ServiceError, UserError
 from pipelinerl.initial_model import model_source
@@ -27,20 +28,40 @@ from services.trainer.checkpoint.state_files import StateSaver
 from services.trainer.learn.step import TRAIN, Learner, share_of
 from services.trainer.policy_trainer import load_learner
 from services.trainer.reporting.metrics import rank_orders
-from services.trainer.world import ADAPTER, END, HEARTBEAT, SAVE, SCORE, VALUE_HEAD, WEIGHTS, Links, Message, leave_ranks
+from services.trainer.world import (
+    ADAPTER,
+    END,
+    HEARTBEAT,
+    ORDER_TIMEOUT,
+    SAVE,
+    SCORE,
+    VALUE_HEAD,
+    WEIGHTS,
+    Links,
+    Message,
+    leave_ranks,
+)
 
 log = logging.getLogger(__name__)
 
 
 def receive_batches(links: Links | None) -> Iterator[Message]:
     """Yield rank 0's batches of one step after the other, until the order to end. While the caller computes one step, a thread
-    receives the next one, which waits until it is asked for. The thread does not keep a failed process alive."""
+    receives the next one, which waits until it is asked for. The thread does not keep a failed process alive. Ask for a message
+    only after the order that belongs to it. Raises `ServiceError` if the message does not come then."""
     assert links is not None, "a rank that is alone gets no batches"
     with ThreadPool(1) as thread:
         following = thread.apply_async(links.hear)
-        while (message := following.get()).kind != END:
+        while (message := _in_time(following)).kind != END:
             following = thread.apply_async(links.hear)
             yield message
+
+
+def _in_time(following: AsyncResult[Message]) -> Message:
+    try:
+        return following.get(ORDER_TIMEOUT.total_seconds())
+    except TimeoutError:
+        raise ServiceError("rank 0 has ordered a step and not sent its batches; rank 0's log says why") from None
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
@@ -59,7 +80,8 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
         else:
             carry_out(order, learner, received)
         on_order(order)
-    list(received)  # the batches of a step that is no longer taken
+    with suppress(ServiceError):  # rank 0 waits for a moment only, until the batches of a step that is not taken have arrived
+        list(received)
     saving.shutdown()
 
 

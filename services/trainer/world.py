@@ -179,8 +179,14 @@ def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> N
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)
         place = {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TENSOR_TIMEOUT, **place)
-    if same:
-        _agree(same)
+    try:
+        if same:
+            _agree(same)
+    except ValueError as error:  # a message of another form
+        raise ServiceError(f"{_MISMATCH}: one of them runs another version of pipelinerl. {_REPLACE}") from error
+
+
+_MISMATCH, _REPLACE = "the trainer's ranks do not match", "Delete all pods of the trainer at once, so that all are replaced"
 
 
 def _agree(what: Mapping[str, str]) -> None:
@@ -200,9 +206,7 @@ def _agree(what: Mapping[str, str]) -> None:
         problem = "; ".join(differing[:4])
         links.tell_all(Message("agreement", {"problem": problem}))
     if problem:
-        raise ServiceError(
-            f"the trainer's ranks do not match: {problem}. Delete all pods of the trainer at once, so that all are replaced"
-        )
+        raise ServiceError(f"{_MISMATCH}: {problem}. {_REPLACE}")
 
 
 def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device) -> World:

@@ -101,6 +101,10 @@ def test_a_quantised_actor_holds_its_weights_once_and_two_layers() -> None:
     recipe = load_recipe("gsm", [*fp8, f"{SHARE}=0.9"])
     assert update_gib(recipe, seventy) == pytest.approx(6.44, abs=0.01)
     assert kv_cache_gib(recipe, seventy, 80.0) == pytest.approx(4 * (72 - 3) - 70e9 / GIB)
+    mixture = Model(parameters=70e9, kv_bytes=320 * 1024, active_share=0.2)
+    assert update_gib(recipe, mixture) == pytest.approx(2 + 2 * 4.44, abs=0.01), "half as many layers"
+    in_float32 = load_recipe("gsm", [*fp8, "weights.wire_dtype=float32"])
+    assert update_gib(in_float32, seventy) == pytest.approx(2 + 2 * 4.44, abs=0.01)
     assert actor_problem(recipe, seventy, 80.0) is None
     said = str(actor_problem(load_recipe("gsm", [*fp8, f"{SHARE}=0.95"]), seventy, 80.0))
     assert "leaves 4.0 of 80 GiB outside vLLM, but a weight update needs 6.4: twice the largest layer (4.4), and 2" in said

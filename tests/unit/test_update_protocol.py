@@ -24,7 +24,7 @@ from services.actor.weight_sync.client import CommitFailed, StagedWeights, Weigh
 from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener
 from services.trainer.weight_sync import coordinator as c
-from services.trainer.weight_sync.coordinator import EvictionCause
+from services.trainer.weight_sync.coordinator import DeadlinePassed, EvictionCause
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
 from services.trainer.weight_sync.updater import WeightUpdater, coalesce_departures
 from tests.support.memory_bus import MemoryBus, MemoryServer
@@ -425,6 +425,9 @@ async def test_nobody_is_evicted_while_a_transfer_makes_progress_at_its_usual_ra
         one.actors["b"].receiver.may_receive.clear()
         await one.updater.offer(0, "snapshot-0")
         await one.until(lambda: "a" in one.updater._main.coordinator.answered)
+        main = one.updater._main
+        await one.until(lambda: "a" in main.record.receive_s)
+        one.updater.post(main, DeadlinePassed(main._token))  # as if it had waited while a's answer moved the deadline
         await asyncio.sleep(1.2)  # b has 1 s from the end of the broadcast, which takes 0.8 s
         one.actors["b"].receiver.may_receive.set()
         async with asyncio.timeout(60):

@@ -101,9 +101,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
     weights = sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
     lacking = no_room(device, vllm_config.cache_config.gpu_memory_utilization, weights=weights)
     reason, peers = "asked for" if force_paused else shadow_obstacle(live, vllm_config) or lacking, get_tp_group()
-    paused = torch.tensor(int(bool(reason)))
-    torch.distributed.all_reduce(paused, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)  # all ranks load alike
-    reason = reason or ("another rank of this actor lacks memory" if paused else "")
+    reason = _of_any_rank(reason, peers)
     if not reason:
         if vllm_config.compilation_config.mode != CompilationMode.NONE:
             reason = "the model is compiled (set enforce_eager)"
@@ -112,10 +110,17 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
         else:
             return ShadowLoader(live, vllm_config, device), ""
         in_place = InPlaceLoader(live, vllm_config, device)
-        if not (problem := in_place.obstacle()):
+        if not (problem := _of_any_rank(in_place.obstacle(), peers)):
             return in_place, reason
         reason = f"{reason}; {problem}"
     return PausedLoader(live, vllm_config, device, peers), reason
+
+
+def _of_any_rank(reason: str, peers: Any) -> str:
+    """Return this rank's reason to load while generation is paused, or that another rank has one: all ranks load alike."""
+    there = torch.tensor(int(bool(reason)))
+    torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
+    return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")
 
 
 def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:

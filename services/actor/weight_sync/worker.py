@@ -92,7 +92,9 @@ class Receiver:
                 return
             except (GroupFailed, TransferAborted) as error:
                 started = time.monotonic()
-                if not self._checksums or not self.regroup(error.with_traceback(None)):  # its frames keep a chunk's memory
+                if self._checksums:  # the error waits beside the loader: let go of its frames, which keep a chunk's memory
+                    error.__cause__ = error.__context__ = error.__traceback__ = None
+                if not self._checksums or not self.regroup(error):
                     raise
                 self._waited_s += time.monotonic() - started
 
@@ -164,6 +166,10 @@ class Receiver:
         return min(self._deadline - time.monotonic(), max(self.stall_timeout_s, self.manifest.slowest_chunk_s))
 
 
+ENDING_S = 60.0
+"""Maximum seconds for a loader to end, which may free the memory of a whole model."""
+
+
 class Staging:
     """One version on its way into the loader, which runs on a thread of its own. If the group breaks, the loader keeps its part
     and waits until `resume` continues or `drop` ends it. `load` loads the receiver's tensors. Use it from one thread."""
@@ -201,7 +207,8 @@ class Staging:
     def drop(self) -> None:
         """End a loader that waits for another group, or will. It then has nothing loaded."""
         self._resumed.put(False)
-        wait([self._loading], 1.0)
+        wait([self._loading], ENDING_S)
+        self._receiver.regroup = lambda error: False  # no longer refers to this object
 
     def _wait_for_group(self, error: TransferError) -> bool:
         self._problems.put(error)

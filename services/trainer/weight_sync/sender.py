@@ -104,6 +104,11 @@ class Snapshot:
                 self._checksums[chunk.index] = checksum(raw)
         return raw, self._checksums[chunk.index]
 
+    def checksum(self, chunk: Chunk, placement: Placement) -> int:
+        """Return the chunk's checksum, and avoid a copy of the chunk if the checksum is known."""
+        known = self._checksums.get(chunk.index)
+        return self.ready(chunk, placement)[1] if known is None else known
+
 
 class WeightSender:
     """The trainer's end of the collective: takes snapshots, opens a group per epoch or side group, and starts broadcasts.
@@ -171,7 +176,7 @@ class WeightSender:
             checksums: list[int] = []
             try:
                 with placement.scope(), closing(ready):
-                    checksums.extend(snapshot.ready(chunk, placement)[1] for chunk in kept)
+                    checksums.extend(snapshot.checksum(chunk, placement) for chunk in kept)
                     for chunk, (raw, value) in zip(chunks, ready, strict=True):
                         checksums.append(value)
                         header = chunk_header(snapshot.version, chunk, value).to(placement.device)

@@ -80,6 +80,8 @@ class TransferSession:
         self._span = root("weight_update", attributes=about)
 
     async def step(self, event: c.Event) -> list[c.Action]:
+        if isinstance(event, c.DeadlinePassed) and self._timer and self._timer.when() > asyncio.get_running_loop().time():
+            return []  # an answer has moved the deadline while this event waited
         self._note(event)
         answered = len(self.coordinator.answered)
         actions = self.coordinator.step(event)
@@ -190,7 +192,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
-        if not self._is_side and sent.num_bytes:
+        if not self._is_side and 2 * sent.num_bytes > self._updater.sender.manifest.total_bytes:
             self._updater.transfers_s.append(sent.seconds * self._updater.sender.manifest.total_bytes / sent.num_bytes)
         self._updater.post(self, pb.Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
 
