@@ -354,7 +354,8 @@ class Heartbeat:
                 self._away = True
             else:
                 self._away = False
-            await asyncio.sleep(self._bus.limits.member_ttl_s / (3 if self._manifest_id() else 12))
+            ttl_s = self._bus.limits.member_ttl_s
+            await asyncio.sleep(ttl_s / 3 if self._manifest_id() else min(ttl_s / 12, 1.0))
 
     async def leave(self) -> None:
         """End the heartbeat and remove the registration; if that fails, let it expire. An actor that drains is first registered

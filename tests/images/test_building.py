@@ -102,7 +102,10 @@ def test_torch_for_cpu_comes_from_pips_index_or_else_from_pytorchs(
 def test_everything_that_pip_installs_from_a_file_is_checked_by_its_hash() -> None:
     texts = [(ROOT / name).read_text() for name in ("Makefile", "deploy/images/install.sh")]
     installs = [
-        line for text in texts for line in text.splitlines() if " -r " in line and ("pip install" in line or "PIP)" in line)
+        line
+        for text in texts
+        for line in text.splitlines()
+        if " -r " in line and ("pip install" in line or "PIP)" in line or "INSTALL)" in line)
     ]
     assert len(installs) == 11
     assert [line for line in installs if "$(HASHED)" not in line and "--require-hashes" not in line] == []
