@@ -37,7 +37,8 @@ help:  ## Show this list
 install: $(STAMP)  ## Create .venv and install everything, a few minutes, once (DEVICE=cuda: for NVIDIA GPUs)
 
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
-# pip compiles all modules, on one core. These are not compiled until they are imported: many, of which a run imports few.
+# pip would compile all modules on one core. Those in these folders, of which a run imports few, are compiled when they are
+# imported. Some packages carry templates that are not Python, so compileall may fail.
 INSTALL := $(PIP) install --no-compile
 COMPILED_LATER := /(anthropic|openai|models|tests?)/
 HASHED := --no-deps --require-hashes

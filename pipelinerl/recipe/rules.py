@@ -20,7 +20,7 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""For each small model of this package, `source` and `name` of the only task that it can read."""
+"""By name of a small model of this package: `source` and `name` of the only task that the model can read."""
 
 Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""

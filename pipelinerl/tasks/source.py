@@ -155,7 +155,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Of the problems left out as repetitions: their number, the first one's place, and how many have another answer."""
+        """Number of problems left out as repetitions, place of the first one, and number of those with another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
