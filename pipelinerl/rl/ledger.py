@@ -141,15 +141,15 @@ class OpenGroup:
 
 
 class SequenceTracker:
-    """The ledger, the open groups and figures about ended sequences. `record` is called with each event for the journal.
+    """The ledger, the open groups and figures about ended sequences. Each of `listeners` is called with each event.
 
     Sequences have passed `decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open
     are ignored, which bounds memory by the open groups. `issued_groups` also counts the groups that replace lost ones; a group
     is lost if none of its samples is trained on. `tokens`: sampled tokens by outcome, since this process began.
     """
 
-    def __init__(self, record: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
-        self._record = record
+    def __init__(self, *listeners: Callable[[Mapping[str, Any]], None]) -> None:
+        self._listeners = listeners
         self.ledger = Ledger()
         self.tokens = {outcome.value: 0 for outcome in Outcome}
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
@@ -168,7 +168,7 @@ class SequenceTracker:
         self.open_groups[group.group_id] = OpenGroup(group.num_samples)
         self.issued_groups += 1
         samples, version = group.num_samples, group.issued_version
-        self._record({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
+        self._tell({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
 
     def published(self, group_id: str, position: int) -> None:
         """Record the position of the group's message in PROMPTS. The group may already be complete."""
@@ -240,7 +240,7 @@ class SequenceTracker:
 
     def end_step(self, version: int) -> None:
         """Record that all sequences of the step that made `version` are closed."""
-        self._record({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
+        self._tell({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
         """Close sequences. `more`: further fields of the event, such as the new `version`. Raises `LedgerViolation`."""
@@ -259,7 +259,11 @@ class SequenceTracker:
         self.ledger.close(ids, outcome, reason)
         if ids:
             because = {"reason": reason} if reason else {}
-            self._record({"event": "close", "outcome": outcome.value, **because, **more, "ids": ids})
+            self._tell({"event": "close", "outcome": outcome.value, **because, **more, "ids": ids})
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        for listener in self._listeners:
+            listener(event)
 
     def to_state(self) -> dict[str, Any]:
         """Return the state as JSON values, without the samples of open groups that have arrived (see `held`)."""

@@ -72,8 +72,8 @@ class TrainingRun:
         self._publishing = asyncio.Lock()
         self._calls_to = functools.partial(calls_to, tls_dir=settings.tls_dir, tls_name=settings.actor_tls_name)
         self.recorder = recorder
-        traces = SequenceTraces(journal)
-        self.tracker = SequenceTracker(traces.record)
+        traces = SequenceTraces()
+        self.tracker = SequenceTracker(journal.write, traces.tracked)
         self.updater = WeightUpdater(
             bus,
             policy.sender,

@@ -3,7 +3,6 @@
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
@@ -78,8 +77,8 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
 
 
 def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained_it() -> None:
-    group, traces = make_group(num_samples=3), SequenceTraces(SimpleNamespace(write=lambda event: None))
-    books = SequenceTracker(traces.record)
+    group, traces = make_group(num_samples=3), SequenceTraces()
+    books = SequenceTracker(traces.tracked)
     with recorded() as spans:
         books.issue(group)
         with traces.issue(group, group.group_id) as issued:

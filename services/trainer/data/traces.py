@@ -14,7 +14,6 @@ from typing import Any
 
 from opentelemetry.trace import Span, SpanKind
 
-from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.protocol import LogEntry, Subjects
 from pipelinerl.messages.sequences import PromptGroup, Sequence
 from pipelinerl.rl.ledger import Outcome
@@ -28,8 +27,7 @@ MOST_OPEN = 100_000
 class SequenceTraces:
     """Remembers traces of sequences. A sequence without a sampled trace costs one dictionary look-up."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self) -> None:
         self._open: OrderedDict[str, Trace] = OrderedDict()
         """By sequence id: the span that becomes the parent of the sequence's next span."""
         self._step: tuple[Trace, int] | None = None
@@ -58,12 +56,6 @@ class SequenceTraces:
         ) as span:
             self._remember(sequence.sequence_id, trace_of(span) or trace)
 
-    def record(self, event: Mapping[str, Any]) -> None:
-        """Record one of the tracker's events in the journal, and end the trace of each closed sequence."""
-        self._journal.write(event)
-        if self._open and event["event"] == "close":
-            self._closed(event)
-
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
         """Open a span around the optimizer step that produces `version`. The spans of sequences trained inside link to it."""
@@ -75,7 +67,10 @@ class SequenceTraces:
             finally:
                 self._step = None
 
-    def _closed(self, event: Mapping[str, Any]) -> None:
+    def tracked(self, event: Mapping[str, Any]) -> None:
+        """End the trace of each sequence that an event of the tracker closes."""
+        if not self._open or event["event"] != "close":
+            return
         trained = event["outcome"] == Outcome.TRAINED.value
         about = {a.OUTCOME: event["outcome"]}
         if "reason" in event:
