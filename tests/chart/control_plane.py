@@ -1,8 +1,8 @@
 """Clusters that releases of the chart go into: one that KUBECONFIG names, or one of this machine.
 
 The last is a real control plane (etcd, kube-apiserver, kube-controller-manager, kube-scheduler on PATH, as setup-envtest and
-distributions install them) with a stand-in for kubelets and volumes: four nodes, or those that a test describes; a pod on a node
-runs and is ready at once, and no container is started.
+distributions install them) with a stand-in for kubelets and volumes: four nodes, or others that a test describes. A pod on a
+node runs and is ready at once, and no container is started.
 """
 
 import json

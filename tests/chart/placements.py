@@ -17,8 +17,7 @@ URGENT = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metada
 class Placement:
     """`runs`: pods on each node of a pool, which is a node's name up to the dash. Components that are not named run anywhere.
 
-    Pods without a node are in the pool `waiting`, and `waits` says for what. `drained`: this node is drained when those of `joining`
-    are there.
+    Pods without a node are in the pool `waiting`, and `waits` says for what. The node `drained` is drained after `joining`.
     """
 
     nodes: Sequence[Node]
@@ -92,7 +91,7 @@ PLACEMENTS = {
         {"trainer": f"4 {FEW}", "actor": f"3 {AFFINITY}"},
     ),
     "too few GPUs for the actors": Placement(
-        _nodes("gpu", 8, 4), EIGHT, {"gpu": ["1 trainer", "4 actor"], "waiting": ["4 actor"]}, {"actor": f"2 {FEW}"}
+        _nodes("gpu", 8, 4), EIGHT, {"gpu": ["1 trainer", "4 actor"], "waiting": ["4 actor"]}, {"actor": f"3 {FEW}"}
     ),
     "a trainer of higher priority takes the place of actors": Placement(
         _nodes("gpu", 8),

@@ -1,8 +1,8 @@
 """Where Kubernetes runs pods: a model of the documented rules of its scheduler, of preemption and of node drains.
 
-A pod is ready as soon as it has a node. Volumes and the scores of resources and images are left out: of nodes that a pod prefers
-equally, the first is taken. A field of a term that the model does not know is refused with a `ValueError`. Sources: Kubernetes'
-documents (https://kubernetes.io/docs/concepts/scheduling-eviction/) and code (pkg/scheduler/framework/plugins).
+A pod is ready as soon as it has a node. Volumes are left out, and so are scores of resources and images: of nodes that a pod
+prefers equally, the first is taken. A field of a term that the model does not know is refused with a `ValueError`. Sources:
+https://kubernetes.io/docs/concepts/scheduling-eviction/ and pkg/scheduler/framework/plugins of Kubernetes.
 """
 
 import copy
@@ -71,14 +71,21 @@ class Pod:
 
     def untolerated(self, taints: Iterable[Object], effects: Sequence[str] = ("NoSchedule", "NoExecute")) -> int:
         """Number of taints with these effects that the pod does not tolerate."""
+
+        def tolerates(one: Object, taint: Object) -> bool:
+            exists = {"Exists": True, "Equal": False}[one.get("operator", "Equal")]
+            same = one.get("key") == taint["key"] or (exists and not one.get("key"))
+            equal = exists or one.get("value", "") == taint.get("value", "")
+            return same and equal and one.get("effect") in (None, taint["effect"])
+
         tolerations, found = self.spec.get("tolerations", []), [taint for taint in taints if taint["effect"] in effects]
-        return sum(not any(_tolerates(one, taint) for one in tolerations) for taint in found)
+        return sum(not any(tolerates(one, taint) for one in tolerations) for taint in found)
 
     def selects(self, node: Node) -> bool:
         """Whether the node has all labels of the node selector, and meets one term of the required node affinity."""
-        selected: bool = self.spec.get("nodeSelector", {}).items() <= node.labels.items()
-        required = self.affinity("nodeAffinity")
-        return selected and (not required or any(_node_meets(term, node) for term in required["nodeSelectorTerms"]))
+        required = self.affinity("nodeAffinity")  # of which an empty term matches no node
+        met = not required or any(term and _matches(term, node.labels) for term in required["nodeSelectorTerms"])
+        return met and self.spec.get("nodeSelector", {}).items() <= node.labels.items()
 
     def wants(self, term: Object, other: "Pod") -> bool:
         """Whether `other` has the labels of this pod's term, and is in a namespace of the term: by default, in this pod's."""
@@ -103,29 +110,13 @@ def _check_fields(term: Object, *known: str) -> None:
         raise ValueError(f"the model of the scheduler does not know {', '.join(sorted(unknown))}")
 
 
-def _tolerates(toleration: Object, taint: Object) -> bool:
-    exists = {"Exists": True, "Equal": False}[toleration.get("operator", "Equal")]
-    same = toleration.get("key") == taint["key"] or (exists and not toleration.get("key"))
-    equal = exists or toleration.get("value", "") == taint.get("value", "")
-    return same and equal and toleration.get("effect") in (None, taint["effect"])
-
-
-def _hold(expressions: Iterable[Object], labels: Mapping[str, str]) -> bool:
-    return all(OPERATORS[one["operator"]](labels.get(one["key"]), one.get("values", [])) for one in expressions)
-
-
 def _matches(selector: Object | None, labels: Mapping[str, str]) -> bool:
-    """No label selector matches nothing, and an empty one everything."""
+    """No label selector matches nothing, and an empty one everything. A term of a node affinity has the same form."""
     given = selector or {}
     _check_fields(given, "matchLabels", "matchExpressions")
-    equal = given.get("matchLabels", {}).items() <= labels.items()
-    return selector is not None and equal and _hold(given.get("matchExpressions", []), labels)
-
-
-def _node_meets(term: Object, node: Node) -> bool:
-    """An empty term matches no node."""
-    _check_fields(term, "matchExpressions")
-    return bool(term) and _hold(term["matchExpressions"], node.labels)
+    expressions = given.get("matchExpressions", [])
+    held = all(OPERATORS[one["operator"]](labels.get(one["key"]), one.get("values", [])) for one in expressions)
+    return selector is not None and held and given.get("matchLabels", {}).items() <= labels.items()
 
 
 def pods_of(objects: Sequence[Object]) -> Iterator[Pod]:
@@ -222,7 +213,9 @@ class Cluster:
 
     def _preference(self, pod: Pod, node: Node) -> tuple[int, ...]:
         """What the scheduler's scores prefer, the heaviest first: tolerated taints, affinities, even spread."""
-        liked = sum(one["weight"] for one in pod.affinity("nodeAffinity", PREFERRED) if _node_meets(one["preference"], node))
+        liked = sum(
+            one["weight"] for one in pod.affinity("nodeAffinity", PREFERRED) if _matches(one["preference"], node.labels)
+        )
         for kind, sign in (("podAffinity", 1), ("podAntiAffinity", -1)):
             preferred = pod.affinity(kind, PREFERRED)
             liked += sign * sum(one["weight"] * self._number_near(pod, one["podAffinityTerm"], node) for one in preferred)
@@ -240,7 +233,7 @@ class Cluster:
 
     def _preempt(self, pod: Pod) -> Node | None:
         """Evict the least important pods of lower priority from the node where that costs least, if it makes room."""
-        found: dict[Node, tuple[Sequence[int], list[Pod]]] = {}
+        found: dict[Node, tuple[tuple[int, ...], list[Pod]]] = {}
         for node in self.nodes:
             lower = sorted((one for one in self._on(node) if one.priority < pod.priority), key=lambda one: -one.priority)
             breaking = [one for one in lower if not self._evict(one)]  # a budget, which is respected where possible
@@ -254,6 +247,7 @@ class Cluster:
                     victims.append(one)
             for one in victims:
                 one.node = node
+            if victims:
                 priorities = [one.priority for one in victims]
                 found[node] = (len({*victims} & {*breaking}), max(priorities), sum(priorities), len(victims)), victims
         best = min(found, key=lambda node: found[node][0], default=None)

@@ -177,14 +177,12 @@ def test_one_term_for_each_pod_of_the_trainer_would_keep_all_actors_waiting() ->
         assert all("didn't match pod affinity rules" in one.reason for one in pods if one.node is None)
 
 
-LARGE = {"cpu": "256", "nvidia.com/gpu": 32, "rdma/hca": 32}
-HIGH = {"kind": "PriorityClass", "metadata": {"name": "high"}, "value": 1}
-
-
 def test_every_case_runs_and_leaves_a_drained_node_actors_at_once_and_others_one_at_a_time(case: str) -> None:
-    nodes = [Node(f"{zone}{n}", LARGE, labels={"pool": "gpu", "gpu": "h100", "zone": zone}) for zone in "ab" for n in "12"]
+    labels, high = {"pool": "gpu", "gpu": "h100"}, {"kind": "PriorityClass", "metadata": {"name": "high"}, "value": 1}
+    devices: dict[str, str | int] = {"cpu": 256, "nvidia.com/gpu": 32, "rdma/hca": 32}
+    nodes = [Node(f"{zone}{index}", devices, labels={**labels, "zone": zone}) for zone in "ab" for index in "12"]
     for drained in nodes:
-        cluster = Cluster(nodes, [HIGH, *rendered_case(case).objects])
+        cluster = Cluster(nodes, [high, *rendered_case(case).objects])
         cluster.settle()
         first = {one for one in cluster.pods if one.node and one.node.name == drained.name and one.labels[COMPONENT] == "actor"}
         rounds = cluster.drain(drained.name)

@@ -208,9 +208,8 @@ def test_pods_run_where_they_should(release: Release, name: str) -> None:
 
     def pods() -> list[tuple[str, str, str]]:
         found = json.loads(cluster.kubectl("get", "pods", "--output", "json"))["items"]
-        reasons = [" ".join(one.get("message", "") for one in pod["status"].get("conditions", [])) for pod in found]
         places = [(pod["metadata"]["labels"][COMPONENT], pod["spec"].get("nodeName", "")) for pod in found]
-        return [(*place, reason) for place, reason in zip(places, reasons, strict=True)]
+        return [(*place, json.dumps(pod["status"])) for place, pod in zip(places, found, strict=True)]
 
     def has_settled() -> bool:
         found = pods()
