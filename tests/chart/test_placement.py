@@ -141,13 +141,15 @@ def test_a_drain_evicts_what_budgets_permit_and_waits_for_the_replacements(limit
 
 
 def pods_in_turn(placement: Placement, objects: list[Object], turn: int) -> list[Pod]:
-    """In one order of nodes and of arrivals, for the trainer may come last: what the chart promises must hold in each."""
+    """In one order of the nodes, and with the trainer's pods among the others or one by one after them: each must do."""
     nodes = [*placement.nodes[turn % 3 :], *placement.nodes[: turn % 3]]
     cluster = Cluster(nodes, objects, emptiest=turn % 2 == 0)
-    early, cluster.pods = cluster.pods, [one for one in cluster.pods if turn < 6 or one.labels[COMPONENT] != "trainer"]
+    late = [one for one in cluster.pods if turn >= 6 and one.labels[COMPONENT] == "trainer"]
+    cluster.pods = [one for one in cluster.pods if one not in late]
     cluster.settle()
-    cluster.pods = early
-    cluster.settle()
+    for one in late:
+        cluster.pods.append(one)
+        cluster.settle()
     if placement.drained:
         cluster.nodes += copy.deepcopy(placement.joining)
         cluster.drain(placement.drained)
