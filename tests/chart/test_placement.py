@@ -94,7 +94,7 @@ def test_one_pod_meets_all_terms_of_a_pod_affinity_and_the_first_of_its_kind_may
     assert places([A], other, near(term("q", namespaces=["other"]))) == "aa"
     assert places([A], other, near(term("q", namespaceSelector={}))) == "aa"
     assert places([A, B], *[apart("p")] * 3) == "ab-"
-    assert places([A], apart("q"), pod()) == "a-", "the pod that is there has its say"
+    assert places([A], pod(), apart("q")) == places([A], apart("q"), pod()) == "a-", "each of the two has its say"
     with pytest.raises(ValueError, match="matchLabelKeys"):
         places([A], near(term("q", matchLabelKeys=["x"])), pod())
 
@@ -124,6 +124,7 @@ def test_the_least_important_pods_leave_for_a_higher_priority_where_that_makes_r
     assert places([A, B], *classes, low, low, pod(cpu=2), later=high) == "aa-b"
     assert places([A], pod("q"), pod(), later=high) == "a-a"
     assert places([A], pod("q"), pod(), budget(minAvailable=1), later=high) == "-aa"
+    assert places([A, B], pod(cpu=2), pod("q", 2), budget(minAvailable=1), later=high) == "a-b"
     assert places([A], pod(cpu=2), budget(minAvailable=1), later=high) == "-a", "a budget is broken where nothing else helps"
 
 
