@@ -89,6 +89,7 @@ def test_one_pod_meets_all_terms_of_a_pod_affinity_and_the_first_of_its_kind_may
     assert places([Node("a")], pod("q"), pod("r"), near(term("q"), term("r"))) == "aa-"
     assert places([Node("a")], both, near(term("q"), term("r"))) == "aa"
     assert places([A, B], *[near(term("p"))] * 3) == "aa-"
+    assert places([A], near(term("p", topologyKey="zone"))) == "-"
     other = pod("q", namespace="other")
     assert places([A], other, near(term("q"))) == "a-"
     assert places([A], other, near(term("q", namespaces=["other"]))) == "aa"
@@ -111,6 +112,7 @@ def test_a_spread_constraint_counts_the_nodes_that_its_policies_include() -> Non
     assert places([A, FULL], *[spread(selector={"pool": "x"})] * 2) == "aa"
     assert places([A, FULL], *[spread(selector={"pool": "x"}, nodeAffinityPolicy="Ignore")] * 2) == "a-"
     assert places([A], *[spread(minDomains=2)] * 2) == "a-"
+    assert places([B, A], *[spread(topologyKey="pool")] * 2) == "aa", "a node without the label is in no domain"
     assert places([A, B], *[spread("ScheduleAnyway")] * 3) == "aba"
 
 
