@@ -1,8 +1,8 @@
 """Clusters that releases of the chart go into: one that KUBECONFIG names, or one of this machine.
 
 The last is a real control plane (etcd, kube-apiserver, kube-controller-manager, kube-scheduler on PATH, as setup-envtest and
-distributions install them) with a stand-in for kubelets and volumes: four nodes, two of them with eight GPUs; a pod on a node
-runs and is ready at once, and no container is started.
+distributions install them) with a stand-in for kubelets and volumes: four nodes, or others that a test describes. A pod on a
+node runs and is ready at once, and no container is started.
 """
 
 import json
@@ -12,22 +12,23 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.chart.rendering import HELM, NAMESPACE, Object
+from tests.chart.scheduler import Node
 from tests.support.machine import free_port
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 KUBECTL = HELM.with_name("kubectl")
-GPU = "nvidia.com/gpu"
+NODES = [Node(f"node-{index}") for index in range(4)]
 _SOON_S = 120.0
 
 
@@ -37,11 +38,11 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Cluster:
-    """`stand_in`: its pods run nothing."""
+    """With a `stand_in`, its pods run nothing."""
 
     kubeconfig: Path
     namespace: str = NAMESPACE
-    stand_in: bool = False
+    stand_in: "Kubelets | None" = None
 
     def run(self, *command: str | Path, text: str = "") -> str:
         """Its output. Raises `CommandError`."""
@@ -105,8 +106,7 @@ def started(folder: Path) -> Iterator[Cluster]:
         options = [f"--service-account-private-key-file={folder / 'sa.key'}", "--controllers=*,-nodelifecycle"]
         stack.enter_context(_process(folder, "kube-controller-manager", *common, *options))
         stack.enter_context(_process(folder, "kube-scheduler", *common))
-        stack.enter_context(_Kubelets(api))
-        yield Cluster(kubeconfig, stand_in=True)
+        yield Cluster(kubeconfig, stand_in=stack.enter_context(Kubelets(api)))
 
 
 def _kubeconfig(file: Path, url: str, token: str) -> Path:
@@ -149,31 +149,48 @@ def _await_ready(api: httpx.Client, folder: Path) -> None:
     raise TimeoutError(f"the API server is not ready after {_SOON_S:g} s\n{logs}")
 
 
-class _Kubelets:
+class Kubelets:
     """Nodes, and what their kubelets and a provisioner of volumes would report, several times a second."""
 
     def __init__(self, api: httpx.Client) -> None:
         self._api, self._ended = api, threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
 
-    def __enter__(self) -> None:
-        for index in range(4):
-            self._node(f"node-{index}", gpus=8 if index < 2 else 0)
+    def __enter__(self) -> Self:
+        self.join(NODES)
         self._thread.start()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
-    def _node(self, name: str, gpus: int) -> None:
-        labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
-        self._post("nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}})
-        capacity = {"cpu": "64", "memory": "1Ti", "pods": "110", "ephemeral-storage": "4Ti"} | (
-            {GPU: str(gpus)} if gpus else {}
-        )
-        ready = {"type": "Ready", "status": "True", "reason": "StandIn"}
-        self._patch(f"nodes/{name}/status", {"status": {"capacity": capacity, "allocatable": capacity, "conditions": [ready]}})
-        self._patch(f"nodes/{name}", {"spec": {"taints": None}})  # not-ready, which admission gave it
+    def join(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            metadata = {"name": node.name, "labels": node.labels}
+            self._post("nodes", {"apiVersion": "v1", "kind": "Node", "metadata": metadata})
+            resources = {name: str(value) for name, value in node.resources.items()}
+            ready = {"type": "Ready", "status": "True", "reason": "StandIn"}
+            status = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
+            self._patch(f"nodes/{node.name}/status", {"status": status})
+            self._patch(
+                f"nodes/{node.name}", {"spec": {"taints": [*node.taints]}}
+            )  # without not-ready, which admission gave it
+
+    @contextmanager
+    def only(self, nodes: Iterable[Node]) -> Iterator[None]:
+        """The cluster has these nodes, and those that join them, meanwhile."""
+        self._leave()
+        self.join(nodes)
+        try:
+            yield
+        finally:
+            self._leave()
+            self.join(NODES)
+
+    def _leave(self) -> None:
+        for node in self._list("nodes"):
+            self._api.delete(f"/api/v1/nodes/{node['metadata']['name']}")
 
     def _loop(self) -> None:
         while not self._ended.wait(0.2):

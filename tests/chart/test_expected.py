@@ -11,28 +11,19 @@ import pytest
 
 from services.trainer.launch import RENDEZVOUS_TIMEOUT_S
 from tests.chart.cases import EVERYWHERE, rendered_case
-from tests.chart.rendering import COMPONENT, SERVICES, Rendered, environment, render
+from tests.chart.rendering import SERVICES, Rendered, environment, render
+from tests.chart.scheduler import PREFERRED
 from tests.monitoring.catalogue import names_in, samples
 
 RELEASE_TEST = ["python", "-m", "services.trainer.release_test"]
 OF_THE_ACTOR = ["--actor=pipelinerl-actor:8080", "--actor-login=/etc/pipelinerl/nats/actor-credentials"]
 CLOSED = "--closed=pipelinerl-trainer-0.pipelinerl-trainer:50051"
 GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-SPOT = {"key": "spot", "operator": "Exists"}
 AMD_TAINT = {"key": "amd.com/gpu", "operator": "Exists"}
 IMAGE = "registry.example.com/actor@sha256:" + "0" * 64
 PODS = (*SERVICES, "nats", "test")
 ACTOR, TRAINER, VERIFIER = ("Deployment/pipelinerl-actor", "StatefulSet/pipelinerl-trainer", "Deployment/pipelinerl-verifier")
 WANTED, EPISODES = "pipelinerl_actor_replicas_wanted", "pipelinerl_verifier_episodes"
-REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-TOGETHER = EVERYWHERE["affinity"]["podAffinity"]
-
-
-def scheduled(index: str) -> dict[str, Any]:
-    names = {"app.kubernetes.io/name": "pipelinerl", "app.kubernetes.io/instance": "pipelinerl", COMPONENT: "trainer"}
-    labels = names | {"apps.kubernetes.io/pod-index": index}
-    return {"topologyKey": "kubernetes.io/os", "labelSelector": {"matchLabels": labels}}
-
 
 OF_CASES: dict[str, dict[str, Any]] = {
     "everything": {
@@ -79,7 +70,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "env/transfer-test NCCL_SOCKET_IFNAME": "net1",
         "env/transfer-test NCCL_DEBUG": "INFO",
         "pod/verifier spec runtimeClassName": EVERYWHERE["runtimeClassName"],
-        "pod/actor spec affinity": EVERYWHERE["affinity"] | {"podAffinity": {**TOGETHER, REQUIRED: [scheduled("1")]}},
+        f"pod/actor spec affinity podAffinity {PREFERRED}": EVERYWHERE["affinity"]["podAffinity"][PREFERRED],
     },
     "two-nodes": {
         # Nodes of a trainer start and change over together under one name: a rolling update waits for the new pod to be ready,
@@ -87,7 +78,6 @@ OF_CASES: dict[str, dict[str, Any]] = {
         f"{TRAINER} spec podManagementPolicy": "Parallel",
         f"{TRAINER} spec replicas": 2,
         f"{TRAINER} spec updateStrategy": {"type": "OnDelete"},
-        "pod/actor spec affinity": {"podAffinity": {REQUIRED: [scheduled("1")]}},
         f"{TRAINER} spec serviceName": "pipelinerl-trainer",
         "Service/pipelinerl-trainer spec clusterIP": "None",
         "Service/pipelinerl-trainer spec publishNotReadyAddresses": True,
@@ -127,8 +117,7 @@ OF_CASES: dict[str, dict[str, Any]] = {
     },
 }
 OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"actor": {"tolerations": [GPU_TAINT, SPOT]}}, {"pod/actor spec tolerations": [GPU_TAINT, SPOT]}),  # once
-    ({"verifier": {"tolerations": [SPOT]}}, {"pod/verifier spec tolerations": [SPOT]}),
+    ({"actor": {"tolerations": [GPU_TAINT]}}, {"pod/actor spec tolerations": [GPU_TAINT]}),  # once
     (
         {"gpu": {"resource": "amd.com/gpu", "tolerations": [AMD_TAINT]}},
         {"pod/trainer spec tolerations": [AMD_TAINT], "main/trainer resources limits amd.com/gpu": 4},
@@ -143,7 +132,6 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         },
         {"main/transfer-test resources limits": {"memory": "8Gi"}, "main/transfer-test image": "pipelinerl/trainer:0.1.0-cpu"},
     ),
-    ({"actor": {"scheduleAfterTrainer": False}}, {"pod/actor spec affinity": None}),
     (
         {service: {"schedulerName": "volcano"} for service in SERVICES},
         {f"pod/{pod} spec schedulerName": "volcano" for pod in SERVICES},

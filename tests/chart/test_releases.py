@@ -7,7 +7,8 @@ its programs are on PATH.
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 
 from tests.chart import control_plane
-from tests.chart.control_plane import GPU, Cluster, CommandError
-from tests.chart.rendering import CHART, CPU_VALUES, HELM
+from tests.chart.control_plane import Cluster, CommandError
+from tests.chart.placements import PLACEMENTS, URGENT
+from tests.chart.rendering import CHART, COMPONENT, CPU_VALUES, HELM
+from tests.chart.scheduler import pods_of
 
 HELM3 = HELM.with_name("helm3")
 HELMS: dict[str, tuple[Path, tuple[str, ...]]] = {
@@ -57,8 +60,8 @@ class Release:
     options: tuple[str, ...]
     name: str = "pipelinerl"
 
-    def install(self, values: dict[str, Any]) -> None:
-        self._with_chart("install", values)
+    def install(self, values: Mapping[str, Any], files: Sequence[Path] = (CPU_VALUES,)) -> None:
+        self._with_chart("install", values, files)
 
     def upgrade(self, values: dict[str, Any]) -> None:
         self._with_chart("upgrade", values)
@@ -69,10 +72,10 @@ class Release:
     def uninstall(self) -> None:
         self.cluster.run(self.helm, "uninstall", self.name)
 
-    def _with_chart(self, verb: str, values: dict[str, Any]) -> None:
+    def _with_chart(self, verb: str, values: Mapping[str, Any], files: Sequence[Path] = (CPU_VALUES,)) -> None:
         hooks = "--no-hooks"  # the stand-in runs no Job; tests/cluster runs that of the chart
-        files = ("--values", CPU_VALUES, "--values", "-")
-        self.cluster.run(self.helm, verb, self.name, CHART, *files, hooks, *self.options, text=json.dumps(values))
+        given = [f"--values={file}" for file in (*files, "-")]
+        self.cluster.run(self.helm, verb, self.name, CHART, *given, hooks, *self.options, text=json.dumps(dict(values)))
 
     def replicas(self, component: str, kind: str = "deployment") -> int:
         return int(self.cluster.get(kind, f"{self.name}-{component}")["spec"]["replicas"])
@@ -194,34 +197,34 @@ def _until(condition: Callable[[], bool], cluster: Cluster, what: str) -> None:
         time.sleep(0.5)
 
 
-def _pods(cluster: Cluster, component: str) -> list[dict[str, Any]]:
-    selector = f"app.kubernetes.io/component={component}"
-    return list(json.loads(cluster.kubectl("get", "pods", "--selector", selector, "--output", "json"))["items"])
-
-
-GPUS = {"images": {"variant": "cuda"}, "actor": {"replicas": 8, "gpus": 1}, "trainer": {"gpus": 8, "expectedActors": 8}}
-"""The documents' example: sixteen GPUs on two nodes."""
-
-
+@pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("release", ["helm-4"], indirect=True)
-def test_a_trainer_of_eight_gpus_and_eight_actors_find_their_places_and_leave_together(release: Release) -> None:
-    cluster = release.cluster
-    if not cluster.stand_in:
-        pytest.skip("needs a real cluster of two nodes with eight GPUs each: unset KUBECONFIG to start one")
-    release.install(GPUS)
+def test_pods_run_where_they_should(release: Release, name: str) -> None:
+    """The same table as for the model of the scheduler, which may be wrong."""
+    cluster, placement = release.cluster, PLACEMENTS[name]
+    if cluster.stand_in is None:
+        pytest.skip("needs the nodes of the table: unset KUBECONFIG to start a control plane that has them")
+    number = len([*pods_of(placement.objects())])
 
-    def running(component: str) -> int:
-        return sum(pod["status"]["phase"] == "Running" for pod in _pods(cluster, component))
+    def pods() -> list[tuple[str, str, str]]:
+        found = json.loads(cluster.kubectl("get", "pods", "--output", "json"))["items"]
+        places = [(pod["metadata"]["labels"][COMPONENT], pod["spec"].get("nodeName", "")) for pod in found]
+        return [(*place, json.dumps(pod["status"])) for place, pod in zip(places, found, strict=True)]
 
-    _until(lambda: (running("trainer"), running("actor")) == (1, 8), cluster, "a pod has no place")
-    (trainer,) = _pods(cluster, "trainer")
-    (node,) = {pod["spec"]["nodeName"] for pod in _pods(cluster, "actor")}
-    assert node != trainer["spec"]["nodeName"]
-    assert trainer["spec"]["containers"][0]["resources"]["limits"][GPU] == "8"
-    before = {pod["metadata"]["uid"] for pod in _pods(cluster, "actor")}
-    cluster.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=60s")
-    assert not before & {pod["metadata"]["uid"] for pod in _pods(cluster, "actor") if pod["spec"].get("nodeName") == node}
-    cluster.kubectl("uncordon", node)
+    def has_settled() -> bool:
+        found = pods()
+        return len(found) == number and placement.found(found) == placement.runs
+
+    _until(lambda: not cluster.kubectl("get", "pods", "--all-namespaces", "--output", "name"), cluster, "pods of other tests")
+    with cluster.stand_in.only(placement.nodes):
+        cluster.kubectl("apply", "--filename=-", text=json.dumps(URGENT))
+        release.install(placement.values, placement.files)
+        if placement.drained:
+            _until(lambda: sum(bool(node) for _, node, _ in pods()) == number, cluster, "a pod has no place before the drain")
+            cluster.stand_in.join(placement.joining)
+            with suppress(CommandError):  # a budget may keep a pod there until the time is over
+                cluster.kubectl("drain", placement.drained, "--delete-emptydir-data", "--timeout=30s")
+        _until(has_settled, cluster, f"{name}: not {placement.runs}")
 
 
 @pytest.mark.parametrize("release", ["helm-4"], indirect=True)

@@ -1,4 +1,4 @@
-"""What an API server, a scheduler and a quota would say of each case, and of each upgrade, without asking one.
+"""What an API server and a quota would say of each case, and of each upgrade, without asking one.
 
 The rules of fields.py themselves are tested first: each refuses what a real server refused.
 """
@@ -38,20 +38,6 @@ def test_names_and_labels_are_such_that_a_server_takes_them_and_leave_room_for_w
             assert all(len(f"{claim['metadata']['name']}-{name}-0") <= 63 for claim in claims)
 
 
-def test_one_pod_of_the_trainer_meets_all_that_an_actor_requires(rendered: Rendered) -> None:
-    """For its required pod affinity, the scheduler looks for one running pod that matches all terms."""
-    (trainer,) = [item for item in rendered.of_kind("StatefulSet") if item["metadata"]["name"].endswith("-trainer")]
-    labels = [
-        trainer["spec"]["template"]["metadata"]["labels"] | {"apps.kubernetes.io/pod-index": str(index)}
-        for index in range(trainer["spec"]["replicas"])
-    ]
-    affinity = rendered.pod("actor").spec.get("affinity", {}).get("podAffinity", {})
-    wanted = [
-        term["labelSelector"]["matchLabels"] for term in affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
-    ]
-    assert any(all(term.items() <= pod.items() for term in wanted) for pod in labels)
-
-
 FIXED = {
     ("StatefulSet", "pipelinerl-nats", "spec.volumeClaimTemplates"): "nats.persistence of a release stays as it was installed",
     ("PersistentVolumeClaim", "pipelinerl-trainer", "spec.accessModes"): "so does trainer.persistence.accessMode",
@@ -74,26 +60,6 @@ def test_every_case_may_be_upgraded_to_every_other_and_back() -> None:
             found = problems(upgraded(before, after), defaulted(copy.deepcopy(before)))
             refused |= {(kind, name, problem.partition(": Forbidden")[0]) for problem in found}
     assert refused == FIXED.keys()
-
-
-def test_budgets_let_a_drain_go_on_and_keep_the_streams(rendered: Rendered) -> None:
-    """A budget of none would hold a drain for ever; a cluster of NATS servers keeps its majority."""
-    for budget in rendered.of_kind("PodDisruptionBudget"):
-        spec, component = budget["spec"], budget["metadata"]["labels"]["app.kubernetes.io/component"]
-        (workload_of,) = (
-            item
-            for item in rendered.of_kind("Deployment", "StatefulSet")
-            if spec["selector"]["matchLabels"].items() <= item["spec"]["template"]["metadata"]["labels"].items()
-        )
-        assert workload_of["metadata"]["name"] == budget["metadata"]["name"]
-        replicas, allowed = workload_of["spec"].get("replicas", 1), spec["maxUnavailable"]
-        share = isinstance(allowed, str)
-        taken = -(-replicas * int(allowed[:-1]) // 100) if share else allowed
-        assert taken >= 1, budget["metadata"]["name"]
-        if component == "nats" and replicas > 1:
-            assert replicas - taken > replicas // 2
-        if component == "actor":
-            assert taken >= replicas, "actors are made for leaving together"
 
 
 def _resources(values: Any) -> Iterator[Object]:

@@ -171,9 +171,6 @@ def test_selectors_find_their_own_pods(rendered: Rendered, case: str) -> None:
     for autoscaler in rendered.of_kind("HorizontalPodAutoscaler", "ScaledObject"):
         target = autoscaler["spec"]["scaleTargetRef"]
         assert rendered.one(target["kind"], target["name"])
-    for pod in rendered.pods:
-        for constraint in pod.spec.get("topologySpreadConstraints", []):
-            assert pod in rendered.selected(constraint["labelSelector"]["matchLabels"])
     settings = settings_of(rendered.pod("trainer").main)
     if case == "no-kubernetes-api":
         assert settings.actor_selector == settings.pod_namespace == ""
