@@ -3,9 +3,9 @@
     python -m deploy.tools.recipe_schema            # is it up to date? Exit code 1 if not
     python -m deploy.tools.recipe_schema --write    # bring it up to date
 
-Helm stores the schema in the Secret of each release, so it has only what Helm checks, and each definition once: values.yaml says
-what a value means and what it is by default. Every recipe field is optional there, because recipe.set holds some of them. The
-services check what a whole recipe must hold, and rules between fields.
+Helm stores the schema in the Secret of each release, so it has only what Helm checks, and each definition once. Defaults and
+meanings of values stand in values.yaml. Every recipe field is optional, because recipe.set holds some of them. The services
+check what a whole recipe must hold, and rules between fields.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def with_recipe(schema: dict[str, Any]) -> dict[str, Any]:
 def text(value: Any, indent: int = 0, used: int = 0) -> str:
     """JSON in which a part that fits takes one line. `used`: width of what stands before it in its line."""
     line = json.dumps(value, ensure_ascii=False)
-    if indent and used + len(line) < _WIDTH or not isinstance(value, dict | list) or not value:
+    if (indent and used + len(line) < _WIDTH) or not isinstance(value, dict | list) or not value:
         return line
     names = [f"{json.dumps(name)}: " if isinstance(value, dict) else "" for name in value]
     parts = value.values() if isinstance(value, dict) else value

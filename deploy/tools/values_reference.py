@@ -3,9 +3,9 @@
     python -m deploy.tools.values_reference                       # print it
     python -m deploy.tools.values_reference docs/chart-values.md  # replace what stands between the file's two marks
 
-Types come from values.schema.json; defaults and meanings from values.yaml, where a comment stands above its value or behind it. A
-value without a comment has that of the actor's value of this name, or else that of the section. Recipe fields are one row each
-here: docs/recipe-fields.md has their meaning.
+Types come from values.schema.json. Defaults and meanings come from values.yaml, where a comment stands above its value or
+behind it. A value without a comment has that of the actor's value of this name, or else that of its section. Recipe fields are
+one row each here: docs/recipe-fields.md has their meaning.
 """
 
 from __future__ import annotations
