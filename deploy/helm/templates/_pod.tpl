@@ -91,7 +91,7 @@ annotations:
 {{- if has $.component (list "actor" "trainer") -}}
 labels:
   kueue.x-k8s.io/queue-name: {{ . | quote }}
-  kueue.x-k8s.io/pod-group-name: {{ include "pipelinerl.fullname" $.root }}
+  kueue.x-k8s.io/pod-group-name: {{ include "pipelinerl.fullname" $.root | quote }}
 annotations:
   kueue.x-k8s.io/pod-group-total-count: {{ add (int $.root.Values.trainer.nodes) (int $.root.Values.trainer.expectedActors) | quote }}
   kueue.x-k8s.io/pod-group-serving: "true"
@@ -118,22 +118,26 @@ resourceClaims: {{- toYaml . | nindent 2 }}
 {{- with include "pipelinerl.scheduling" . }}
 {{ . }}
 {{- end }}
-{{- end -}}
-
-{{/* dict root, component (actor, trainer): init containers of its pods, or nothing. */}}
-{{- define "pipelinerl.initContainers" -}}
-{{- with (index .root.Values .component).extraInitContainers }}{{ toYaml . }}{{ end }}
-{{- if include "pipelinerl.buildsModel" .root }}
-- name: initial-model
-  args: [python, -m, services.{{ .component }}.initial_model]
-  {{- include "pipelinerl.policyContainer" . | nindent 2 }}
+{{- $builds := and (has .component (list "actor" "trainer")) (include "pipelinerl.buildsModel" .root) }}
+{{- if or $values.extraInitContainers $builds }}
+initContainers:
+  {{- with $values.extraInitContainers }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- if $builds }}
+  - name: initial-model
+    args: [python, -m, services.{{ .component }}.initial_model]
+    {{- include "pipelinerl.container" . | nindent 4 }}
+  {{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* dict root, component (actor, trainer): what its containers have in common. */}}
-{{- define "pipelinerl.policyContainer" -}}
+{{/* dict root, component (actor, trainer, verifier): what its containers have in common. */}}
+{{- define "pipelinerl.container" -}}
 {{- $values := index .root.Values .component -}}
-{{- $gpus := include (printf "pipelinerl.%s.gpus" .component) .root | int -}}
+{{- $isVerifier := eq .component "verifier" -}}
+{{- $gpus := 0 -}}
+{{- if not $isVerifier -}}{{- $gpus = include (printf "pipelinerl.%s.gpus" .component) .root -}}{{- end -}}
 image: {{ include "pipelinerl.image" . | quote }}
 imagePullPolicy: {{ .root.Values.images.pullPolicy }}
 securityContext: {{- include "pipelinerl.containerSecurityContext" . | nindent 2 }}
@@ -142,7 +146,7 @@ env: {{- include "pipelinerl.environment" (dict "own" (include (printf "pipeline
 envFrom: [{secretRef: {name: {{ . | quote }}}}]
 {{- end }}
 resources: {{- include "pipelinerl.resources" (dict "root" .root "values" $values "gpus" $gpus) | nindent 2 }}
-volumeMounts: {{- include "pipelinerl.policyMounts" . | nindent 2 }}
+volumeMounts: {{- include (printf "pipelinerl.%s" ($isVerifier | ternary "mounts" "policyMounts")) . | nindent 2 }}
 {{- end -}}
 
 {{/* dict values, gpus, root: requests and limits, with GPUs (or their claims) and RDMA devices added. */}}
