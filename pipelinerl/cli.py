@@ -132,6 +132,9 @@ def _validate(parser: argparse.ArgumentParser) -> None:
         "set the total number of ranks by --set trainer.nproc=N",
     )  # fmt: skip
     parser.add_argument(
+        "--volume", metavar="SIZE", help="size of the run's volume, such as 500Gi; also checks that checkpoints fit"
+    )
+    parser.add_argument(
         "--parameters", metavar="SIZE",
         help="number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory (default: read from the "
         "model's files, or else the number in its name plus a tenth)",

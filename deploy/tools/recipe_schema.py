@@ -1,10 +1,11 @@
-"""The recipe's part of the chart's values.schema.json, generated from the models so that helm refuses a misspelt field.
+"""The chart's values.schema.json: the recipe's part is generated from the models, so that Helm refuses a misspelt field.
 
     python -m deploy.tools.recipe_schema            # is it up to date? Exit code 1 if not
     python -m deploy.tools.recipe_schema --write    # bring it up to date
 
-Every field is optional there: recipe.set holds some of them. What a whole recipe must hold, and rules between fields, the
-services check.
+Helm stores the schema in the Secret of each release, so it has only what Helm checks, and each definition once. Defaults and
+meanings of values stand in values.yaml. Every recipe field is optional, because recipe.set holds some of them. The services
+check what a whole recipe must hold, and rules between fields.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from pipelinerl.recipe.fields import Recipe
 
 SCHEMA = Path(__file__).resolve().parents[1] / "helm" / "values.schema.json"
-_LEFT_OUT = ("required", "title")
+_WIDTH = 128
+_LEFT_OUT = ("description", "default")
 _REFERENCES = "#/$defs/"
 
 
@@ -26,30 +28,44 @@ def recipe_definitions() -> dict[str, Any]:
     """Definition by name: `Recipe` and each of its sections, as JSON schema draft 7."""
     schema = Recipe.model_json_schema()
     sections = schema.pop("$defs")
-    return {name: _optional(section) for name, section in {"Recipe": schema, **dict(sorted(sections.items()))}.items()}
+    named = {"Recipe": schema, **dict(sorted(sections.items()))}
+    return {name: _without(section, (*_LEFT_OUT, "required", "title")) for name, section in named.items()}
 
 
 def with_recipe(schema: dict[str, Any]) -> dict[str, Any]:
     """The chart's schema with the recipe's definitions as they are now, after its own."""
     names = recipe_definitions()
     own = {name: part for name, part in schema["definitions"].items() if name not in names and name[:1].islower()}
-    return schema | {"definitions": own | names}
+    kept: dict[str, Any] = _without(schema | {"definitions": own}, _LEFT_OUT)
+    return kept | {"definitions": kept["definitions"] | names}
 
 
-def text(schema: dict[str, Any]) -> str:
-    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+def text(value: Any, indent: int = 0, used: int = 0) -> str:
+    """JSON in which a part that fits takes one line. `used`: width of what stands before it in its line."""
+    line = json.dumps(value, ensure_ascii=False)
+    if (indent and used + len(line) < _WIDTH) or not isinstance(value, dict | list) or not value:
+        return line
+    names = [f"{json.dumps(name)}: " if isinstance(value, dict) else "" for name in value]
+    parts = value.values() if isinstance(value, dict) else value
+    lines = [
+        f"{' ' * (indent + 1)}{name}{text(part, indent + 1, indent + 1 + len(name))}"
+        for name, part in zip(names, parts, strict=True)
+    ]
+    inner = ",\n".join(lines)
+    return f"{line[0]}\n{inner}\n{' ' * indent}{line[-1]}" + ("" if indent else "\n")
 
 
-def _optional(section: Any) -> Any:
-    """Without what a part of a recipe need not hold, and with references as draft 7 writes them."""
+def _without(section: Any, keywords: tuple[str, ...], *, of_names: bool = False) -> Any:
+    """Without these keywords, and with references as draft 7 writes them. `of_names`: its keys are names, not keywords."""
     if isinstance(section, list):
-        return [_optional(part) for part in section]
+        return [_without(part, keywords) for part in section]
     if not isinstance(section, dict):
-        return section
-    kept = {key: value for key, value in section.items() if key not in _LEFT_OUT or isinstance(value, dict)}
-    if str(kept.get("$ref", "")).startswith(_REFERENCES):
-        kept["$ref"] = "#/definitions/" + kept["$ref"].removeprefix(_REFERENCES)
-    return {key: value if key == "default" else _optional(value) for key, value in kept.items()}
+        return section.replace(_REFERENCES, "#/definitions/") if isinstance(section, str) else section
+    return {
+        key: _without(value, keywords, of_names=not of_names and key in ("properties", "definitions"))
+        for key, value in section.items()
+        if of_names or key not in keywords
+    }
 
 
 def main() -> int:

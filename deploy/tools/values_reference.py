@@ -1,23 +1,33 @@
-"""The table of the chart's values in docs/chart-values.md, generated from values.schema.json so that it cannot drift from it.
+"""The table of the chart's values in docs/chart-values.md, generated so that it cannot drift from the chart.
 
     python -m deploy.tools.values_reference                       # print it
     python -m deploy.tools.values_reference docs/chart-values.md  # replace what stands between the file's two marks
 
-Recipe fields are one row each here: docs/recipe-fields.md has their meaning.
+Types come from values.schema.json. Defaults and meanings come from values.yaml, where a comment stands above its value or
+behind it. A value without a comment has that of the actor's value of this name, or else that of its section. Recipe fields are
+one row each here: docs/recipe-fields.md has their meaning.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from deploy.tools.generated import GeneratedPart, row
 
-SCHEMA = Path(__file__).resolve().parents[1] / "helm" / "values.schema.json"
+CHART = Path(__file__).resolve().parents[1] / "helm"
 _HEAD = "| value | type | default | meaning |\n|---|---|---|---|"
+_SECTIONS = {"image", "serviceAccount", "podDisruptionBudget"}
+"""Definitions whose parts are values. A value of another definition is set as a whole."""
 _OF_KUBERNETES = {
+    "name": "text",
+    "size": "text",
+    "key": "text",
     "labels": "labels",
     "annotations": "annotations",
     "quantities": "quantities by name",
@@ -28,44 +38,87 @@ _OF_KUBERNETES = {
     "env": "list of variables",
     "volumes": "list of volumes",
     "volumeMounts": "list of mounts",
+    "containers": "list of containers",
+    "resourceClaims": "list of claims",
     "numberOrShare": "integer or share",
     "cidrs": "list of CIDRs",
     "ports": "list of ports",
     "peers": "list of peers",
+    "issuerRef": "mapping",
     "Recipe": "recipe",
 }
 
 
-def reference(schema: dict[str, Any]) -> str:
+def reference() -> str:
     """Markdown: one table for each top-level section, and one for the values that are in none."""
-    parts: list[str] = []
-    alone: list[str] = []
-    for name, part in schema["properties"].items():
-        rows = [_row(path, value) for path, value in _values(name, part)]
-        if "properties" in part:
-            parts.append("\n\n".join((f"## `{name}`", part["description"], "\n".join([_HEAD, *rows]))))
-        else:
-            alone += rows
-    return "\n\n".join([*parts, "\n\n".join(("## The others", "\n".join([_HEAD, *alone])))])
+    meanings = comments((CHART / "values.yaml").read_text(encoding="utf-8"))
+    rows: dict[str, list[str]] = {}
+    for path, schema in values(read_schema()).items():
+        section = path.partition(".")[0] if "." in path else ""
+        cells = (f"`{path}`", _type(schema), f"`{json.dumps(default_of(path), ensure_ascii=False)}`", meaning(path, meanings))
+        rows.setdefault(section, []).append(row(cells))
+    alone = rows.pop("")
+    parts = [(f"## `{section}`", meanings.get(section, ""), "\n".join([_HEAD, *table])) for section, table in rows.items()]
+    parts.append(("## The others", "", "\n".join([_HEAD, *alone])))
+    return "\n\n".join(paragraph for part in parts for paragraph in part if paragraph)
 
 
 def read_schema() -> dict[str, Any]:
-    return dict(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    return dict(json.loads((CHART / "values.schema.json").read_text(encoding="utf-8")))
 
 
-def _values(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(dotted path, schema) of what is set as a whole."""
-    if "properties" not in schema or "default" in schema:
-        yield path, schema
-        return
-    for name, part in schema["properties"].items():
-        yield from _values(f"{path}.{name}", part)
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return dict(yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")))
 
 
-def _row(path: str, schema: dict[str, Any]) -> str:
-    default = f"`{json.dumps(schema['default'], ensure_ascii=False)}`"
-    cells = (f"`{path}`", _type(schema), default, schema["description"])
-    return row(cells)
+def default_of(path: str) -> Any:
+    """Raises `KeyError` if values.yaml lacks the value."""
+    return functools.reduce(lambda found, name: found[name], path.split("."), _defaults())
+
+
+def values(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Schemas by dotted path, of what is set as a whole."""
+
+    def within(path: str, part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        named = part.get("$ref", "").rpartition("/")[2]
+        section = schema["definitions"][named] if named in _SECTIONS else part
+        if section.get("type") != "object" or "properties" not in section:
+            yield path, part
+            return
+        for name, inner in section["properties"].items():
+            yield from within(f"{path}.{name}" if path else name, inner)
+
+    return dict(within("", schema))
+
+
+def meaning(path: str, meanings: dict[str, str]) -> str:
+    """Raises `KeyError` if neither the value, nor that of the actor, nor a section above it has a comment."""
+    sections = [path.rsplit(".", count)[0] for count in range(1, path.count("."))]
+    places = [path, f"actor.{path.partition('.')[2]}", *sections]
+    return next((meanings[place] for place in places if place in meanings), "") or meanings[path]
+
+
+def comments(text: str) -> dict[str, str]:
+    """Comments of a YAML text by dotted path: those directly above a key, or behind a value that ends in the key's line."""
+    lines, found = text.splitlines(), dict[str, str]()
+
+    def walk(node: yaml.MappingNode, path: str) -> None:
+        for key, value in node.value:
+            at = path if key.value == "<<" else f"{path}.{key.value}".lstrip(".")
+            first = last = key.start_mark.line
+            while first and lines[first - 1].lstrip().startswith("#"):
+                first -= 1
+            above = " ".join(line.strip().removeprefix("# ") for line in lines[first:last])
+            behind = lines[last][value.end_mark.column :] if value.end_mark.line == last else ""
+            comment = above or behind.strip().removeprefix("# ")
+            if comment and key.value != "<<":
+                found[at] = comment
+            if isinstance(value, yaml.MappingNode) and not value.flow_style:
+                walk(value, at)
+
+    walk(yaml.compose(text), "")
+    return found
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -79,7 +132,7 @@ def _type(schema: dict[str, Any]) -> str:
     return {"boolean": "true / false", "string": "text", "object": "mapping", "array": "list"}.get(kind, kind)
 
 
-PART = GeneratedPart("values", "python -m deploy.tools.values_reference docs/chart-values.md", lambda: reference(read_schema()))
+PART = GeneratedPart("values", "python -m deploy.tools.values_reference docs/chart-values.md", reference)
 
 if __name__ == "__main__":
     PART.main()

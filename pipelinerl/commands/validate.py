@@ -1,7 +1,8 @@
 """`pipelinerl validate RECIPE`: check a recipe, and list everything that is wrong with it.
 
 A recipe for a cluster can be checked on a laptop: if this machine lacks something that the run needs, such as a GPU, a note
-says so, and the recipe still counts as valid. With `--gpu-memory`, the command also adds up the needed memory.
+says so, and the recipe still counts as valid. With `--gpu-memory`, the command also adds up the needed memory, and with
+`--volume` the disk space of checkpoints.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pipelinerl.rl.memory import (
     GIB,
     Model,
     actor_problem,
+    checkpoint_bytes,
     engine_bytes,
     kv_cache_gib,
     loads_paused,
@@ -40,6 +42,7 @@ from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
 from pipelinerl.tasks.source import Source
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
+_VOLUME = re.compile(r"(\d+)(Mi|Gi|Ti)")
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """In a name such as 17B-16E, 17B counts the parameters that one token uses, not those of all experts."""
@@ -63,6 +66,8 @@ def validate(args: argparse.Namespace) -> int:
         ranks = ranks_of_a_copy(recipe, model, memory_gib)
         told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
         mistakes += [problem for problem in told if problem is not None]
+    if args.volume is not None and (problem := volume_problem(recipe, args.volume)):
+        mistakes.append(problem)
     if mistakes:
         raise RecipeError(recipe.name, mistakes)
     data, warned = data_outline(recipe, examined.sources)
@@ -183,6 +188,24 @@ def gib_of(text: str) -> float:
     if not found or not float(found[1]) > 0:
         raise FieldError("--gpu-memory", text, "give a number with GiB or GB, such as 80GiB")
     return float(found[1]) * (1.0 if found[2].lower() == "gib" else 1e9 / 2**30)
+
+
+def volume_problem(recipe: Recipe, volume: str) -> FieldError | None:
+    """Return why the model and its checkpoints do not fit on a volume of this size, or None if they do or if neither files nor
+    the name tell the model's size. Raises `FieldError` for a size that is none."""
+    if not (found := _VOLUME.fullmatch(volume)):
+        raise FieldError("--volume", volume, "give a whole number with Mi, Gi or Ti, such as 500Gi")
+    try:
+        model = model_of(recipe, None)
+    except FieldError:
+        return None
+    keep, each = recipe.checkpoint.keep, checkpoint_bytes(recipe, int(model.parameters))
+    needed = (keep + 1) * each + model.weights_bytes
+    if needed <= int(found[1]) * 2 ** {"Mi": 20, "Gi": 30, "Ti": 40}[found[2]]:
+        return None
+    why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
+    fix = f"{why} {needed / GIB:,.0f}Gi; enlarge it (in the chart: trainer.persistence.size), or keep fewer"
+    return FieldError("--volume", volume, fix)
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:

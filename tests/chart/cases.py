@@ -8,6 +8,29 @@ from typing import Any
 
 from tests.chart.rendering import CPU_VALUES, Rendered, render
 
+SIDECAR: dict[str, Any] = {
+    "name": "fabric",
+    "image": "registry.example.com/fabric:1",
+    "resources": {
+        "requests": {"cpu": "1", "memory": "1Gi", "ephemeral-storage": "1Gi"},
+        "limits": {"cpu": "8", "memory": "1Gi", "ephemeral-storage": "3Gi"},
+    },
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    },
+}
+OWN_OBJECT = """
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: "{{ .Release.Name }}-fabric"
+  labels: {{- include "pipelinerl.labels" (dict "root" . "component" "") | nindent 4 }}
+"""
 EVERYWHERE: dict[str, Any] = {
     "nodeSelector": {"pool": "gpu"},
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
@@ -32,6 +55,8 @@ EVERYWHERE: dict[str, Any] = {
     "extraEnv": [{"name": "HOME", "value": "/elsewhere"}, {"name": "NCCL_DEBUG", "value": "INFO"}],
     "extraVolumes": [{"name": "problems", "configMap": {"name": "problems"}}],
     "extraVolumeMounts": [{"name": "problems", "mountPath": "/problems", "readOnly": True}],
+    "extraContainers": [SIDECAR],
+    "extraInitContainers": [SIDECAR | {"name": "fabric-init", "restartPolicy": "Always"}],
     "serviceAccount": {"annotations": {"example.com/role": "x"}},
 }
 MONITORED = {part: {"enabled": True, "labels": {"release": "prometheus"}} for part in ("podMonitor", "prometheusRule")}
@@ -86,6 +111,7 @@ CASES: dict[str, Case] = {
             "networkPolicy": {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]},
             "metrics": MONITORED | {"dashboards": {"enabled": True, "annotations": {"folder": "rl"}}},
             "commonLabels": {"team": "rl"},
+            "extraObjects": [OWN_OBJECT],
             "test": {"transferPair": {"enabled": True}},
         }
     ),
@@ -118,6 +144,14 @@ CASES: dict[str, Case] = {
     ),
     "nats-no-login": Case({"nats": {"auth": {"enabled": False}, "persistence": {"enabled": False}}}, cpu=True),
     "two-nodes": Case({"trainer": {"nodes": 2, "gpus": 8, "persistence": {"existingClaim": "shared"}}}),
+    "group": Case(
+        {
+            "recipe": {"name": "smollm2"},
+            "kueue": {"queue": "rl"},
+            "trainer": {"nodes": 2, "expectedActors": 3, "persistence": {"existingClaim": "shared"}},
+            "actor": {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}]},
+        }
+    ),
     "keda": Case(
         {"actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://p:9090"}}}, "metrics": MONITORED}
     ),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.tools.values_reference import PART, read_schema, reference
+from deploy.tools.values_reference import PART, reference
 from tests.chart.cases import rendered_case
 from tests.chart.rendering import COMPONENT, ROOT, render
 from tests.chart.test_schema import LEAVES
@@ -26,7 +26,7 @@ EXAMPLES = [
 
 def test_the_table_of_values_is_what_the_schema_says_and_has_every_value_once() -> None:
     assert PART.replaced(TABLE) == TABLE, PART.command
-    rows = re.findall(r"^\| `([\w.]+)` \|", reference(read_schema()), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \|", reference(), re.MULTILINE)
     assert sorted(rows) == sorted(LEAVES)
 
 

@@ -24,6 +24,7 @@ IMAGE = "registry.example.com/actor@sha256:" + "0" * 64
 PODS = (*SERVICES, "nats", "test")
 ACTOR, TRAINER, VERIFIER = ("Deployment/pipelinerl-actor", "StatefulSet/pipelinerl-trainer", "Deployment/pipelinerl-verifier")
 WANTED, EPISODES = "pipelinerl_actor_replicas_wanted", "pipelinerl_verifier_episodes"
+KUEUE = "kueue.x-k8s.io"
 
 OF_CASES: dict[str, dict[str, Any]] = {
     "everything": {
@@ -69,6 +70,10 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "main/transfer-test resources limits": {"memory": "8Gi", "nvidia.com/gpu": 1, "rdma/hca": 1},
         "env/transfer-test NCCL_SOCKET_IFNAME": "net1",
         "env/transfer-test NCCL_DEBUG": "INFO",
+        **{f"pod/{pod} spec containers * name": [pod, "fabric"] for pod in SERVICES},
+        **{f"pod/{pod} spec initContainers * name": ["fabric-init"] for pod in (*SERVICES, "nats")},
+        "pod/nats spec containers * name": ["nats", "exporter", "fabric"],
+        "ConfigMap/pipelinerl-fabric metadata labels team": "rl",
         "pod/verifier spec runtimeClassName": EVERYWHERE["runtimeClassName"],
         f"pod/actor spec affinity podAffinity {PREFERRED}": EVERYWHERE["affinity"]["podAffinity"][PREFERRED],
     },
@@ -82,6 +87,17 @@ OF_CASES: dict[str, dict[str, Any]] = {
         "Service/pipelinerl-trainer spec clusterIP": "None",
         "Service/pipelinerl-trainer spec publishNotReadyAddresses": True,
         "main/trainer startupProbe failureThreshold": (600 + RENDEZVOUS_TIMEOUT_S) / 5,
+    },
+    "group": {
+        "pod/actor spec resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}],
+        "main/actor resources claims": [{"name": "gpu"}],
+        "pod/actor spec initContainers * resources claims": [[{"name": "gpu"}]],
+        "main/actor resources limits": {"memory": "96Gi"},
+        "pod/actor spec tolerations": [GPU_TAINT],
+        f"{ACTOR} spec replicas": 3,
+        f"{ACTOR} spec strategy": {"type": "Recreate"},  # new pods beside old ones would be too many for Kueue
+        **{f"pod/{pod} metadata labels {KUEUE}/queue-name": "rl" for pod in ("actor", "trainer")},
+        **{f"pod/{pod} metadata annotations {KUEUE}/pod-suspending-parent": "pipelinerl" for pod in ("actor", "trainer")},
     },
     "keda": {
         f"{ACTOR} spec replicas": None,  # an autoscaler decides alone
@@ -131,6 +147,14 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "test": {"transferPair": {"enabled": True}},
         },
         {"main/transfer-test resources limits": {"memory": "8Gi"}, "main/transfer-test image": "pipelinerl/trainer:0.1.0-cpu"},
+    ),
+    (
+        {"actor": {"hostNetwork": True}, "networkPolicy": {"enabled": False}},
+        {
+            "pod/actor spec hostNetwork": True,
+            "pod/actor spec dnsPolicy": "ClusterFirstWithHostNet",
+            "pod/trainer spec hostNetwork": None,
+        },
     ),
     (
         {service: {"schedulerName": "volcano"} for service in SERVICES},

@@ -159,6 +159,33 @@ REFUSED: dict[str, dict[str, Any]] = {
     "actor.gpus: 4 differs from the recipe's actor.engine.tensor_parallel_size = 1; set recipe.set.actor.engine": {
         "actor": {"gpus": 4}
     },
+    "actor.hostNetwork: NetworkPolicies do not recognize pods in the network of a node": {"actor": {"hostNetwork": True}},
+    "trainer.hostNetwork: NetworkPolicies do not recognize pods": {"trainer": {"hostNetwork": True}},
+    "trainer.labels, commonLabels: with kueue.x-k8s.io/queue-name, Kueue would admit the pods of the trainer apart": {
+        "kueue": {"queue": "rl"},
+        "trainer": {"labels": {"kueue.x-k8s.io/queue-name": "rl"}},
+    },
+    "actor.autoscaling.enabled: Kueue deletes the actors that an autoscaler adds to a pod group of fixed size": {
+        "kueue": {"queue": "rl"},
+        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
+        **SCRAPED,
+    },
+    "trainer.expectedActors: is 0, so that the pod group of kueue.queue would have no actors": {
+        "kueue": {"queue": "rl"},
+        "trainer": {"expectedActors": 0},
+    },
+    "actor.replicas: 8 is not trainer.expectedActors = 4, the number of actors in the pod group of kueue.queue": {
+        "kueue": {"queue": "rl"},
+        "actor": {"replicas": 8},
+        "trainer": {"expectedActors": 4},
+    },
+    "test.transferPair.enabled: its pods request gpu.resource, but with trainer.resourceClaims the nodes give GPUs by": {
+        "trainer": {"resourceClaims": [{"name": "gpus"}]},
+        "test": {"transferPair": {"enabled": True}},
+    },
+    "extraObjects[1]: is not one object with apiVersion, kind and metadata; give each object its own entry": {
+        "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}, "kind: ConfigMap"]
+    },
     "trainer.persistence.accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods share the volume; use ReadWriteMany": {
         "trainer": {"nodes": 2}
     },

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import yaml
 
 from pipelinerl.kube import client as kube
@@ -36,6 +37,25 @@ def test_names_and_labels_are_such_that_a_server_takes_them_and_leave_room_for_w
             name, claims = item["metadata"]["name"], item["spec"].get("volumeClaimTemplates", [])
             assert len(name) + REVISION_HASH <= 63, name  # the label controller-revision-hash
             assert all(len(f"{claim['metadata']['name']}-{name}-0") <= 63 for claim in claims)
+
+
+GROUP = "kueue.x-k8s.io/pod-group"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_pod_group_has_as_many_pods_as_each_of_them_says(nodes: int) -> None:
+    """Kueue admits no group with fewer pods, and deletes those of a group with more."""
+    trainer = {"nodes": nodes, "expectedActors": 5, "persistence": {"existingClaim": "shared"}}
+    rendered = render({"kueue": {"queue": "rl"}, "trainer": trainer})
+    templates = {
+        item["metadata"]["name"]: (item["spec"]["replicas"], item["spec"]["template"]["metadata"])
+        for item in rendered.of_kind("Deployment", "StatefulSet")
+        if f"{GROUP}-name" in item["spec"]["template"]["metadata"]["labels"]
+    }
+    assert templates.keys() == {"pipelinerl-actor", "pipelinerl-trainer"}
+    assert {metadata["labels"][f"{GROUP}-name"] for _, metadata in templates.values()} == {"pipelinerl"}
+    said = {metadata["annotations"][f"{GROUP}-total-count"] for _, metadata in templates.values()}
+    assert said == {str(sum(replicas for replicas, _ in templates.values()))} == {str(nodes + 5)}
 
 
 FIXED = {

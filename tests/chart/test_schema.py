@@ -1,8 +1,9 @@
 """values.schema.json says what values.yaml says, refuses what is misspelt, and lets through only what renders."""
 
-import functools
+import base64
+import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jsonschema
@@ -12,10 +13,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from deploy.tools.recipe_schema import recipe_definitions, text, with_recipe
-from tests.chart.rendering import CHART, CPU_VALUES, HelmError, render
+from deploy.tools.values_reference import comments, default_of, meaning, read_schema, values
+from tests.chart.rendering import CHART, CPU_VALUES, HelmError, render, rendered_text
 
 Schema = Mapping[str, Any]
-_NOTES = {"description", "default", "title", "$schema", "definitions", "format"}
+_NOTES = {"title", "$schema", "definitions", "format"}
 _MOST_ITEMS = 2
 _CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"])
 """Those that YAML takes."""
@@ -89,22 +91,13 @@ def _check(found: set[str], known: set[str]) -> None:
         raise ValueError(f"keywords {sorted(found - known)} are not known here")
 
 
-SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+SCHEMA = read_schema()
+VALUES_TEXT = (CHART / "values.yaml").read_text(encoding="utf-8")
+VALUES: dict[str, Any] = yaml.safe_load(VALUES_TEXT)
 RENEW = "python -m deploy.tools.recipe_schema --write"
 
 
-def _values(properties: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(dotted path, schema) of every value that is no section of the chart's own."""
-    for name, schema in properties.items():
-        at = f"{path}.{name}" if path else name
-        if "properties" in schema and "default" not in schema:
-            yield from _values(schema["properties"], at)
-        else:
-            yield at, schema
-
-
-LEAVES = dict(_values(SCHEMA["properties"]))
+LEAVES = values(SCHEMA)
 
 
 def test_the_schema_is_draft_7_takes_the_values_that_ship_and_has_the_recipe_as_the_models_say() -> None:
@@ -117,24 +110,31 @@ def test_the_schema_is_draft_7_takes_the_values_that_ship_and_has_the_recipe_as_
     assert set(recipe_definitions()) <= set(SCHEMA["definitions"])
 
 
-def test_every_value_has_a_description_and_the_default_of_values_yaml() -> None:
+def test_every_value_has_a_default_and_a_meaning_in_values_yaml() -> None:
     assert len(LEAVES) > 150
-    for path, schema in LEAVES.items():
-        assert schema.get("description", "").endswith("."), path
-        default = functools.reduce(lambda found, name: found[name], path.split("."), VALUES)
-        assert schema.get("default", "none") == default, path
+    meanings = comments(VALUES_TEXT)
+    for path in LEAVES:
+        default_of(path)
+        assert len(meaning(path, meanings)) > 10, path
 
 
-def test_sections_have_descriptions_are_closed_and_come_in_the_order_of_values_yaml() -> None:
-    def check(schema: dict[str, Any], values: dict[str, Any], path: str) -> None:
-        assert schema["additionalProperties"] is False, path
-        assert list(schema["properties"]) == list(values), path
-        for name, part in schema["properties"].items():
-            if "properties" in part and "default" not in part:
-                assert part["description"], f"{path}.{name}"
-                check(part, values[name], f"{path}.{name}")
+def test_sections_of_values_are_closed() -> None:
+    def check(schema: dict[str, Any]) -> None:
+        assert schema["additionalProperties"] is False
+        for part in schema["properties"].values():
+            if "properties" in part:
+                check(part)
 
-    check(SCHEMA, VALUES, "")
+    check(SCHEMA)
+    for name in ("image", "serviceAccount", "podDisruptionBudget", "Recipe"):
+        check(SCHEMA["definitions"][name])
+
+
+def test_a_release_leaves_most_of_its_secret_to_the_users_files() -> None:
+    """Helm stores chart and manifests in a Secret of at most 1 MiB, as base64 of compressed JSON, in which files are base64."""
+    files = [base64.b64encode(path.read_bytes()).decode() for path in sorted(CHART.rglob("*")) if path.is_file()]
+    stored = base64.b64encode(gzip.compress(json.dumps([*files, rendered_text()]).encode()))
+    assert len(stored) < 175_000
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -70,7 +70,7 @@ def test_services_are_started_by_their_modules_with_variables_that_they_know(ren
     for pod, container in containers(rendered):
         service, where = service_of(container), (pod.owner, container["name"])
         if service is None:
-            assert container["name"] in ("nats", "exporter", "validation", "page", "transfer")
+            assert container["name"] in ("nats", "exporter", "validation", "page", "transfer", "fabric", "fabric-init")
             continue
         module = Path(*container["args"][2].split("."))
         assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), container["args"]
@@ -96,6 +96,8 @@ def test_the_chart_decides_every_setting_of_a_cluster() -> None:
 def test_init_containers_read_what_their_service_reads_and_files_that_settings_name_are_mounted(rendered: Rendered) -> None:
     for pod in services(rendered):
         for container in pod.spec.get("initContainers", []):
+            if container["name"] == "fabric-init":
+                continue
             for key in ("env", "volumeMounts", "image"):
                 assert container[key] == pod.main[key], (pod.owner, key)
     for pod, container in containers(rendered):

@@ -92,6 +92,7 @@ NOTES: list[tuple[tuple[str, ...], list[str]]] = [
     (("--set", "trainer.expectedActors=8"), ["--replicas=8", "An install starts one actor, but the first step waits for 8"]),
     (("--set", "actor.replicas=0"), ["actor.replicas is 0: the run pauses", "upgrade ... --set actor.replicas=4"]),
     (("--set", "model.source=s3://a/b"), ["s3://a/b must have a private address and a port of"]),
+    (("--set", "kueue.queue=rl"), ["kubectl -n train delete workload.kueue.x-k8s.io pipelinerl --ignore-not-found"]),
     (NODES, ["delete pod -l app.kubernetes.io/instance=pipelinerl,app.kubernetes.io/component=trainer"]),
 ]
 

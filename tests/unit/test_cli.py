@@ -101,6 +101,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of its fields: \x1b[2J"),
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
+        ("validate gsm --fields-only --volume 500", "--volume = '500': give a whole number with Mi, Gi or Ti"),
+        ("validate gsm --fields-only --volume 500Gi --set model.name=a/14B", "2 checkpoints of 216 GB (checkpoint.keep)"),
         ("validate gsm --parameters 7B", "--parameters = '7B': needs --gpu-memory; give that, too"),
         ("validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else", "model, else, does not tell its size"),
         ("validate gsm --gpu-memory 80GB --set model.name=a/Llama-4-17B-16E", "17B-16E, does not tell its size; give the size"),

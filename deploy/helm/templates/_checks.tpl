@@ -43,6 +43,15 @@
 {{- end -}}
 {{- end -}}
 {{- $actors := .Values.actor -}}
+{{- range $component := list "actor" "trainer" -}}
+{{- $values := index $.Values $component -}}
+{{- include "pipelinerl.refuse" (list
+  (list (and $values.hostNetwork $.Values.networkPolicy.enabled)
+    (printf "%s.hostNetwork: NetworkPolicies do not recognize pods in the network of a node, so that NATS and verifiers would refuse them; set networkPolicy.enabled to false and protect the nodes' ports otherwise" $component))
+  (list (and $.Values.kueue.queue (hasKey (merge (dict) $values.labels $.Values.commonLabels) "kueue.x-k8s.io/queue-name"))
+    (printf "%s.labels, commonLabels: with kueue.x-k8s.io/queue-name, Kueue would admit the pods of the %s apart from their group; leave it out, or kueue.queue empty" $component $component))
+) -}}
+{{- end -}}
 {{- $rolling := eq $actors.strategy.type "RollingUpdate" | ternary (default dict $actors.strategy.rollingUpdate) dict -}}
 {{- $expected := int .Values.trainer.expectedActors -}}
 {{- $scaler := or (and $actors.autoscaling.enabled "actor") (and .Values.verifier.autoscaling.enabled (ne .Values.verifier.autoscaling.kind "cpu") "verifier") -}}
@@ -71,6 +80,14 @@
     (printf "trainer.expectedActors: %d is more than actor.autoscaling.minReplicas = %d, but the autoscaler adds no actors before the first step; make them equal" $expected (int $actors.autoscaling.minReplicas)))
   (list (and (not $actors.autoscaling.enabled) $actors.replicas (gt $expected (int $actors.replicas)))
     (printf "trainer.expectedActors: %d is more than actor.replicas = %d, so that the first step would wait for ever; make them equal" $expected (int $actors.replicas)))
+  (list (and .Values.kueue.queue $actors.autoscaling.enabled)
+    "actor.autoscaling.enabled: Kueue deletes the actors that an autoscaler adds to a pod group of fixed size; set it to false, or leave kueue.queue empty")
+  (list (and .Values.kueue.queue (lt $expected 1))
+    "trainer.expectedActors: is 0, so that the pod group of kueue.queue would have no actors; set it to their number")
+  (list (and .Values.kueue.queue (not (kindIs "invalid" $actors.replicas)) (ne $expected (int $actors.replicas)))
+    (printf "actor.replicas: %d is not trainer.expectedActors = %d, the number of actors in the pod group of kueue.queue; make them equal, or leave actor.replicas at null" (int $actors.replicas) $expected))
+  (list (and .Values.trainer.resourceClaims .Values.test.transferPair.enabled)
+    "test.transferPair.enabled: its pods request gpu.resource, but with trainer.resourceClaims the nodes give GPUs by claims; set it to false")
   (list (and (dig "maxSurge" "25%" $rolling | toString | regexMatch "^0+%?$") (dig "maxUnavailable" "25%" $rolling | toString | regexMatch "^0+%?$"))
     "actor.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced, which Kubernetes refuses; raise one of them")
   (list (and $scaler (not .Values.metrics.podMonitor.enabled) (not .Values.metrics.scrapedOtherwise))

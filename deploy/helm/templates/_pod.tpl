@@ -66,10 +66,93 @@ seccompProfile: {type: RuntimeDefault}
 {{- with $spec -}}{{- toYaml . -}}{{- end -}}
 {{- end -}}
 
-{{/* dict values, gpus, root: requests and limits, with GPUs and RDMA devices added. */}}
+{{/* dict root, component: metadata of its pods. */}}
+{{- define "pipelinerl.podMetadata" -}}
+{{- $group := include "pipelinerl.podGroup" . | fromYaml -}}
+labels: {{- merge (default dict $group.labels) (include "pipelinerl.podLabels" . | fromYaml) | toYaml | nindent 2 }}
+annotations:
+  kubectl.kubernetes.io/default-container: {{ .component }}
+  checksum/recipe: {{ include "pipelinerl.recipe" .root | sha256sum }}
+  {{- with include "pipelinerl.files" . }}
+  checksum/files: {{ sha256sum . }}
+  {{- end }}
+  {{- with $group.annotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- with (index .root.Values .component).podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* dict root, component: labels and annotations that put its pods into Kueue's group. The last annotation lets Kueue hold pods of a
+     Deployment or StatefulSet; without the one before, it would give away the place of a pod that ends. */}}
+{{- define "pipelinerl.podGroup" -}}
+{{- with .root.Values.kueue.queue -}}
+{{- if has $.component (list "actor" "trainer") -}}
+labels:
+  kueue.x-k8s.io/queue-name: {{ . | quote }}
+  kueue.x-k8s.io/pod-group-name: {{ include "pipelinerl.fullname" $.root | quote }}
+annotations:
+  kueue.x-k8s.io/pod-group-total-count: {{ add (int $.root.Values.trainer.nodes) (int $.root.Values.trainer.expectedActors) | quote }}
+  kueue.x-k8s.io/pod-group-serving: "true"
+  kueue.x-k8s.io/pod-suspending-parent: pipelinerl
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict root, component: the beginning of its pods' spec. Only the trainer has a token. */}}
+{{- define "pipelinerl.podSpec" -}}
+{{- $values := index .root.Values .component -}}
+serviceAccountName: {{ include "pipelinerl.serviceAccountName" . | quote }}
+automountServiceAccountToken: {{ and (eq .component "trainer") .root.Values.kubernetesApi.enabled }}
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ int $values.terminationGracePeriodSeconds }}
+securityContext: {{- include "pipelinerl.podSecurityContext" .root | nindent 2 }}
+{{- if $values.hostNetwork }}
+hostNetwork: true
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
+{{- with $values.resourceClaims }}
+resourceClaims: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with include "pipelinerl.scheduling" . }}
+{{ . }}
+{{- end }}
+{{- $builds := and (has .component (list "actor" "trainer")) (include "pipelinerl.buildsModel" .root) }}
+{{- if or $values.extraInitContainers $builds }}
+initContainers:
+  {{- with $values.extraInitContainers }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- if $builds }}
+  - name: initial-model
+    args: [python, -m, services.{{ .component }}.initial_model]
+    {{- include "pipelinerl.container" . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* dict root, component (actor, trainer, verifier): what its containers have in common. */}}
+{{- define "pipelinerl.container" -}}
+{{- $values := index .root.Values .component -}}
+{{- $isVerifier := eq .component "verifier" -}}
+{{- $gpus := 0 -}}
+{{- if not $isVerifier -}}{{- $gpus = include (printf "pipelinerl.%s.gpus" .component) .root -}}{{- end -}}
+image: {{ include "pipelinerl.image" . | quote }}
+imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+securityContext: {{- include "pipelinerl.containerSecurityContext" . | nindent 2 }}
+env: {{- include "pipelinerl.environment" (dict "own" (include (printf "pipelinerl.%s.env" .component) .) "extra" $values.extraEnv) | nindent 2 }}
+{{- with and (eq .component "trainer") .root.Values.storage.existingSecret }}
+envFrom: [{secretRef: {name: {{ . | quote }}}}]
+{{- end }}
+resources: {{- include "pipelinerl.resources" (dict "root" .root "values" $values "gpus" $gpus) | nindent 2 }}
+volumeMounts: {{- include (printf "pipelinerl.%s" ($isVerifier | ternary "mounts" "policyMounts")) . | nindent 2 }}
+{{- end -}}
+
+{{/* dict values, gpus, root: requests and limits, with GPUs (or their claims) and RDMA devices added. */}}
 {{- define "pipelinerl.resources" -}}
 {{- $devices := dict -}}
-{{- if gt (int .gpus) 0 -}}
+{{- if and (gt (int .gpus) 0) (not .values.resourceClaims) -}}
 {{- $_ := set $devices .root.Values.gpu.resource (int .gpus) -}}
 {{- end -}}
 {{- range $name, $count := .values.rdma -}}
@@ -78,6 +161,9 @@ seccompProfile: {type: RuntimeDefault}
 {{- $resources := default dict .values.resources | deepCopy -}}
 {{- if $devices -}}
 {{- $resources = mergeOverwrite (dict "limits" (dict) "requests" (dict)) $resources (dict "limits" $devices "requests" $devices) -}}
+{{- end -}}
+{{- range .values.resourceClaims -}}
+{{- $_ := set $resources "claims" (append (default list $resources.claims) (pick . "name") | uniq) -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}
@@ -224,7 +310,7 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
-{{/* The same, for mounts that only the actor and the trainer have: the login and the CA of NATS, shared memory. */}}
+{{/* All mounts of the actor and the trainer. Only they have the login and the CA of NATS, and shared memory. */}}
 {{- define "pipelinerl.policyMounts" -}}
 - {name: data, mountPath: /var/lib/pipelinerl}
 - {name: shm, mountPath: /dev/shm}
@@ -234,6 +320,7 @@ readinessProbe:
 {{- if include "pipelinerl.nats.caSecret" .root }}
 - {name: nats-tls, mountPath: /etc/pipelinerl/nats-tls, readOnly: true}
 {{- end }}
+{{ include "pipelinerl.mounts" . }}
 {{- end -}}
 
 {{/* dict root, component, tests. With tests, the actors' login is included, too. */}}
