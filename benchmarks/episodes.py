@@ -153,29 +153,13 @@ class Stage:
         episodes = Episodes(self._verifier, metrics, recipe, engine.decode)
         gate = ServingGate(recipe.algorithm.max_lag)
         gate.serve(VERSION)
-        (task,) = recipe.episodic_tasks
         warm_s = self._load.warm_s + 2 * wait_s
         per_episode = TURNS * self._load.turn_tokens
         num_more = 2 * (warm_s + self._load.window_s) * tokens_per_s / per_episode
         async with AsyncExitStack() as stack:
             bus = await stack.enter_async_context(jetstream.connect(self._nats_url, name))
             await bus.create_streams()
-            for number in range(math.ceil((num_episodes + num_more) / GROUP_SIZE)):
-                group = PromptGroup(
-                    run=name,
-                    group_id=f"g{number:08d}",
-                    problem_index=number,
-                    task=task,
-                    prompt_token_ids=np.empty(0, np.int32),
-                    prompt_text="",
-                    reference_json=json.dumps({"row": {"wait_s": wait_s}}),
-                    num_samples=GROUP_SIZE,
-                    sampling=SamplingParams(1.0, self._turn_tokens(number)),
-                    seed=0,
-                    issued_version=0,
-                    episodic=True,
-                )
-                await bus.publish_prompt(encode_group(group), group.group_id)
+            await self._publish_prompts(bus, wait_s, math.ceil((num_episodes + num_more) / GROUP_SIZE))
             app = episode_app(episodes, self._chat, metrics, model="policy", vocab_size=engine.vocab_size)
             port = await stack.enter_async_context(serve_http(app, HOST, 0, on_this_loop=True))
             episodes.address = f"{HOST}:{port}"
@@ -210,6 +194,26 @@ class Stage:
                 raise ServiceError("there were no prompts left at the end of a round: its window says nothing")
             await check_sequences(bus)
         return measured
+
+    async def _publish_prompts(self, bus: jetstream.Bus, wait_s: float, num_groups: int) -> None:
+        """Publish prompt groups whose environments wait `wait_s` before each answer."""
+        (task,) = self._recipe.episodic_tasks
+        for number in range(num_groups):
+            group = PromptGroup(
+                run=bus.run,
+                group_id=f"g{number:08d}",
+                problem_index=number,
+                task=task,
+                prompt_token_ids=np.empty(0, np.int32),
+                prompt_text="",
+                reference_json=json.dumps({"row": {"wait_s": wait_s}}),
+                num_samples=GROUP_SIZE,
+                sampling=SamplingParams(1.0, self._turn_tokens(number)),
+                seed=0,
+                issued_version=0,
+                episodic=True,
+            )
+            await bus.publish_prompt(encode_group(group), group.group_id)
 
     async def _window(self, finished_tokens: Callable[[], int], decoding: Callable[[], int]) -> Round:
         def tokens() -> int:

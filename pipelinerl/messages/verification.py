@@ -18,7 +18,7 @@ import grpc
 from grpc import aio
 
 from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import Sequence
+from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, Sequence
 from pipelinerl.recipe.fields import MOST_REWARD
 from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, explained, open_channel
 from pipelinerl.service.retry import Backoff, retry_forever
@@ -50,6 +50,21 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_time_ms", 20_000),  # notices a peer that vanished without closing
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+
+
+def item_of(sequence: Sequence, max_tokens: int, traceparent: str = "") -> pb.VerifyItem:
+    """Return the item with which the verifier scores a sequence. `max_tokens`: limit of the completion."""
+    return pb.VerifyItem(
+        sequence_id=sequence.sequence_id,
+        task=sequence.task,
+        prompt_text=sequence.prompt_text,
+        completion_text=sequence.completion_text,
+        reference_json=sequence.reference_json,
+        completion_tokens=sequence.num_completion_tokens,
+        max_tokens=max_tokens,
+        finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason],
+        traceparent=traceparent,
+    )
 
 
 def judged(sequence: Sequence, result: pb.VerifyResult) -> Sequence:

@@ -287,18 +287,12 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
             try_import(field, path, json.dumps(task.config, default=str), code)
         except UserError as error:
             yield _of_field(field, path, error)
-    if task.source == "agent" and find_program(shlex.split(task.command)[0]) is None:
-        yield Lacking("task.command", task.command, "there is no such program here; give its path, or install it")
-    elif task.source == "agent" and (file := _missing_script(task.command)):
-        yield Lacking("task.command", task.command, f"{file} is not a file here; start the run in the folder that holds it")
-
-
-def _missing_script(command: str) -> str:
-    first = next(iter(shlex.split(command)[1:]), "")
-    return first if Path(first).suffix in (".py", ".js", ".ts", ".sh") and not Path(first).is_file() else ""
-
-
-def find_program(name: str) -> str | None:
-    """Return the path at which the verifier finds a program. It searches this interpreter's folder first, then `PATH`."""
-    folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
-    return shutil.which(name, path=os.pathsep.join(folders))
+    if task.source == "agent":
+        program, *arguments = shlex.split(task.command)
+        folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))  # as in the verifier
+        script = Path(arguments[0] if arguments else "")
+        if shutil.which(program, path=os.pathsep.join(folders)) is None:
+            yield Lacking("task.command", task.command, "there is no such program here; give its path, or install it")
+        elif script.suffix in (".py", ".js", ".ts", ".sh") and not script.is_file():
+            fix = f"{arguments[0]} is not a file here; start the run in the folder that holds it"
+            yield Lacking("task.command", task.command, fix)

@@ -19,7 +19,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
@@ -356,27 +356,25 @@ class ReasoningGymSource:
         self._entry(Split.HELDOUT, 0, 0)
 
     def problem(self, split: Split, index: int) -> Problem:
+        heldout, questions = self._heldout
         if split is Split.HELDOUT:
-            return self._heldout[index]
+            return heldout[index]
         for attempt in range(MOST_TRIES):
             problem = self._candidate(split, index, attempt)
-            if problem.question not in self._heldout_questions:
+            if problem.question not in questions:
                 return problem
         raise self._too_few()
 
     @cached_property
-    def _heldout(self) -> list[Problem]:
+    def _heldout(self) -> tuple[list[Problem], Collection[str]]:
+        """The held-out problems and their questions."""
         found: dict[str, Problem] = {}
         for index in range(MOST_TRIES * self.num_heldout):
             problem = self._candidate(Split.HELDOUT, index, 0)
             found.setdefault(problem.question, problem)
             if len(found) == self.num_heldout:
-                return list(found.values())
+                return list(found.values()), found.keys()
         raise self._too_few()
-
-    @cached_property
-    def _heldout_questions(self) -> frozenset[str]:
-        return frozenset(problem.question for problem in self._heldout)
 
     def _candidate(self, split: Split, index: int, attempt: int) -> Problem:
         # Later attempts use blocks that no first attempt uses.

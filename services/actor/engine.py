@@ -152,23 +152,18 @@ def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: s
     """Return a sample as a sequence without reward. If it cannot be trained on, the sequence has a failure and no tokens."""
     failure = failure or (defect_of(sample) if sample.finish_reason else UNFINISHED)
     sequence = Sequence(
+        **{**vars(sample), "finish_reason": sample.finish_reason or FinishReason.STOP, "branches": ()},
         run=group.run,
         sequence_id=group.sequence_id(sample.sample_index),
         group_id=group.group_id,
-        sample_index=sample.sample_index,
         group_size=group.num_samples,
         task=group.task,
         prompt_token_ids=group.prompt_token_ids,
-        completion_token_ids=sample.completion_token_ids,
-        behaviour_logprobs=sample.behaviour_logprobs,
-        spans=sample.spans,
         reward=0.0,
-        finish_reason=sample.finish_reason or FinishReason.STOP,
         actor=actor,
         completion_text=text,
         prompt_text=group.prompt_text,
         reference_json=group.reference_json,
-        generation_s=sample.generation_s,
         group_token=group.token,
     )
     return without_arrays(sequence, failure) if failure else sequence

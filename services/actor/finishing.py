@@ -15,13 +15,13 @@ from opentelemetry.trace import SpanKind
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import Headers, Subjects
 from pipelinerl.errors import MessageError, PayloadTooLarge, ServiceError
-from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, PromptGroup, Sequence, building, encode_sequence
-from pipelinerl.messages.verification import VerifierClient, judged, status_name
+from pipelinerl.messages.sequences import PromptGroup, Sequence, building, encode_sequence
+from pipelinerl.messages.verification import VerifierClient, item_of, judged, status_name
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import BoundedLabels
 from pipelinerl.telemetry.tracing import Trace, child, headers_of, trace_of
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK
 from services.actor.engine import without_arrays
 from services.actor.metrics import ActorMetrics
 
@@ -103,7 +103,8 @@ class Finisher:
             for sample in samples:
                 about: attributes.Attributes = {attributes.SEQUENCE_ID: sample.sequence.sequence_id, **attributes.rpc(VERIFY)}
                 span = child(sample.trace, "sequence.verify", kind=SpanKind.CLIENT, attributes=about)
-                items.append(verify_item(sample, trace_of(spans.enter_context(span))))
+                headers = headers_of(trace_of(spans.enter_context(span)))
+                items.append(item_of(sample.sequence, sample.group.sampling.max_tokens, headers.get("traceparent", "")))
             results = await self.verifier.verify(items)
         self.metrics.verify_seconds.observe(time.monotonic() - started)
         rewarded = []
@@ -152,18 +153,3 @@ class Finisher:
         payload = encode_sequence(bare)
         await retry_forever(lambda: self.bus.publish_sequence(payload, name, headers), f"publish {name}")
         return failure
-
-
-def verify_item(sample: FinishedSample, trace: Trace = None) -> VerifyItem:
-    sequence = sample.sequence
-    return VerifyItem(
-        sequence_id=sequence.sequence_id,
-        task=sequence.task,
-        prompt_text=sequence.prompt_text,
-        completion_text=sequence.completion_text,
-        reference_json=sequence.reference_json,
-        completion_tokens=sequence.num_completion_tokens,
-        max_tokens=sample.group.sampling.max_tokens,
-        finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason],
-        traceparent=headers_of(trace).get("traceparent", ""),
-    )

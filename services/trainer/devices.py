@@ -33,7 +33,8 @@ def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path
         torch.cuda.init()
         visible = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(torch.cuda.device_count())]
     except RuntimeError as error:
-        raise UserError(f"{_first_sentence(error)}{_cause(torch, environment, nodes)}") from error
+        sentence = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".")
+        raise UserError(f"{sentence}{_cause(torch, environment, nodes)}") from error
     if not visible:
         raise UserError(f"torch sees no GPU{_cause(torch, environment, nodes)}")
     if nvml is None:
@@ -59,10 +60,6 @@ def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
     if VISIBLE in environment:
         return f"; {VISIBLE}={environment[VISIBLE]!r} decides which ones are visible"
     return f"; torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (nvidia-smi shows what the driver offers)"
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".")
 
 
 def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> list[str]:

@@ -4,8 +4,6 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -39,6 +37,7 @@ from pipelinerl.transfer.manifest import (
 )
 from services.actor.weight_sync.worker import Receiver
 from services.trainer.weight_sync.sender import WeightSender
+from tests.unit.test_gloo_chain import at_once, connected, spec
 
 VERSION = PolicyVersion(1, 8)
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
@@ -303,21 +302,8 @@ def store() -> GroupStore:
     return GroupStore()
 
 
-def at_once(do: Callable[[int], Any], *ranks: int) -> list[Any]:
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(do, ranks))
-
-
-def connected(store: GroupStore, name: str, world: int) -> list[WeightGroup]:
-    return at_once(lambda rank: WeightGroup.connect(spec(store, name, rank, world), 120), *range(world))
-
-
-def spec(store: GroupStore, name: str, rank: int, world: int) -> GroupSpec:
-    return GroupSpec(store.own_address, name, rank, world, "gloo", "127.0.0.1")
-
-
 def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works(store) -> None:
-    trainer, actor = connected(store, "epoch-1", 2)
+    trainer, actor = connected(store, 2)
     actor.close()
     with pytest.raises(GroupFailed) as caught:
         trainer.broadcast(torch.zeros(1 << 24), 120)  # more than the kernel buffers
@@ -327,36 +313,18 @@ def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works(s
     with pytest.raises(GroupFailed, match="is closed"):
         trainer.broadcast(torch.zeros(1), 1)
 
-    trainer, actor = connected(store, "epoch-2", 2)
+    trainer, actor = connected(store, 2, "epoch-2")
     tensors = [torch.arange(4.0), torch.zeros(4)]
     at_once(lambda rank: (trainer, actor)[rank].broadcast(tensors[rank], 120), 0, 1)
     assert tensors[1].tolist() == [0, 1, 2, 3]
 
 
-def test_others_notice_a_member_that_leaves_after_an_error_although_somebody_keeps_the_error(store) -> None:
-    """Not every rank is connected to the one that is gone: the others learn of it when their own neighbours leave."""
-    groups = connected(store, "epoch-1", 4)
-
-    def fail_and_leave(rank: int) -> TransferError | None:
-        kept = None
-        try:
-            for _ in range(0 if rank == 3 else 4):
-                groups[rank].broadcast(torch.zeros(1 << 20), 120)
-        except TransferError as error:
-            kept = error
-        groups[rank].close()
-        return kept
-
-    *errors, _ = at_once(fail_and_leave, 0, 1, 2, 3)
-    assert [type(error) for error in errors] == [GroupFailed] * 3
-
-
 def test_silent_peer_and_missing_peer_end_at_the_deadline(store) -> None:
-    _trainer, actor = connected(store, "epoch-1", 2)
+    _trainer, actor = connected(store, 2)
     with pytest.raises(DeadlineExceeded):
         actor.broadcast(torch.zeros(4), 0.2)
     with pytest.raises(DeadlineExceeded):
-        WeightGroup.connect(spec(store, "epoch-2", 1, 2), 0.5)
+        WeightGroup.connect(spec(store, 1, 2, "epoch-2"), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -371,17 +339,17 @@ def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did(
 
     def come() -> None:
         try:
-            WeightGroup.connect(spec(store, "epoch-1", 2, world), 60)
+            WeightGroup.connect(spec(store, 2, world), 60)
         except TransferAborted as error:
             told.append(error)
 
     coming = threading.Timer(comes_after_s, come)
     coming.start()
-    meeting = PrefixStore("epoch-1", open_store(spec(store, "epoch-1", 2, world), 120))
+    meeting = PrefixStore("epoch-1", open_store(spec(store, 2, world), 120))
     while not comes_after_s and not meeting.check(["here/2"]):
         threading.Event().wait(0.01)
     with pytest.raises(RanksMissing) as caught:
-        WeightGroup.connect(spec(store, "epoch-1", 0, world), timeout_s, patience_s=patience_s)
+        WeightGroup.connect(spec(store, 0, world), timeout_s, patience_s=patience_s)
     assert caught.value.ranks == missing
     coming.join(60)
     assert len(told) == 1
@@ -390,9 +358,9 @@ def test_rank_0_knows_who_did_not_come_and_ends_the_wait_of_those_who_did(
 @pytest.mark.parametrize("ends", [lambda given_up: given_up.set(), lambda _: None], ids=["given up", "in time"])
 def test_a_trainer_to_whom_nobody_connects_does_not_wait_for_ever(store, ends: Callable[[threading.Event], None]) -> None:
     given_up = threading.Event()
-    meeting = PrefixStore("epoch-1", open_store(spec(store, "epoch-1", 1, 2), 120))
+    meeting = PrefixStore("epoch-1", open_store(spec(store, 1, 2), 120))
     meeting.set("here/1", '["", 0]')  # and comes no further
-    coming = on_thread("trainer", lambda: WeightGroup.connect(spec(store, "epoch-1", 0, 2), 3, given_up))
+    coming = on_thread("trainer", lambda: WeightGroup.connect(spec(store, 0, 2), 3, given_up))
     while not meeting.check(["outcome"]):
         threading.Event().wait(0.01)
     ends(given_up)

@@ -9,12 +9,12 @@ import pytest
 from benchmarks.small_models.supervised import character_tokenizer
 from pipelinerl.errors import UserError
 from pipelinerl.messages.sequences import FinishReason, PromptGroup, Sequence, VersionSpan, encode_sequence
+from pipelinerl.messages.verification import item_of
 from pipelinerl.prompts import answer_end
 from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig, TaskShare
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
-from services.actor.finishing import FinishedSample, verify_item
 from services.trainer.data.feeder import EncodedProblem, encode
 from services.trainer.data.intake import Quarantine
 from services.trainer.learn.meter import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, bound_of
@@ -146,7 +146,7 @@ async def test_a_completion_cut_by_the_context_gets_the_whole_overlong_penalty()
     async with desk(model={"source": "path", "name": "nowhere", "max_context": 17}) as one:
         group = (await one.take_issued())[0]
     cut = replace(make_sequence(group, 0, completion=(4,) * 14), reference_json=group.reference_json)
-    item = verify_item(FinishedSample(group, cut))
+    item = item_of(cut, group.sampling.max_tokens)
     config = RewardConfig(overlong=OverlongConfig(buffer_tokens=8, penalty=0.5))
     reward = ComposedReward(config, lambda item: Score(1.0))
     assert score_item(reward, item).components == {"answer": 1.0, "overlong": -0.5}

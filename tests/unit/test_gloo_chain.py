@@ -17,8 +17,8 @@ LARGE = 20 * PIECE_BYTES
 """More than two ranks hold in the kernel's buffers."""
 
 
-def spec(store: str, rank: int, world: int, kept: Kept | None = None) -> GroupSpec:
-    return GroupSpec(store, "epoch-1", rank, world, "gloo", "127.0.0.1", kept or Kept())
+def spec(store: GroupStore, rank: int, world: int, name: str = "epoch-1", kept: Kept | None = None) -> GroupSpec:
+    return GroupSpec(store.own_address, name, rank, world, "gloo", "127.0.0.1", kept or Kept())
 
 
 def at_once(do: Callable[[int], Any], *ranks: int) -> list[Any]:
@@ -26,8 +26,8 @@ def at_once(do: Callable[[int], Any], *ranks: int) -> list[Any]:
         return list(pool.map(do, ranks))
 
 
-def connected(store: GroupStore, world: int) -> list[WeightGroup]:
-    return at_once(lambda rank: WeightGroup.connect(spec(store.own_address, rank, world), SOON_S), *range(world))
+def connected(store: GroupStore, world: int, name: str = "epoch-1") -> list[WeightGroup]:
+    return at_once(lambda rank: WeightGroup.connect(spec(store, rank, world, name), SOON_S), *range(world))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -100,5 +100,5 @@ def test_a_silent_rank_in_the_middle_fails_all_others_within_the_stall_timeout()
 def test_ranks_agree_on_the_first_chunk_that_one_of_them_lacks(kept: tuple[Kept, Kept], first: int) -> None:
     store = GroupStore()
     held = (Kept(), *kept)
-    groups = at_once(lambda rank: WeightGroup.connect(spec(store.own_address, rank, 3, held[rank]), SOON_S), 0, 1, 2)
+    groups = at_once(lambda rank: WeightGroup.connect(spec(store, rank, 3, kept=held[rank]), SOON_S), 0, 1, 2)
     assert [group.first_chunk("1:8/m") for group in groups] == [first] * 3

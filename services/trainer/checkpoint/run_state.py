@@ -66,12 +66,6 @@ def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> 
     write_whole(run_dir / LINEAGE, json.dumps(_lineage_file(run_dir) | content) + "\n", durably=True)
 
 
-def read_training_began(run_dir: Path) -> float | None:
-    """Return the Unix time at which the run's first trainer began to train; None if none has."""
-    began_s = _lineage_file(run_dir).get(BEGAN)
-    return float(began_s) if isinstance(began_s, int | float) else None
-
-
 def note_training_began(run_dir: Path, now_s: float) -> None:
     """Record on disk when training began. Call this after `write_lineage`. Only the first call of a run has an effect."""
     content = _lineage_file(run_dir)
@@ -235,7 +229,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
         log.info("recipe changed: %s", change)
     if state is None or folder is None:
         log.warning("the trainer has started before and left no checkpoint: training begins again at version 0")
-        return Start(lineage.restarted(0), again=True, saved_at_s=read_training_began(run_dir))
+        return Start(lineage.restarted(0), again=True, saved_at_s=_lineage_file(run_dir).get(BEGAN))
     positions = {one.policy_version: one.position for one in states.values()}
     saved_at_s = folder.stat().st_mtime
     return Start(lineage.restarted(state.policy_version), True, folder, state, positions, saved_at_s)

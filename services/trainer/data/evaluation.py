@@ -40,7 +40,7 @@ from pipelinerl.messages.sequences import (
     branch_from_proto,
     read_completion,
 )
-from pipelinerl.messages.verification import VerifierClient, judged, status_name
+from pipelinerl.messages.verification import VerifierClient, item_of, judged, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import Accuracy, accuracy_of, means_of
 from pipelinerl.rl.groups import answer_reward
@@ -311,17 +311,8 @@ class Evaluator:
         return judged(sequence, verdict)
 
     def _item(self, completion: actor_pb2.GenerateResult) -> VerifyItem:
-        problem = self._problems[completion.id]
-        return VerifyItem(
-            sequence_id=completion.id,
-            task=problem.share.name,
-            prompt_text=problem.prompt_text,
-            completion_text=completion.completion_text,
-            reference_json=problem.reference_json,
-            completion_tokens=branches_of(completion)[0].num_completion_tokens,
-            max_tokens=longest_completion(self._recipe, problem),
-            finish_reason=completion.finish_reason,
-        )
+        max_tokens = longest_completion(self._recipe, self._problems[completion.id])
+        return item_of(self._sequence(completion, None), max_tokens)
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
         """Compare the scores of all actors that serve `version` with `trained`, the trainer's. Return None if no actor

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
@@ -197,14 +198,11 @@ class StreamMetrics:
         held.read(lambda: {name: one.bytes for name, one in self.seen.items()})
         text = "Age of the stream's oldest message; 0 when it is empty."
         oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
-        oldest.read(lambda: {name: _age_s(one, clock_s()) for name, one in self.seen.items()})
+        # Clocks may disagree. An empty stream has no oldest message.
+        oldest.read(lambda: {name: max(0.0, clock_s() - (one.first_at_s or inf)) for name, one in self.seen.items()})
 
     def saw(self, stream: str, info: StreamInfo) -> None:
         self.seen = {**self.seen, stream: info}
-
-
-def _age_s(stream: StreamInfo, now_s: float) -> float:
-    return max(0.0, now_s - stream.first_at_s) if stream.messages and stream.first_at_s else 0.0  # clocks may disagree
 
 
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipelinerl.errors import FieldError
 from pipelinerl.figures import no_events
 from pipelinerl.messages.sequences import FinishReason, Sequence
 from pipelinerl.recipe.fields import Recipe
@@ -71,10 +72,9 @@ class Recorder:
         self._tokenizer = tokenizer
         self._replicas = replica_advice(recipe, metrics.registry)
         self._used_up: int | None = None
-        self._warned_of_lag = False
+        self._warned: set[str] = set()
         self._cut: deque[float] = deque(maxlen=CUT_STEPS)
         """Fraction of tokens that the loss clipped in each recent step. Empty if the loss does not clip."""
-        self._warned_of_range = False
         self._phase = trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS
         self._ended = ""
         self._started_at = self._last_step_at = time.monotonic()
@@ -314,9 +314,7 @@ class Recorder:
         waits = seconds.get("wait", 0.0) > WAIT_SHARE * seconds["total"]
         if not (record.get("held_by_max_lag") and waits) and not (ended and ended[1] > MOST_STALE * sum(ended)):
             return False
-        if not self._warned_of_lag:
-            log.warning("%s", problem)
-        self._warned_of_lag = True
+        self._warn_once(problem)
         return True
 
     def _clip_range_cut(self, record: StepRecord) -> float | None:
@@ -326,10 +324,13 @@ class Recorder:
         share = sum(self._cut) / CUT_STEPS
         if len(self._cut) < CUT_STEPS or share <= MOST_CUT:
             return None
-        if not self._warned_of_range:
-            log.warning("%s", narrow_clip_range(self._recipe.algorithm, share))
-        self._warned_of_range = True
+        self._warn_once(narrow_clip_range(self._recipe.algorithm, share))
         return share
+
+    def _warn_once(self, problem: FieldError) -> None:
+        if problem.field not in self._warned:
+            log.warning("%s", problem)
+        self._warned.add(problem.field)
 
     def _sample(self, sample: Sample) -> None:
         """Pass a sample to the page and the file. The file gets the tokens only at some steps, to stay small."""
