@@ -123,6 +123,10 @@ def _validate(parser: argparse.ArgumentParser) -> None:
         help="check only the fields, not the files, folders and functions that they name, which may be on another machine",
     )  # fmt: skip
     parser.add_argument(
+        "--chart-values", metavar="FILE", type=Path,
+        help="values of the chart in deploy/helm, as its validation Job passes them; also check these against the recipe",
+    )  # fmt: skip
+    parser.add_argument(
         "--reward-rows", metavar="N", type=int, default=20,
         help="number of problems on which each reward is tried, with the reference answer as completion (default: 20)",
     )  # fmt: skip

@@ -10,12 +10,14 @@ import argparse
 import re
 import reprlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from pipelinerl.commands.plan import size_of
-from pipelinerl.errors import FieldError, Lacking, counted, one_of
+from pipelinerl.errors import FieldError, Lacking, counted, first_line, one_of
+from pipelinerl.kube import checks
 from pipelinerl.local.placing import placed_here
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
+from pipelinerl.recipe.loading import RecipeError, load_recipe, parse_yaml, understood
 from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
@@ -57,6 +59,8 @@ def validate(args: argparse.Namespace) -> int:
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
         raise FieldError("--parameters", args.parameters, "needs --gpu-memory; give that, too, or leave this out")
+    if args.chart_values is not None:
+        mistakes += chart_problems(args.chart_values, recipe)
     if args.gpu_memory is not None:
         model, memory_gib = model_of(recipe, args.parameters), gib_of(args.gpu_memory)
         memory = memory_outline(recipe, model, memory_gib)
@@ -83,6 +87,15 @@ def validate(args: argparse.Namespace) -> int:
         if lines := [f"  - {problem}" for problem in problems]:
             print(f"{title}:", *map(printable, lines), sep="\n")
     return 0
+
+
+def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
+    """Return what is wrong with the chart's values in a file. Raises `FieldError` if it has not the values of this chart."""
+    try:
+        return checks.problems(parse_yaml(file.read_text(encoding="utf-8"), str(file)), recipe)
+    except (OSError, LookupError, TypeError, AttributeError) as error:
+        fix = f"give the file values.yaml of the chart's ConfigMap RELEASE-validation ({first_line(error)})"
+        raise FieldError("--chart-values", str(file), fix) from error
 
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:

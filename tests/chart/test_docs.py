@@ -8,10 +8,13 @@ import yaml
 
 from deploy.tools.values_reference import PART, read_schema, reference
 from tests.chart.cases import rendered_case
-from tests.chart.rendering import COMPONENT, ROOT, render
+from tests.chart.rendering import COMPONENT, ROOT, Rendered, render, rendered_text
 from tests.chart.test_schema import LEAVES
 
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("kubernetes", "security", "episodes")}
+PAGES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("kubernetes", "security", "episodes", "storage")
+}
 PAGES["episodes"] = PAGES["episodes"].partition("\n## On Kubernetes\n")[2].partition("\n## ")[0]
 PAGE = "\n".join(PAGES.values())
 TABLE = (ROOT / "docs" / "chart-values.md").read_text(encoding="utf-8")
@@ -34,6 +37,34 @@ def test_the_table_of_values_is_what_the_schema_says_and_has_every_value_once() 
 def test_examples_render(example: dict[str, Any]) -> None:
     assert len(EXAMPLES) >= 6
     assert render(example).of_kind("Deployment")
+
+
+@pytest.mark.parametrize("tool", ["argocd", "flux"])
+def test_gitops_examples_render_the_same_twice_and_ignore_the_numbers_that_others_set(tool: str) -> None:
+    *_, item = yaml.safe_load_all((ROOT / "deploy" / "gitops" / f"{tool}.yaml").read_text(encoding="utf-8"))
+    spec = item["spec"]
+    if tool == "argocd":
+        values = spec["source"]["helm"]["valuesObject"]
+        rules = [(rule, rule["jsonPointers"]) for rule in spec["ignoreDifferences"]]
+    else:
+        values = spec["values"]
+        rules = [(rule["target"], rule["paths"]) for rule in spec["driftDetection"]["ignore"]]
+    first, second = rendered_text(values), rendered_text(values)
+    assert first == second
+    rendered = Rendered([one for one in yaml.safe_load_all(first) if one])
+    scaled = [one["spec"]["scaleTargetRef"] for one in rendered.of_kind("HorizontalPodAutoscaler")]
+    kinds = {"deployments/scale": "Deployment", "statefulsets/scale": "StatefulSet"}
+    for rule in rendered.one("Role", "pipelinerl-trainer")["rules"]:
+        scaled += [
+            {"kind": kinds[one], "name": name} for one in kinds.keys() & {*rule["resources"]} for name in rule["resourceNames"]
+        ]
+    assert {one["name"] for one in scaled} == {f"pipelinerl-{service}" for service in ("actor", "trainer", "verifier")}
+    for target in scaled:
+        assert rendered.one(target["kind"], target["name"])
+        found = [
+            paths for of, paths in rules if of["kind"] == target["kind"] and of.get("name", target["name"]) == target["name"]
+        ]
+        assert found == [["/spec/replicas"]], target
 
 
 def test_values_and_objects_that_the_text_and_its_commands_name_exist() -> None:

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from pipelinerl.kube.checks import problems
 from pipelinerl.recipe.fields import EPISODIC, Recipe, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
 from tests.chart.rendering import CHART, CPU_VALUES, ROOT, HelmError, Rendered, render, rendered_text
@@ -111,7 +112,13 @@ def test_one_value_starts_a_run_from_a_checkpoint_and_only_the_trainer_has_the_s
     assert rendered.pod("actor").spec["initContainers"][0]["args"][-1] == "services.actor.initial_model"
 
 
-EPISODES = {"set": {"task": {"source": "environment", "name": "a.b:C"}, "actor": {"sequences_in_progress": 64}}}
+EPISODES = {
+    "set": {
+        "task": {"source": "environment", "name": "a.b:C"},
+        "reward": {"scorer": "task", "overlong": {"buffer_tokens": 0}, "timeout_s": 5},
+        "actor": {"sequences_in_progress": 64},
+    }
+}
 """Of which each actor keeps 128 under way."""
 SCRAPED = {"metrics": {"scrapedOtherwise": True}}
 NO_HUB = {"networkPolicy": {"hub": {"enabled": False}}}
@@ -165,18 +172,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "trainer.terminationGracePeriodSeconds: 100 leaves no time after trainer.stopCheckpointSeconds = 1740": {
         "trainer": {"terminationGracePeriodSeconds": 100}
     },
-    "networkPolicy.nats.ports: [4222] lacks port 4443 of nats.url = tls://nats.messaging:4443": {
-        "nats": {"enabled": False, "url": "tls://nats.messaging:4443"}
-    },
-    "networkPolicy.nats.ports: [4443] lacks port 4222 of nats.url = nats://nats.messaging,": {
-        "nats": {"enabled": False, "url": "nats://nats.messaging"},
-        "networkPolicy": {"nats": {"ports": [4443]}},
-    },
-    "trainer.expectedActors: 9 is more than actor.replicas = 8": {"actor": {"replicas": 8}, "trainer": {"expectedActors": 9}},
-    "trainer.expectedActors: 8 is more than actor.autoscaling.minReplicas = 1": {
-        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
-        "trainer": {"expectedActors": 8},
-    },
     "metrics.podMonitor.enabled: is false, so that nothing would collect the metric that actor.autoscaling follows": {
         "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}
     },
@@ -197,25 +192,8 @@ REFUSED: dict[str, dict[str, Any]] = {
             }
         }
     },
-    "recipe.set.trainer.shard_ranks: 3 does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)": {
-        "recipe": {"set": {"trainer": {"shard_ranks": 3}}},
-        "trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}},
-    },
-    "recipe.set.trainer.context_parallel: 2 does not divide the 1 ranks of the trainer": {
-        "recipe": {"set": {"trainer": {"context_parallel": 2}}},
-        "trainer": {"gpus": 1},
-    },
     "trainer.capabilities: [IPC_LOCK] have no effect for a process that is not root; set security.runAsUser to 0": {
         "trainer": {"capabilities": ["IPC_LOCK"]}
-    },
-    "actor.resources.limits.memory: 24Gi is less than actor.resources.requests.memory = 32Gi, which Kubernetes refuses": {
-        "actor": {"resources": {"limits": {"memory": "24Gi"}}}
-    },
-    "trainer.resources.limits.cpu: 7500m is less than trainer.resources.requests.cpu = 8": {
-        "trainer": {"resources": {"limits": {"cpu": "7500m"}}}
-    },
-    "trainer.page.resources.limits.memory: 64M is less than trainer.page.resources.requests.memory = 96Mi": {
-        "trainer": {"page": {"resources": {"limits": {"memory": "64M"}}}}
     },
     "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of the two": {
         service: {"serviceAccount": {"name": "x"}} for service in ("actor", "trainer")
@@ -228,24 +206,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         "nats": {"enabled": False, "url": "nats://nats.messaging:4222"},
     },
     "nats.tlsSecret: nats-ca is not used while nats.enabled is true; set tls.nats.enabled": {"nats": {"tlsSecret": "nats-ca"}},
-    "networkPolicy.verifierEgress: is empty, so that no verifier would reach the recipe's judge (https://": {
-        "recipe": {"set": {"reward": JUDGE}}
-    },
-    "would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address (also if a policy of your own": {
-        "recipe": {"set": {"evaluation": {"sets": [{"name": "a"}, {"name": "b", "reward": JUDGE}]}}}
-    },
-    "networkPolicy.extraEgress: is empty, so that the trainer would not reach s3://a/b while networkPolicy.hub.enabled is": {
-        "recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}},
-        **NO_WAY_OUT,
-    },
-    "would not reach hf://a/first/checkpoints/latest while networkPolicy.hub.enabled is false; add a rule to the store's": {
-        "model": {"source": "hf://a/first/checkpoints/latest"},
-        "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"cidrs": ["10.0.0.1/32", "fd00::1/128"]}},
-    },
-    "so that the trainer would not reach gs://a/b": {
-        "recipe": {"set": {"checkpoint": {"upload": "gs://a/b"}}},
-        "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"ports": [6443]}},
-    },
     "images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and trainer.gpus to null, or images.variant to cpu": {
         "actor": {"gpus": 0},
         "trainer": {"gpus": 0},
@@ -261,14 +221,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "resolve a name; name the pods or addresses that answer DNS (also if a policy of your own already allows this)": {
         "networkPolicy": {"dns": {"to": []}}
     },
-    "actor.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced": {
-        "actor": {"strategy": {"rollingUpdate": {"maxUnavailable": "0%"}}}
-    },
-    "networkPolicy.nats.ports: [4222] lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {
-        "nats": {"enabled": False, "url": "nats://nats-0.messaging:4222,nats://nats-1.messaging:4223"}
-    },
     "nats.url: is empty while nats.enabled is false": {"nats": {"enabled": False}},
-    "nats.sequencesMaxGib: 25 is more than three quarters of nats.persistence.size = 32Gi": {"nats": {"sequencesMaxGib": 25}},
     ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {"tls": {"grpc": {"enabled": True}}},
     "tls.certManager.issuerRef: has no name": {"tls": {"nats": {"enabled": True}, "certManager": {"enabled": True}}},
     "actor.autoscaling.keda.prometheusAddress: is empty": {"actor": {"autoscaling": {"enabled": True}}, **SCRAPED},
@@ -293,13 +246,84 @@ REFUSED: dict[str, dict[str, Any]] = {
         "verifier": {"autoscaling": {"kind": "keda"}},
         **SCRAPED,
     },
-    "verifier.maxEpisodes: 2 pods with 191 episodes each cannot run the 384 that the actors keep in progress": {
+}
+"""By what the templates say of them."""
+REFUSED_BY_THE_JOB: dict[str, dict[str, Any]] = {
+    "networkPolicy.nats.ports = [4222]: lacks port 4443 of nats.url = tls://nats.messaging:4443": {
+        "nats": {"enabled": False, "url": "tls://nats.messaging:4443"}
+    },
+    "networkPolicy.nats.ports = [4443]: lacks port 4222 of nats.url = nats://nats.messaging,": {
+        "nats": {"enabled": False, "url": "nats://nats.messaging"},
+        "networkPolicy": {"nats": {"ports": [4443]}},
+    },
+    "trainer.expectedActors = 9: is more than actor.replicas = 8": {"actor": {"replicas": 8}, "trainer": {"expectedActors": 9}},
+    "trainer.expectedActors = 8: is more than actor.autoscaling.minReplicas = 1": {
+        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
+        "trainer": {"expectedActors": 8},
+        **SCRAPED,
+    },
+    "recipe.set.trainer.shard_ranks = 3: does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)": {
+        "recipe": {"set": {"trainer": {"shard_ranks": 3}}},
+        "trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}},
+    },
+    "recipe.set.trainer.context_parallel = 2: does not divide the 1 ranks of the trainer": {
+        "recipe": {"set": {"trainer": {"context_parallel": 2}}},
+        "trainer": {"gpus": 1},
+    },
+    "actor.resources.limits.memory = '24Gi': is less than actor.resources.requests.memory = 32Gi, which Kubernetes refuses": {
+        "actor": {"resources": {"limits": {"memory": "24Gi"}}}
+    },
+    "trainer.resources.limits.cpu = '7500m': is less than trainer.resources.requests.cpu = 8": {
+        "trainer": {"resources": {"limits": {"cpu": "7500m"}}}
+    },
+    "trainer.page.resources.limits.memory = '64M': is less than trainer.page.resources.requests.memory = 96Mi": {
+        "trainer": {"page": {"resources": {"limits": {"memory": "64M"}}}}
+    },
+    "networkPolicy.verifierEgress = []: is empty, so that no verifier would reach the recipe's judge (https://": {
+        "recipe": {"set": {"reward": JUDGE}}
+    },
+    "would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address (also if a policy of your own": {
+        "recipe": {"set": {"evaluation": {"sets": [{"name": "b", "task": {"name": "chain_sum"}, "reward": JUDGE}]}}}
+    },
+    "networkPolicy.extraEgress = []: is empty, so that the trainer would not reach s3://a/b while networkPolicy.hub": {
+        "recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}},
+        **NO_WAY_OUT,
+    },
+    "would not reach hf://a/first/checkpoints/latest while networkPolicy.hub.enabled is false; add a rule to the store's": {
+        "model": {"source": "hf://a/first/checkpoints/latest"},
+        "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"cidrs": ["10.0.0.1/32", "fd00::1/128"]}},
+    },
+    "so that the trainer would not reach gs://a/b": {
+        "recipe": {"set": {"checkpoint": {"upload": "gs://a/b"}}},
+        "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"ports": [6443]}},
+    },
+    "maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced": {
+        "actor": {"strategy": {"rollingUpdate": {"maxUnavailable": "0%"}}}
+    },
+    "networkPolicy.nats.ports = [4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {
+        "nats": {"enabled": False, "url": "nats://nats-0.messaging:4222,nats://nats-1.messaging:4223"}
+    },
+    "nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {"nats": {"sequencesMaxGib": 25}},
+    "verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress": {
         "recipe": EPISODES,
         "actor": {"replicas": 3},
         "verifier": {"maxEpisodes": 191, "autoscaling": {"enabled": False}},
     },
+    "defaultLimits.cpu = '4': is less than trainer.resources.requests.cpu = 8": {"defaultLimits": {"cpu": "4"}},
 }
-"""By what is said of them."""
+"""By what the Job says of them before an install or upgrade."""
+
+
+def said_by_the_job(rendered: Rendered, folder: Path) -> list[str]:
+    """The problems that it finds in the files of its ConfigMap."""
+    config = rendered.one("ConfigMap", "pipelinerl-validation")["data"]
+    return [str(problem) for problem in problems(yaml.safe_load(config["values.yaml"]), recipe_of(rendered, folder))]
+
+
+@pytest.mark.parametrize("message", REFUSED_BY_THE_JOB)
+def test_the_job_refuses_what_needs_arithmetic(message: str, tmp_path: Path) -> None:
+    (problem,) = said_by_the_job(render(REFUSED_BY_THE_JOB[message]), tmp_path)
+    assert message in problem
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -331,8 +355,8 @@ def test_values_that_contradict_each_other_are_refused_by_name(message: str) -> 
     ],
     ids=str,
 )
-def test_values_that_only_look_like_those_are_taken(values: dict[str, Any]) -> None:
-    assert render(values).of_kind("Deployment")
+def test_values_that_only_look_like_those_are_taken(values: dict[str, Any], tmp_path: Path) -> None:
+    assert said_by_the_job(render(values), tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -345,11 +369,13 @@ def test_values_that_only_look_like_those_are_taken(values: dict[str, Any]) -> N
         ({"endpoint": "http://collector", "protocol": "grpc"}, "443"),
     ],
 )
-def test_an_endpoint_of_traces_that_the_policies_keep_out_is_refused(tracing: dict[str, str], port: str) -> None:
-    with pytest.raises(HelmError, match=rf"networkPolicy\.tracing\.ports: \[4317, 4318\] lacks port {port} of"):
-        render({"tracing": tracing})
+def test_an_endpoint_of_traces_that_the_policies_keep_out_is_refused(
+    tracing: dict[str, str], port: str, tmp_path: Path
+) -> None:
+    (problem,) = said_by_the_job(render({"tracing": tracing}), tmp_path)
+    assert f"networkPolicy.tracing.ports = [4317, 4318]: lacks port {port} of" in problem
     for policy in ({"tracing": {"ports": [4318, int(port)]}}, {"enabled": False}, {"tracing": {"to": []}}):
-        assert render({"tracing": tracing, "networkPolicy": policy})
+        assert said_by_the_job(render({"tracing": tracing, "networkPolicy": policy}), tmp_path) == []
 
 
 def test_a_release_that_cannot_name_a_service_is_refused() -> None:

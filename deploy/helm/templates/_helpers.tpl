@@ -77,8 +77,8 @@ app.kubernetes.io/component: {{ . }}
 {{- end -}}
 {{- end -}}
 
-{{/* A service's values: spec.replicas of its Deployment, or nothing if an autoscaler or `kubectl scale` owns the field. With a number in
-     the manifest, an upgrade or rollback would undo the scaling (Helm 3) or fail with a conflict (Helm 4). */}}
+{{/* A service's values: spec.replicas of its Deployment, or nothing if an autoscaler or `kubectl scale` owns the field. A number in
+     the manifest would undo the scaling at the next upgrade or rollback, or be refused as a conflict. */}}
 {{- define "pipelinerl.replicas" -}}
 {{- if not (or .autoscaling.enabled (kindIs "invalid" .replicas)) -}}
 replicas: {{ int .replicas }}

@@ -66,7 +66,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- with $spec -}}{{- toYaml . -}}{{- end -}}
 {{- end -}}
 
-{{/* dict values, gpus, root: requests and limits, with GPUs and RDMA devices added. */}}
+{{/* dict root, values, optional gpus: requests and limits, with defaultLimits, GPUs and RDMA devices added. */}}
 {{- define "pipelinerl.resources" -}}
 {{- $devices := dict -}}
 {{- if gt (int .gpus) 0 -}}
@@ -76,6 +76,9 @@ seccompProfile: {type: RuntimeDefault}
 {{- $_ := set $devices $name $count -}}
 {{- end -}}
 {{- $resources := default dict .values.resources | deepCopy -}}
+{{- with .root.Values.defaultLimits -}}
+{{- $_ := set $resources "limits" (merge (default dict $resources.limits) .) -}}
+{{- end -}}
 {{- if $devices -}}
 {{- $resources = mergeOverwrite (dict "limits" (dict) "requests" (dict)) $resources (dict "limits" $devices "requests" $devices) -}}
 {{- end -}}
