@@ -8,7 +8,7 @@ import yaml
 
 from deploy.tools.values_reference import PART, read_schema, reference
 from tests.chart.cases import rendered_case
-from tests.chart.rendering import COMPONENT, ROOT, Rendered, render, rendered_text
+from tests.chart.rendering import COMPONENT, ROOT, SERVICES, WORKLOADS, Rendered, render, rendered_text
 from tests.chart.test_schema import LEAVES
 
 PAGES = {
@@ -43,28 +43,25 @@ def test_examples_render(example: dict[str, Any]) -> None:
 def test_gitops_examples_render_the_same_twice_and_ignore_the_numbers_that_others_set(tool: str) -> None:
     *_, item = yaml.safe_load_all((ROOT / "deploy" / "gitops" / f"{tool}.yaml").read_text(encoding="utf-8"))
     spec = item["spec"]
+    values, rules = spec.get("values"), spec.get("ignoreDifferences")
     if tool == "argocd":
         values = spec["source"]["helm"]["valuesObject"]
-        rules = [(rule, rule["jsonPointers"]) for rule in spec["ignoreDifferences"]]
     else:
-        values = spec["values"]
-        rules = [(rule["target"], rule["paths"]) for rule in spec["driftDetection"]["ignore"]]
-    first, second = rendered_text(values), rendered_text(values)
-    assert first == second
-    rendered = Rendered([one for one in yaml.safe_load_all(first) if one])
-    scaled = [one["spec"]["scaleTargetRef"] for one in rendered.of_kind("HorizontalPodAutoscaler")]
-    kinds = {"deployments/scale": "Deployment", "statefulsets/scale": "StatefulSet"}
+        rules = [rule["target"] | {"jsonPointers": rule["paths"]} for rule in spec["driftDetection"]["ignore"]]
+    texts = {rendered_text(values) for _ in range(2)}
+    assert len(texts) == 1
+    rendered = Rendered([one for one in yaml.safe_load_all(texts.pop()) if one])
+    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in rendered.of_kind("HorizontalPodAutoscaler")}
     for rule in rendered.one("Role", "pipelinerl-trainer")["rules"]:
-        scaled += [
-            {"kind": kinds[one], "name": name} for one in kinds.keys() & {*rule["resources"]} for name in rule["resourceNames"]
-        ]
-    assert {one["name"] for one in scaled} == {f"pipelinerl-{service}" for service in ("actor", "trainer", "verifier")}
-    for target in scaled:
-        assert rendered.one(target["kind"], target["name"])
-        found = [
-            paths for of, paths in rules if of["kind"] == target["kind"] and of.get("name", target["name"]) == target["name"]
-        ]
-        assert found == [["/spec/replicas"]], target
+        scaled |= {name for one in rule["resources"] if one.endswith("/scale") for name in rule["resourceNames"]}
+    ignored = {
+        workload["metadata"]["name"]
+        for workload in rendered.of_kind(*WORKLOADS)
+        for rule in rules
+        if rule["kind"] == workload["kind"] and rule.get("name", workload["metadata"]["name"]) == workload["metadata"]["name"]
+    }
+    assert {path for rule in rules for path in rule["jsonPointers"]} == {"/spec/replicas"}
+    assert ignored == scaled == {f"pipelinerl-{service}" for service in SERVICES}
 
 
 def test_values_and_objects_that_the_text_and_its_commands_name_exist() -> None:

@@ -15,6 +15,12 @@
     "set security.runAsUser to 0, or leave this empty and raise the nodes' limit of locked memory") $component (join ", " $values.capabilities)))
 ) -}}
 {{- end -}}
+{{- range $component := list "actor" "verifier" -}}
+{{- with (index $v $component).autoscaling -}}
+{{- include "pipelinerl.refuse" (list (list (and .enabled (lt (int .maxReplicas) (int .minReplicas))) (printf (print "%s.autoscaling."
+  "maxReplicas: %d is less than minReplicas = %d; raise it, or lower minReplicas") $component (int .maxReplicas) (int .minReplicas)))) -}}
+{{- end -}}
+{{- end -}}
 {{- $accounts := dict -}}
 {{- range $component := without (list "actor" "trainer" "verifier" "nats") ($v.nats.enabled | ternary "" "nats") -}}
 {{- $name := include "pipelinerl.serviceAccountName" (dict "root" $ "component" $component) -}}

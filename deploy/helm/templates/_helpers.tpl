@@ -99,10 +99,3 @@ replicas: {{ int .replicas }}
 {{- end -}}
 {{- $run -}}
 {{- end -}}
-
-{{/* dict field (actor, verifier), values: checks that maxReplicas is not below minReplicas. */}}
-{{- define "pipelinerl.checkReplicas" -}}
-{{- if lt (int .values.maxReplicas) (int .values.minReplicas) -}}
-{{- include "pipelinerl.fail" (printf "%s.autoscaling.maxReplicas: %d is less than minReplicas = %d; raise it, or lower minReplicas" .field (int .values.maxReplicas) (int .values.minReplicas)) -}}
-{{- end -}}
-{{- end -}}
