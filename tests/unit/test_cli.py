@@ -100,6 +100,11 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
         ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of its fields: \x1b[2J"),
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
+        (
+            "validate gsm --fields-only --chart-values nosuch",
+            "--chart-values = 'nosuch': give the file values.yaml of the chart's",
+        ),
+        ("validate gsm --fields-only --chart-values there.yaml", "--chart-values = 'there.yaml': give the file values.yaml of"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
         ("validate gsm --parameters 7B", "--parameters = '7B': needs --gpu-memory; give that, too"),
         ("validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else", "model, else, does not tell its size"),
