@@ -24,9 +24,8 @@ _ALLOWED = "(also if a policy of your own already allows this)"
 
 def problems(values: Values, recipe: Recipe) -> list[FieldError]:
     """Return an error for each value that Kubernetes would refuse, or with which the run could not work. Pure."""
-    defaults = values.get("defaultLimits") or {}
-    checks = (_limits(values, defaults), _numbers(values), _ranks(values, recipe), _episodes(values, recipe))
-    return [problem for check in (*checks, _blocked(values, recipe)) for problem in check]
+    checks = (_limits(values, values.get("defaultLimits") or {}), _numbers(values, recipe), _blocked(values, recipe))
+    return [problem for check in checks for problem in check]
 
 
 def quantity(text: str | float) -> Decimal:
@@ -52,41 +51,29 @@ def _limits(values: Values, defaults: Values, path: str = "") -> Iterator[FieldE
             yield from _limits(part, defaults, f"{at}.")
 
 
-def _numbers(values: Values) -> Iterator[FieldError]:
-    nats, actor, expected = values["nats"], values["actor"], values["trainer"]["expectedActors"]
+def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
+    nats, actor, verifier, expected = values["nats"], values["actor"], values["verifier"], values["trainer"]["expectedActors"]
     size, most = nats["persistence"]["size"], nats["sequencesMaxGib"]
     if nats["enabled"] and quantity(size) * Decimal("0.75") < quantity(f"{most}Gi"):
         fix = f"is more than three quarters of nats.persistence.size = {size}; enlarge the volume, or lower this"
         yield FieldError("nats.sequencesMaxGib", most, fix)
-    scaler, name, fewest = actor["autoscaling"], "replicas", actor.get("replicas")
-    if scaler["enabled"]:
-        name, fewest = "autoscaling.minReplicas", scaler["minReplicas"]
-    if fewest and expected > fewest:
-        fix = f"is more than actor.{name} = {fewest}, so that the first step would wait for ever; make them equal"
+    scaler = actor["autoscaling"]
+    least = "autoscaling.minReplicas" if scaler["enabled"] else "replicas"
+    if (fewest := scaler["minReplicas"] if scaler["enabled"] else actor.get("replicas")) and expected > fewest:
+        fix = f"is more than actor.{least} = {fewest}, so that the first step would wait for ever; make them equal"
         yield FieldError("trainer.expectedActors", expected, fix)
     rolling = (actor["strategy"].get("rollingUpdate") or {}) if actor["strategy"]["type"] == "RollingUpdate" else {}
     if all(re.fullmatch("0+%?", str(rolling.get(part, "25%"))) for part in ("maxSurge", "maxUnavailable")):
         fix = "maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced; raise one of them"
         yield FieldError("actor.strategy.rollingUpdate", rolling, fix)
-
-
-def _ranks(values: Values, recipe: Recipe) -> Iterator[FieldError]:
     nodes, here = values["trainer"]["nodes"], values["trainer"].get("gpus") or recipe.trainer.ranks
     for name in ("context_parallel", "shard_ranks"):
         if (share := getattr(recipe.trainer, name)) and nodes * here % share:
-            ranks = f"the {nodes * here} ranks of the trainer (trainer.nodes = {nodes}, {here} each)"
-            fix = f"does not divide {ranks}; change it, trainer.nodes or trainer.gpus"
-            yield FieldError(f"recipe.set.trainer.{name}", share, fix)
-
-
-def _most(service: Values) -> int | None:
-    scaler = service["autoscaling"]
-    return scaler["maxReplicas"] if scaler["enabled"] else service.get("replicas")
-
-
-def _episodes(values: Values, recipe: Recipe) -> Iterator[FieldError]:
-    pods, actors, each = _most(values["verifier"]), _most(values["actor"]), values["verifier"]["maxEpisodes"]
-    actors = max(1, values["trainer"]["expectedActors"]) if actors is None else actors
+            fix = f"does not divide the {nodes * here} ranks of the trainer (trainer.nodes = {nodes}, {here} each)"
+            yield FieldError(f"recipe.set.trainer.{name}", share, f"{fix}; change it, trainer.nodes or trainer.gpus")
+    scaled = ((one["autoscaling"], one.get("replicas")) for one in (actor, verifier))
+    actors, pods = (by["maxReplicas"] if by["enabled"] else replicas for by, replicas in scaled)
+    actors, each = max(1, expected) if actors is None else actors, verifier["maxEpisodes"]
     wanted = max([actors * recipe.actor.samples_in_progress(one.task) for one in recipe.episodic_tasks.values()], default=0)
     if pods is not None and pods * each < wanted:
         fix = f"in each of {pods} pods is less than the {wanted} episodes that the actors keep in progress; raise it or the"

@@ -62,6 +62,8 @@ def test_gitops_examples_render_the_same_twice_and_ignore_the_numbers_that_other
     }
     assert {path for rule in rules for path in rule["jsonPointers"]} == {"/spec/replicas"}
     assert ignored == scaled == {f"pipelinerl-{service}" for service in SERVICES}
+    keys = rendered_case("default").one("Secret", "pipelinerl-nats-auth")["data"].keys()
+    assert {*re.findall(r"--from-literal=([a-z-]+)=\S*\$\d", PAGES["kubernetes"])} == keys
 
 
 def test_values_and_objects_that_the_text_and_its_commands_name_exist() -> None:
