@@ -1,2 +1,2 @@
-"""Calls of the trainer to the Kubernetes API, the page of a release, and checks of the chart's values. Other modules decide what
-a pod's end means for a run."""
+"""The trainer's calls to the Kubernetes API, a release's page, and checks of the chart's values. Other modules decide what a
+pod's end means for a run."""
