@@ -123,17 +123,16 @@ EPISODES = {
 SCRAPED = {"metrics": {"scrapedOtherwise": True}}
 HPA = {"actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}}
 NO_HUB = {"networkPolicy": {"hub": {"enabled": False}}}
-NO_WAY_OUT = {**NO_HUB, "kubernetesApi": {"enabled": False}}
+NO_API = {"kubernetesApi": {"enabled": False}}
+NO_WAY_OUT = {**NO_HUB, **NO_API}
+TERM = {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone", "labelSelector": {}}]}
 JUDGE = {
     "scorer": "judge",
     "judge": {"url": "https://judge.example.com/v1", "model": "m", "template": "{completion}", "pattern": r"(\d+)"},
 }
 TO_ANYWHERE = [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}]
 REFUSED: dict[str, dict[str, Any]] = {
-    "trainer.onCompletion: release needs kubernetesApi.enabled": {
-        "trainer": {"onCompletion": "release"},
-        "kubernetesApi": {"enabled": False},
-    },
+    "trainer.onCompletion: release needs kubernetesApi.enabled": {"trainer": {"onCompletion": "release"}, **NO_API},
     "trainer.page.ingress.enabled: needs": {"trainer": {"page": {"ingress": {"enabled": True, "host": "a.b"}}}},
     "trainer.page.ingress.annotations: are empty": {
         "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b"}}}
@@ -161,15 +160,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "rewards": {"files": {"big.py": "#" * 200_000}},
         "task": {"files": {"big.jsonl": "x" * 200_001}},
     },
-    "actor.affinity: a required podAffinity cannot be combined with actor.scheduleAfterTrainer": {
-        "actor": {
-            "affinity": {
-                "podAffinity": {
-                    "requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone", "labelSelector": {}}]
-                }
-            }
-        }
-    },
+    "actor.affinity: a required podAffinity cannot be combined": {"actor": {"affinity": {"podAffinity": TERM}}},
     "trainer.capabilities: [IPC_LOCK] have no effect for a process that is not": {"trainer": {"capabilities": ["IPC_LOCK"]}},
     "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of the two": {
         service: {"serviceAccount": {"name": "x"}} for service in ("actor", "trainer")
@@ -199,38 +190,25 @@ REFUSED: dict[str, dict[str, Any]] = {
     "tracing.headersSecret: login is not used": {"tracing": {"headersSecret": "login"}},
     "verifier.autoscaling.maxReplicas: 2 is less than": {"verifier": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}},
     "verifier.autoscaling.kind: hpa scales on episodes, and the": {"verifier": {"autoscaling": {"kind": "hpa"}}, **SCRAPED},
-    "and verifier.autoscaling.kind = keda needs it": {
-        "recipe": EPISODES,
-        "verifier": {"autoscaling": {"kind": "keda"}},
-        **SCRAPED,
-    },
+    "verifier.autoscaling.kind = keda needs it": {**SCRAPED, "recipe": EPISODES, "verifier": {"autoscaling": {"kind": "keda"}}},
 }
 """By what the templates say of them."""
 REFUSED_BY_THE_JOB: dict[str, dict[str, Any]] = {
-    "networkPolicy.nats.ports = [4443]: lacks port 4222 of nats.url = nats://nats.messaging,": {
-        "nats": {"enabled": False, "url": "nats://nats.messaging"},
-        "networkPolicy": {"nats": {"ports": [4443]}},
-    },
+    "[4443]: lacks port 4222 of": {"nats": {"enabled": False, "url": "nats://n"}, "networkPolicy": {"nats": {"ports": [4443]}}},
     "trainer.expectedActors = 9: is more than actor.replicas = 8": {"actor": {"replicas": 8}, "trainer": {"expectedActors": 9}},
     "trainer.expectedActors = 8: is more than": {**HPA, "trainer": {"expectedActors": 8}, **SCRAPED},
     "recipe.set.trainer.shard_ranks = 3: does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)": {
         "recipe": {"set": {"trainer": {"shard_ranks": 3}}},
         "trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}},
     },
-    "recipe.set.trainer.context_parallel = 2: does not divide the 1 ranks of the trainer": {
-        "recipe": {"set": {"trainer": {"context_parallel": 2}}},
-        "trainer": {"gpus": 1},
-    },
+    "context_parallel = 2: does": {"recipe": {"set": {"trainer": {"context_parallel": 2}}}, "trainer": {"gpus": 1}},
     "trainer.resources.limits.cpu = '7500m': is less than": {"trainer": {"resources": {"limits": {"cpu": "7500m"}}}},
     "trainer.page.resources.limits.memory = '64M': is": {"trainer": {"page": {"resources": {"limits": {"memory": "64M"}}}}},
     "networkPolicy.verifierEgress = []: is empty, so that no verifier would reach the": {"recipe": {"set": {"reward": JUDGE}}},
     "would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address (also if a policy of your own": {
         "recipe": {"set": {"evaluation": {"sets": [{"name": "b", "task": {"name": "chain_sum"}, "reward": JUDGE}]}}}
     },
-    "networkPolicy.extraEgress = []: is empty, so that the trainer would not reach s3://a/b while networkPolicy.hub": {
-        "recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}},
-        **NO_WAY_OUT,
-    },
+    "networkPolicy.extraEgress = []: is": {"recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}}, **NO_WAY_OUT},
     "would not reach hf://a/first/checkpoints/latest while networkPolicy.hub.enabled is false; add a rule to the store's": {
         "model": {"source": "hf://a/first/checkpoints/latest"},
         "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"cidrs": ["10.0.0.1/32", "fd00::1/128"]}},
