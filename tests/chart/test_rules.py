@@ -50,11 +50,7 @@ def test_one_pod_of_the_trainer_meets_all_that_an_actor_requires(rendered: Rende
 FIXED = {
     ("StatefulSet", "pipelinerl-nats", "spec.volumeClaimTemplates"): "nats.persistence of a release stays as it was installed",
     ("PersistentVolumeClaim", "pipelinerl-trainer", "spec.accessModes"): "so does trainer.persistence.accessMode",
-    (
-        "PersistentVolumeClaim",
-        "pipelinerl-trainer",
-        "spec.resources.requests.storage",
-    ): "a lookup prevents this (test_upgrade.py)",
+    ("PersistentVolumeClaim", "pipelinerl-trainer", "spec.resources.requests.storage"): "without a lookup (test_upgrade.py)",
 }
 """What Kubernetes lets nobody change; each is said in docs/kubernetes.md."""
 UPGRADES = [name for name, case in CASES.items() if case.release == "pipelinerl"]
