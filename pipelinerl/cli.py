@@ -123,6 +123,10 @@ def _validate(parser: argparse.ArgumentParser) -> None:
         help="check only the fields, not the files, folders and functions that they name, which may be on another machine",
     )  # fmt: skip
     parser.add_argument(
+        "--chart-values", metavar="FILE", type=Path,
+        help="values of the chart in deploy/helm, as its validation Job passes them; also check these against the recipe",
+    )  # fmt: skip
+    parser.add_argument(
         "--reward-rows", metavar="N", type=int, default=20,
         help="number of problems on which each reward is tried, with the reference answer as completion (default: 20)",
     )  # fmt: skip
@@ -131,9 +135,6 @@ def _validate(parser: argparse.ArgumentParser) -> None:
         help="memory of a GPU, such as 80GiB; also prints how much the recipe needs, with advice. With several trainer nodes, "
         "set the total number of ranks by --set trainer.nproc=N",
     )  # fmt: skip
-    parser.add_argument(
-        "--volume", metavar="SIZE", help="size of the run's volume, such as 500Gi; also checks that checkpoints fit"
-    )
     parser.add_argument(
         "--parameters", metavar="SIZE",
         help="number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory (default: read from the "

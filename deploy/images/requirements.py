@@ -72,6 +72,26 @@ PYTHONS = ("3.11", "3.12", "3.13")
 """A pin has the hash of the file that pip installs under each of these, on the architecture of this machine."""
 
 
+IMAGE_PYTHONS = {"cpu": "3.11.2", "cuda": "3.12.3"}
+"""The Python of the base images, Debian 12 and Ubuntu 24.04, by flavour."""
+
+
+def environment(flavour: str) -> dict[str, str]:
+    """Return the values of the markers of requirements in an image, which may have another Python than this machine."""
+    version = IMAGE_PYTHONS[flavour]
+    return {
+        "python_version": version.rpartition(".")[0],
+        "python_full_version": version,
+        "implementation_version": version,
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+        "os_name": "posix",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+    }
+
+
 def roots(service: str, flavour: str) -> set[str]:
     """Distributions that pyproject.toml declares for the image, canonical names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -93,8 +113,9 @@ class Installed(dict[str, list[Requirement]]):
         return self[name]
 
 
-def closure(names: Iterable[str], requires: Installed) -> set[str]:
-    """`names` and everything they require, extras followed, canonical names."""
+def closure(names: Iterable[str], requires: Installed, flavour: str) -> set[str]:
+    """Return the canonical names of `names` and of everything they require in images of this flavour, extras followed."""
+    markers = environment(flavour)
     todo = [(name, frozenset[str]()) for name in names]
     seen: set[tuple[str, frozenset[str]]] = set()
     while todo:
@@ -103,7 +124,8 @@ def closure(names: Iterable[str], requires: Installed) -> set[str]:
             continue
         seen.add((name, extras))
         for requirement in requires[name]:
-            if any(requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+            marker = requirement.marker
+            if any(marker is None or marker.evaluate(markers | {"extra": extra}) for extra in {"", *extras}):
                 todo.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
     return {name for name, _ in seen}
 
@@ -175,7 +197,7 @@ def known_pins() -> dict[str, str]:
 
 def cpu_pins(service: str) -> list[str]:
     pins = known_pins()
-    return sorted((pins[name] for name in closure(roots(service, "cpu"), Installed())), key=str.lower)
+    return sorted((pins[name] for name in closure(roots(service, "cpu"), Installed(), "cpu")), key=str.lower)
 
 
 def cuda_pins(service: str, report: Mapping[str, Any]) -> list[str]:
@@ -185,7 +207,7 @@ def cuda_pins(service: str, report: Mapping[str, Any]) -> list[str]:
         {canonicalize_name(data["name"]): [Requirement(line) for line in data.get("requires_dist", ())] for data in metadata}
     )
     pins = known_pins() | {canonicalize_name(data["name"]): f"{data['name']}=={data['version']}" for data in metadata}
-    return sorted((pins[name] for name in closure(roots(service, "cuda"), requires)), key=str.lower)
+    return sorted((pins[name] for name in closure(roots(service, "cuda"), requires, "cuda")), key=str.lower)
 
 
 def machine_pins() -> list[str]:

@@ -1,8 +1,7 @@
 """`pipelinerl validate RECIPE`: check a recipe, and list everything that is wrong with it.
 
 A recipe for a cluster can be checked on a laptop: if this machine lacks something that the run needs, such as a GPU, a note
-says so, and the recipe still counts as valid. With `--gpu-memory`, the command also adds up the needed memory, and with
-`--volume` the disk space of checkpoints.
+says so, and the recipe still counts as valid. With `--gpu-memory`, the command also adds up the needed memory.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ import argparse
 import re
 import reprlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from pipelinerl.commands.plan import size_of
-from pipelinerl.errors import FieldError, Lacking, counted, one_of
+from pipelinerl.errors import FieldError, Lacking, counted, first_line, one_of
+from pipelinerl.kube import checks
 from pipelinerl.local.placing import placed_here
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import RecipeError, load_recipe, understood
+from pipelinerl.recipe.loading import RecipeError, load_recipe, parse_yaml, understood
 from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
@@ -42,7 +43,6 @@ from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
 from pipelinerl.tasks.source import Source
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
-_VOLUME = re.compile(r"(\d+)(Mi|Gi|Ti)")
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """In a name such as 17B-16E, 17B counts the parameters that one token uses, not those of all experts."""
@@ -60,14 +60,14 @@ def validate(args: argparse.Namespace) -> int:
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
         raise FieldError("--parameters", args.parameters, "needs --gpu-memory; give that, too, or leave this out")
+    if args.chart_values is not None:
+        mistakes += chart_problems(args.chart_values, recipe)
     if args.gpu_memory is not None:
         model, memory_gib = model_of(recipe, args.parameters), gib_of(args.gpu_memory)
         memory = memory_outline(recipe, model, memory_gib)
         ranks = ranks_of_a_copy(recipe, model, memory_gib)
         told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
         mistakes += [problem for problem in told if problem is not None]
-    if args.volume is not None and (problem := volume_problem(recipe, args.volume)):
-        mistakes.append(problem)
     if mistakes:
         raise RecipeError(recipe.name, mistakes)
     data, warned = data_outline(recipe, examined.sources)
@@ -88,6 +88,18 @@ def validate(args: argparse.Namespace) -> int:
         if lines := [f"  - {problem}" for problem in problems]:
             print(f"{title}:", *map(printable, lines), sep="\n")
     return 0
+
+
+def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
+    """Return what is wrong with the chart's values in a file. Raises `FieldError` if it has not the values of this chart."""
+    try:
+        values = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+        size = values["trainer"]["persistence"]["size"]  # empty for a claim of the user, whose size is not known
+        full = volume_problem(recipe, size) if size else None
+        return checks.problems(values, recipe) + ([full] if full else [])
+    except (OSError, LookupError, TypeError, AttributeError) as error:
+        fix = f"give the file values.yaml of the chart's ConfigMap RELEASE-validation ({first_line(error)})"
+        raise FieldError("--chart-values", str(file), fix) from error
 
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
@@ -190,22 +202,19 @@ def gib_of(text: str) -> float:
     return float(found[1]) * (1.0 if found[2].lower() == "gib" else 1e9 / 2**30)
 
 
-def volume_problem(recipe: Recipe, volume: str) -> FieldError | None:
-    """Return why the model and its checkpoints do not fit on a volume of this size, or None if they do or if neither files nor
-    the name tell the model's size. Raises `FieldError` for a size that is none."""
-    if not (found := _VOLUME.fullmatch(volume)):
-        raise FieldError("--volume", volume, "give a whole number with Mi, Gi or Ti, such as 500Gi")
+def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
+    """Return why the model and its checkpoints do not fit on the trainer's volume of this size. None if they do, or if neither
+    the model's files nor its name tell its size."""
     try:
         model = model_of(recipe, None)
     except FieldError:
         return None
     keep, each = recipe.checkpoint.keep, checkpoint_bytes(recipe, int(model.parameters))
     needed = (keep + 1) * each + model.weights_bytes
-    if needed <= int(found[1]) * 2 ** {"Mi": 20, "Gi": 30, "Ti": 40}[found[2]]:
+    if needed <= checks.quantity(size):
         return None
     why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
-    fix = f"{why} {needed / GIB:,.0f}Gi; enlarge it (in the chart: trainer.persistence.size), or keep fewer"
-    return FieldError("--volume", volume, fix)
+    return FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:

@@ -1,1 +1,2 @@
-"""Calls of the trainer to the Kubernetes API. Other modules decide what a pod's end means for a run."""
+"""The trainer's calls to the Kubernetes API, a release's page, and checks of the chart's values. Other modules decide what a
+pod's end means for a run."""

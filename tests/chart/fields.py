@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Iterator
 
+from pipelinerl.kube.checks import quantity
 from tests.chart.rendering import Object
 
 POD_DEFAULTS = {"restartPolicy": "Always", "dnsPolicy": "ClusterFirst", "schedulerName": "default-scheduler"}
@@ -85,16 +86,6 @@ IMMUTABLE: dict[str, tuple[str, ...]] = {
 }
 
 
-UNITS = {"": 1, "m": 1e-3, "k": 1e3} | {
-    unit + binary: (1024 if binary else 1000) ** power for power, unit in enumerate("KMGTPE", 1) for binary in ("", "i")
-}
-
-
-def quantity(text: str | int) -> float:
-    number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(text)).groups()  # type: ignore[union-attr]
-    return float(number) * UNITS[unit]
-
-
 def problems(item: Object, before: Object | None = None) -> Iterator[str]:
     """Why a server refuses it, in place of `before`."""
     name, labels = item["metadata"]["name"], item["metadata"].get("labels") or {}
@@ -125,6 +116,10 @@ def problems(item: Object, before: Object | None = None) -> Iterator[str]:
             if quantity(requests[name]) > quantity(limits[name]):
                 at = f"containers[{container['name']}].resources.requests.{name}"
                 yield f"{at}: Invalid value: {requests[name]!r}: must be less than or equal to the limit of {limits[name]}"
+    if before and item["kind"] == "PersistentVolumeClaim":
+        old, new = (one["spec"]["resources"]["requests"]["storage"] for one in (before, item))
+        if quantity(new) < quantity(old):
+            yield "spec.resources.requests.storage: Forbidden: field can not be less than status.capacity"
     for path in IMMUTABLE.get(item["kind"], ()) if before else ():
         old, new = (functools.reduce(lambda node, part: (node or {}).get(part), path.split("."), one) for one in (before, item))
         if old != new and old is not None:

@@ -8,10 +8,13 @@ import yaml
 
 from deploy.tools.values_reference import PART, reference
 from tests.chart.cases import rendered_case
-from tests.chart.rendering import COMPONENT, ROOT, render
+from tests.chart.rendering import COMPONENT, ROOT, SERVICES, WORKLOADS, Rendered, render, rendered_text
 from tests.chart.test_schema import LEAVES
 
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("kubernetes", "security", "episodes")}
+PAGES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("kubernetes", "security", "episodes", "storage")
+}
 PAGES["episodes"] = PAGES["episodes"].partition("\n## On Kubernetes\n")[2].partition("\n## ")[0]
 PAGE = "\n".join(PAGES.values())
 TABLE = (ROOT / "docs" / "chart-values.md").read_text(encoding="utf-8")
@@ -34,6 +37,33 @@ def test_the_table_of_values_is_what_the_schema_says_and_has_every_value_once() 
 def test_examples_render(example: dict[str, Any]) -> None:
     assert len(EXAMPLES) >= 6
     assert render(example).of_kind("Deployment")
+
+
+@pytest.mark.parametrize("tool", ["argocd", "flux"])
+def test_gitops_examples_render_the_same_twice_and_ignore_the_numbers_that_others_set(tool: str) -> None:
+    *_, item = yaml.safe_load_all((ROOT / "deploy" / "gitops" / f"{tool}.yaml").read_text(encoding="utf-8"))
+    spec = item["spec"]
+    values, rules = spec.get("values"), spec.get("ignoreDifferences")
+    if tool == "argocd":
+        values = spec["source"]["helm"]["valuesObject"]
+    else:
+        rules = [rule["target"] | {"jsonPointers": rule["paths"]} for rule in spec["driftDetection"]["ignore"]]
+    texts = {rendered_text(values) for _ in range(2)}
+    assert len(texts) == 1
+    rendered = Rendered([one for one in yaml.safe_load_all(texts.pop()) if one])
+    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in rendered.of_kind("HorizontalPodAutoscaler")}
+    for rule in rendered.one("Role", "pipelinerl-trainer")["rules"]:
+        scaled |= {name for one in rule["resources"] if one.endswith("/scale") for name in rule["resourceNames"]}
+    ignored = {
+        workload["metadata"]["name"]
+        for workload in rendered.of_kind(*WORKLOADS)
+        for rule in rules
+        if rule["kind"] == workload["kind"] and rule.get("name", workload["metadata"]["name"]) == workload["metadata"]["name"]
+    }
+    assert {path for rule in rules for path in rule["jsonPointers"]} == {"/spec/replicas"}
+    assert ignored == scaled == {f"pipelinerl-{service}" for service in SERVICES}
+    keys = rendered_case("default").one("Secret", "pipelinerl-nats-auth")["data"].keys()
+    assert {*re.findall(r"--from-literal=([a-z-]+)=\S*\$\d", PAGES["kubernetes"])} == keys
 
 
 def test_values_and_objects_that_the_text_and_its_commands_name_exist() -> None:

@@ -191,13 +191,6 @@ OF_VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "env/verifier PYTHONPATH": None,  # the image's, or one's own, stays
         },
     ),
-    (  # as a ResourceQuota on limits.cpu asks of each container
-        {"test": {part: {"limits": {"cpu": "1"}} for part in ("resources", "natsResources", "verifierResources")}},
-        {
-            "pod/test spec containers * resources limits cpu": ["1"],
-            "pod/test spec initContainers * resources limits cpu": ["1"] * 3,
-        },
-    ),
     (
         {"verifier": {"serviceAccount": {"annotations": {"example.com/role": "pulls"}}}},
         {

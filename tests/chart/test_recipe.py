@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from pipelinerl.commands.validate import chart_problems
 from pipelinerl.recipe.fields import EPISODIC, Recipe, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
 from tests.chart.rendering import CHART, CPU_VALUES, ROOT, HelmError, Rendered, render, rendered_text
@@ -111,24 +112,28 @@ def test_one_value_starts_a_run_from_a_checkpoint_and_only_the_trainer_has_the_s
     assert rendered.pod("actor").spec["initContainers"][0]["args"][-1] == "services.actor.initial_model"
 
 
-EPISODES = {"set": {"task": {"source": "environment", "name": "a.b:C"}, "actor": {"sequences_in_progress": 64}}}
+EPISODES = {
+    "set": {
+        "task": {"source": "environment", "name": "a.b:C"},
+        "reward": {"scorer": "task", "overlong": {"buffer_tokens": 0}, "timeout_s": 5},
+        "actor": {"sequences_in_progress": 64},
+    }
+}
 """Of which each actor keeps 128 under way."""
 SCRAPED = {"metrics": {"scrapedOtherwise": True}}
+HPA = {"actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}}
 NO_HUB = {"networkPolicy": {"hub": {"enabled": False}}}
-NO_WAY_OUT = {**NO_HUB, "kubernetesApi": {"enabled": False}}
+NO_API = {"kubernetesApi": {"enabled": False}}
+NO_WAY_OUT = {**NO_HUB, **NO_API}
+TERM = {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone", "labelSelector": {}}]}
 JUDGE = {
     "scorer": "judge",
     "judge": {"url": "https://judge.example.com/v1", "model": "m", "template": "{completion}", "pattern": r"(\d+)"},
 }
 TO_ANYWHERE = [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}]
 REFUSED: dict[str, dict[str, Any]] = {
-    "trainer.onCompletion: release needs kubernetesApi.enabled": {
-        "trainer": {"onCompletion": "release"},
-        "kubernetesApi": {"enabled": False},
-    },
-    "trainer.page.ingress.enabled: needs trainer.page.enabled": {
-        "trainer": {"page": {"ingress": {"enabled": True, "host": "a.b"}}}
-    },
+    "trainer.onCompletion: release needs kubernetesApi.enabled": {"trainer": {"onCompletion": "release"}, **NO_API},
+    "trainer.page.ingress.enabled: needs": {"trainer": {"page": {"ingress": {"enabled": True, "host": "a.b"}}}},
     "trainer.page.ingress.annotations: are empty": {
         "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b"}}}
     },
@@ -136,29 +141,17 @@ REFUSED: dict[str, dict[str, Any]] = {
         "trainer": {"onCompletion": "exit"},
         "actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://prometheus:9090"}}},
     },
-    "model.source: first/checkpoints/latest and model.name: a/b both name the initial policy": {
-        "model": {"name": "a/b", "source": "first/checkpoints/latest"}
-    },
-    'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, calculator, code, gsm, gsm8k, guess, math': {
-        "recipe": {"name": "gsn"}
-    },
+    "model.source: first/checkpoints/latest and model.name:": {"model": {"name": "a/b", "source": "first/checkpoints/latest"}},
+    'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, calculator, code, gsm': {"recipe": {"name": "gsn"}},
     "recipe.inline: the recipe has no model; give it there or in recipe.set.model, or set model.name": {
         "recipe": {"inline": {"name": "mine", "task": {"source": "reasoning_gym"}}}
     },
-    "recipe.set.model.chat_template: chat.jinja is a file, which the pods do not have; give its text by --set-file": {
-        "recipe": {"set": {"model": {"chat_template": "chat.jinja"}}}
-    },
+    "recipe.set.model.chat_template: chat.jinja is a file": {"recipe": {"set": {"model": {"chat_template": "chat.jinja"}}}},
     "the recipe has no task": {"recipe": {"inline": {"name": "mine", "model": {"name": "a/b"}}}},
     "the recipe has no name": {"recipe": {"inline": {"model": {"name": "a/b"}, "task": {"name": "chain_sum"}}}},
-    "model.name: the recipe names no model; set model.name to a Hugging Face id": {
-        "recipe": {"name": "smollm2", "set": {"model": {"source": "hub"}}}
-    },
-    'run: "My run" cannot name a run; use 1-40 lowercase letters, digits and inner dashes': {
-        "recipe": {"set": {"name": "My run"}}
-    },
-    "actor.gpus: 4 differs from the recipe's actor.engine.tensor_parallel_size = 1; set recipe.set.actor.engine": {
-        "actor": {"gpus": 4}
-    },
+    "model.name: the recipe names no model; set": {"recipe": {"name": "smollm2", "set": {"model": {"source": "hub"}}}},
+    'run: "My run" cannot name a run; use 1-40 lowercase letters, digits and inner': {"recipe": {"set": {"name": "My run"}}},
+    "actor.gpus: 4 differs from the recipe's actor.engine.tensor_parallel_size = 1; set": {"actor": {"gpus": 4}},
     "actor.hostNetwork: NetworkPolicies do not recognize pods in the network of a node": {"actor": {"hostNetwork": True}},
     "trainer.hostNetwork: NetworkPolicies do not recognize pods": {"trainer": {"hostNetwork": True}},
     "trainer.labels, commonLabels: with kueue.x-k8s.io/queue-name, Kueue would admit the pods of the trainer apart": {
@@ -186,64 +179,16 @@ REFUSED: dict[str, dict[str, Any]] = {
     "extraObjects[1]: is not one object with apiVersion, kind and metadata; give each object its own entry": {
         "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}, "kind: ConfigMap"]
     },
-    "trainer.persistence.accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods share the volume; use ReadWriteMany": {
-        "trainer": {"nodes": 2}
-    },
-    "trainer.terminationGracePeriodSeconds: 100 leaves no time after trainer.stopCheckpointSeconds = 1740": {
-        "trainer": {"terminationGracePeriodSeconds": 100}
-    },
-    "networkPolicy.nats.ports: [4222] lacks port 4443 of nats.url = tls://nats.messaging:4443": {
-        "nats": {"enabled": False, "url": "tls://nats.messaging:4443"}
-    },
-    "networkPolicy.nats.ports: [4443] lacks port 4222 of nats.url = nats://nats.messaging,": {
-        "nats": {"enabled": False, "url": "nats://nats.messaging"},
-        "networkPolicy": {"nats": {"ports": [4443]}},
-    },
-    "trainer.expectedActors: 9 is more than actor.replicas = 8": {"actor": {"replicas": 8}, "trainer": {"expectedActors": 9}},
-    "trainer.expectedActors: 8 is more than actor.autoscaling.minReplicas = 1": {
-        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
-        "trainer": {"expectedActors": 8},
-    },
-    "metrics.podMonitor.enabled: is false, so that nothing would collect the metric that actor.autoscaling follows": {
-        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}
-    },
-    "metrics.podMonitor.enabled: is false, so that nothing would collect the metric that verifier": {
-        "recipe": EPISODES,
-        "verifier": {"autoscaling": {"kind": "hpa"}},
-    },
+    "trainer.persistence.accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods share the": {"trainer": {"nodes": 2}},
+    "trainer.terminationGracePeriodSeconds: 100 leaves no time after": {"trainer": {"terminationGracePeriodSeconds": 100}},
+    "metrics.podMonitor.enabled: is false, so that nothing would collect the metric that actor.autoscaling follows": HPA,
+    "metrics.podMonitor.enabled: is false, so that": {"recipe": EPISODES, "verifier": {"autoscaling": {"kind": "hpa"}}},
     "rewards.files, task.files: 400001 bytes together are more than the 400000 for which Helm's Secret of a release has room": {
         "rewards": {"files": {"big.py": "#" * 200_000}},
         "task": {"files": {"big.jsonl": "x" * 200_001}},
     },
-    "actor.affinity: a required podAffinity cannot be combined with actor.scheduleAfterTrainer": {
-        "actor": {
-            "affinity": {
-                "podAffinity": {
-                    "requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone", "labelSelector": {}}]
-                }
-            }
-        }
-    },
-    "recipe.set.trainer.shard_ranks: 3 does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)": {
-        "recipe": {"set": {"trainer": {"shard_ranks": 3}}},
-        "trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}},
-    },
-    "recipe.set.trainer.context_parallel: 2 does not divide the 1 ranks of the trainer": {
-        "recipe": {"set": {"trainer": {"context_parallel": 2}}},
-        "trainer": {"gpus": 1},
-    },
-    "trainer.capabilities: [IPC_LOCK] have no effect for a process that is not root; set security.runAsUser to 0": {
-        "trainer": {"capabilities": ["IPC_LOCK"]}
-    },
-    "actor.resources.limits.memory: 24Gi is less than actor.resources.requests.memory = 32Gi, which Kubernetes refuses": {
-        "actor": {"resources": {"limits": {"memory": "24Gi"}}}
-    },
-    "trainer.resources.limits.cpu: 7500m is less than trainer.resources.requests.cpu = 8": {
-        "trainer": {"resources": {"limits": {"cpu": "7500m"}}}
-    },
-    "trainer.page.resources.limits.memory: 64M is less than trainer.page.resources.requests.memory = 96Mi": {
-        "trainer": {"page": {"resources": {"limits": {"memory": "64M"}}}}
-    },
+    "actor.affinity: a required podAffinity cannot be combined": {"actor": {"affinity": {"podAffinity": TERM}}},
+    "trainer.capabilities: [IPC_LOCK] have no effect for a process that is not": {"trainer": {"capabilities": ["IPC_LOCK"]}},
     "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of the two": {
         service: {"serviceAccount": {"name": "x"}} for service in ("actor", "trainer")
     },
@@ -255,16 +200,43 @@ REFUSED: dict[str, dict[str, Any]] = {
         "nats": {"enabled": False, "url": "nats://nats.messaging:4222"},
     },
     "nats.tlsSecret: nats-ca is not used while nats.enabled is true; set tls.nats.enabled": {"nats": {"tlsSecret": "nats-ca"}},
-    "networkPolicy.verifierEgress: is empty, so that no verifier would reach the recipe's judge (https://": {
-        "recipe": {"set": {"reward": JUDGE}}
+    "images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and": {"actor": {"gpus": 0}, "trainer": {"gpus": 0}},
+    "networkPolicy.monitoring.from: is empty, so that no": {**HPA, "networkPolicy": {"monitoring": {"from": []}}, **SCRAPED},
+    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods (also": {
+        "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b", "withoutLogin": True, "from": []}}}
     },
+    "resolve a name; name the pods or addresses that answer DNS (also if a policy of": {"networkPolicy": {"dns": {"to": []}}},
+    "nats.url: is empty while nats.enabled is false": {"nats": {"enabled": False}},
+    ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {"tls": {"grpc": {"enabled": True}}},
+    "tls.certManager.issuerRef: has no name": {"tls": {"nats": {"enabled": True}, "certManager": {"enabled": True}}},
+    "actor.autoscaling.keda.prometheusAddress: is empty": {"actor": {"autoscaling": {"enabled": True}}, **SCRAPED},
+    "images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {"images": {"variant": "cpu"}},
+    "nats.url: nats://nats.messaging:4222 is not used while nats.enabled is": {"nats": {"url": "nats://nats.messaging:4222"}},
+    "tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled": {"tls": {"secrets": {"actor": "actor-tls"}}},
+    "huggingface.token: huggingface.existingSecret is set, too": {"huggingface": {"token": "hf_a", "existingSecret": "hf"}},
+    "tracing.headersSecret: login is not used": {"tracing": {"headersSecret": "login"}},
+    "verifier.autoscaling.maxReplicas: 2 is less than": {"verifier": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}},
+    "verifier.autoscaling.kind: hpa scales on episodes, and the": {"verifier": {"autoscaling": {"kind": "hpa"}}, **SCRAPED},
+    "verifier.autoscaling.kind = keda needs it": {**SCRAPED, "recipe": EPISODES, "verifier": {"autoscaling": {"kind": "keda"}}},
+}
+"""By what the templates say of them."""
+REFUSED_BY_THE_JOB: dict[str, dict[str, Any]] = {
+    "trainer.persistence.size = '500Gi': the model, 2 checkpoints of 216 GB": {"model": {"name": "a/14B"}},
+    "[4443]: lacks port 4222 of": {"nats": {"enabled": False, "url": "nats://n"}, "networkPolicy": {"nats": {"ports": [4443]}}},
+    "trainer.expectedActors = 9: is more than actor.replicas = 8": {"actor": {"replicas": 8}, "trainer": {"expectedActors": 9}},
+    "trainer.expectedActors = 8: is more than": {**HPA, "trainer": {"expectedActors": 8}, **SCRAPED},
+    "recipe.set.trainer.shard_ranks = 3: does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)": {
+        "recipe": {"set": {"trainer": {"shard_ranks": 3}}},
+        "trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}},
+    },
+    "context_parallel = 2: does": {"recipe": {"set": {"trainer": {"context_parallel": 2}}}, "trainer": {"gpus": 1}},
+    "trainer.resources.limits.cpu = '7500m': is less than": {"trainer": {"resources": {"limits": {"cpu": "7500m"}}}},
+    "trainer.page.resources.limits.memory = '64M': is": {"trainer": {"page": {"resources": {"limits": {"memory": "64M"}}}}},
+    "networkPolicy.verifierEgress = []: is empty, so that no verifier would reach the": {"recipe": {"set": {"reward": JUDGE}}},
     "would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address (also if a policy of your own": {
-        "recipe": {"set": {"evaluation": {"sets": [{"name": "a"}, {"name": "b", "reward": JUDGE}]}}}
+        "recipe": {"set": {"evaluation": {"sets": [{"name": "b", "task": {"name": "chain_sum"}, "reward": JUDGE}]}}}
     },
-    "networkPolicy.extraEgress: is empty, so that the trainer would not reach s3://a/b while networkPolicy.hub.enabled is": {
-        "recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}},
-        **NO_WAY_OUT,
-    },
+    "networkPolicy.extraEgress = []: is": {"recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}}, **NO_WAY_OUT},
     "would not reach hf://a/first/checkpoints/latest while networkPolicy.hub.enabled is false; add a rule to the store's": {
         "model": {"source": "hf://a/first/checkpoints/latest"},
         "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"cidrs": ["10.0.0.1/32", "fd00::1/128"]}},
@@ -273,60 +245,38 @@ REFUSED: dict[str, dict[str, Any]] = {
         "recipe": {"set": {"checkpoint": {"upload": "gs://a/b"}}},
         "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"ports": [6443]}},
     },
-    "images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and trainer.gpus to null, or images.variant to cpu": {
-        "actor": {"gpus": 0},
-        "trainer": {"gpus": 0},
-    },
-    "networkPolicy.monitoring.from: is empty, so that no Prometheus could collect the metric that actor.autoscaling follows": {
-        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
-        "networkPolicy": {"monitoring": {"from": []}},
-        **SCRAPED,
-    },
-    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods (also": {
-        "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b", "withoutLogin": True, "from": []}}}
-    },
-    "resolve a name; name the pods or addresses that answer DNS (also if a policy of your own already allows this)": {
-        "networkPolicy": {"dns": {"to": []}}
-    },
-    "actor.strategy.rollingUpdate: maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced": {
-        "actor": {"strategy": {"rollingUpdate": {"maxUnavailable": "0%"}}}
-    },
-    "networkPolicy.nats.ports: [4222] lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {
+    "maxSurge and maxUnavailable are both 0, so that no": {"actor": {"strategy": {"rollingUpdate": {"maxUnavailable": "0%"}}}},
+    "networkPolicy.nats.ports = [4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {
         "nats": {"enabled": False, "url": "nats://nats-0.messaging:4222,nats://nats-1.messaging:4223"}
     },
-    "nats.url: is empty while nats.enabled is false": {"nats": {"enabled": False}},
-    "nats.sequencesMaxGib: 25 is more than three quarters of nats.persistence.size = 32Gi": {"nats": {"sequencesMaxGib": 25}},
-    ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {"tls": {"grpc": {"enabled": True}}},
-    "tls.certManager.issuerRef: has no name": {"tls": {"nats": {"enabled": True}, "certManager": {"enabled": True}}},
-    "actor.autoscaling.keda.prometheusAddress: is empty": {"actor": {"autoscaling": {"enabled": True}}, **SCRAPED},
-    "images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {"images": {"variant": "cpu"}},
-    "nats.url: nats://nats.messaging:4222 is not used while nats.enabled is true": {
-        "nats": {"url": "nats://nats.messaging:4222"}
-    },
-    "tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled": {"tls": {"secrets": {"actor": "actor-tls"}}},
-    "huggingface.token: huggingface.existingSecret is set, too; keep only one of them": {
-        "huggingface": {"token": "hf_a", "existingSecret": "hf"}
-    },
-    "tracing.headersSecret: login is not used": {"tracing": {"headersSecret": "login"}},
-    "verifier.autoscaling.maxReplicas: 2 is less than minReplicas = 3": {
-        "verifier": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}
-    },
-    "verifier.autoscaling.kind: hpa scales on episodes, and the recipe has none": {
-        "verifier": {"autoscaling": {"kind": "hpa"}},
-        **SCRAPED,
-    },
-    "and verifier.autoscaling.kind = keda needs it": {
-        "recipe": EPISODES,
-        "verifier": {"autoscaling": {"kind": "keda"}},
-        **SCRAPED,
-    },
-    "verifier.maxEpisodes: 2 pods with 191 episodes each cannot run the 384 that the actors keep in progress": {
+    "nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {"nats": {"sequencesMaxGib": 25}},
+    "verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress": {
         "recipe": EPISODES,
         "actor": {"replicas": 3},
         "verifier": {"maxEpisodes": 191, "autoscaling": {"enabled": False}},
     },
+    "defaultLimits.cpu = '4': is less than trainer.resources.requests.cpu = 8": {"defaultLimits": {"cpu": "4"}},
+    "networkPolicy.tracing.ports = [4317, 4318]: lacks port 9999 of": {"tracing": {"endpoint": "http://collector:9999/v1"}},
+    "lacks port 443 of tracing.endpoint": {"tracing": {"endpoint": "https://otel.example.com/in:4318"}},
+    "lacks port 80 of": {"tracing": {"endpoint": "http://[2001:db8::4318]"}},
+    "lacks port 55680 of": {"tracing": {"endpoint": "http://[2001:db8::1]:55680"}},
+    "lacks port 443 of": {"tracing": {"endpoint": "http://collector", "protocol": "grpc"}},
 }
-"""By what is said of them."""
+"""By what the Job says of them before an install or upgrade."""
+COLLECTOR = {"tracing": {"endpoint": "http://collector:9999"}}
+
+
+def said_by_the_job(rendered: Rendered, folder: Path) -> list[str]:
+    """The problems that it finds in the files of its ConfigMap."""
+    file = folder / "values.yaml"
+    file.write_text(rendered.one("ConfigMap", "pipelinerl-validation")["data"]["values.yaml"])
+    return [str(problem) for problem in chart_problems(file, recipe_of(rendered, folder))]
+
+
+@pytest.mark.parametrize("message", REFUSED_BY_THE_JOB)
+def test_the_job_refuses_what_needs_arithmetic(message: str, tmp_path: Path) -> None:
+    (problem,) = said_by_the_job(render(REFUSED_BY_THE_JOB[message]), tmp_path)
+    assert message in problem
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -355,28 +305,13 @@ def test_values_that_contradict_each_other_are_refused_by_name(message: str) -> 
         {"actor": {"replicas": 0}},
         {service: {"serviceAccount": {"create": False, "name": "theirs"}} for service in ("actor", "trainer", "verifier")},
         {"nats": {"enabled": False, "url": "nats://n:4222", "serviceAccount": {"name": "pipelinerl-actor"}}},
+        *({**COLLECTOR, "networkPolicy": one} for one in ({"tracing": {"ports": [9999]}}, {"enabled": False})),
+        {**COLLECTOR, "networkPolicy": {"tracing": {"to": []}}},
     ],
     ids=str,
 )
-def test_values_that_only_look_like_those_are_taken(values: dict[str, Any]) -> None:
-    assert render(values).of_kind("Deployment")
-
-
-@pytest.mark.parametrize(
-    ("tracing", "port"),
-    [
-        ({"endpoint": "http://collector:9999/v1"}, "9999"),
-        ({"endpoint": "https://otel.example.com/in:4318"}, "443"),
-        ({"endpoint": "http://[2001:db8::4318]"}, "80"),
-        ({"endpoint": "http://[2001:db8::1]:55680"}, "55680"),
-        ({"endpoint": "http://collector", "protocol": "grpc"}, "443"),
-    ],
-)
-def test_an_endpoint_of_traces_that_the_policies_keep_out_is_refused(tracing: dict[str, str], port: str) -> None:
-    with pytest.raises(HelmError, match=rf"networkPolicy\.tracing\.ports: \[4317, 4318\] lacks port {port} of"):
-        render({"tracing": tracing})
-    for policy in ({"tracing": {"ports": [4318, int(port)]}}, {"enabled": False}, {"tracing": {"to": []}}):
-        assert render({"tracing": tracing, "networkPolicy": policy})
+def test_values_that_only_look_like_those_are_taken(values: dict[str, Any], tmp_path: Path) -> None:
+    assert said_by_the_job(render(values), tmp_path) == []
 
 
 def test_a_release_that_cannot_name_a_service_is_refused() -> None:

@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,19 @@ import yaml
 from kubernetes_validate import utils
 
 from tests.chart.cases import CASES, rendered_case
-from tests.chart.rendering import CHART, CPU_VALUES, WORKLOADS, Object, Pod, Rendered, helm, render, rendered_text
+from tests.chart.rendering import (
+    CHART,
+    CPU_VALUES,
+    HELM,
+    WORKLOADS,
+    HelmError,
+    Object,
+    Pod,
+    Rendered,
+    helm,
+    render,
+    rendered_text,
+)
 
 OLDEST, NEWEST = "1.31", "1.37"
 BETWEEN = ("1.32", "1.33", "1.34", "1.35", "1.36")
@@ -110,6 +123,26 @@ def test_passwords_are_other_ones_each_time_and_in_no_manifest_other_than_a_secr
             for entry in container.get("env", []):
                 assert "PASSWORD" not in entry["name"] or "secretKeyRef" in entry["valueFrom"]
                 assert entry["name"] != "HF_TOKEN" or "secretKeyRef" in entry["valueFrom"]
+
+
+RANDOM = r"\b(?:rand[A-Z]\w+|uuidv4|now|ago|gen(?:CA|PrivateKey|Signed|SelfSigned)\w*|htpasswd|bcrypt|shuffle)\b"
+
+
+def test_only_passwords_differ_between_renderings_and_the_chart_can_refuse_to_make_them() -> None:
+    found = {
+        (path.name, word)
+        for path in (CHART / "templates").rglob("*.*")
+        for action in re.findall(r"\{\{(?!/|-? ?/)(.*?)\}\}", path.read_text(encoding="utf-8"), re.DOTALL)
+        for word in re.findall(RANDOM, re.sub(r'"[^"]*"', "", action))
+    }
+    assert found == {("secret.yaml", "randAlpha"), ("secret.yaml", "randAlphaNum")}
+    with pytest.raises(HelmError, match=r"nats\.existingSecret: is empty") as refused:
+        render({"nats": {"auth": {"generate": False}}})
+    command = next(line for line in str(refused.value).splitlines() if "kubectl" in line).split()
+    made = subprocess.run(
+        [HELM.with_name("kubectl"), *command[1:], "--dry-run=client", "--output=yaml"], capture_output=True, check=True
+    )
+    assert yaml.safe_load(made.stdout)["data"].keys() == render().one("Secret", "pipelinerl-nats-auth")["data"].keys()
 
 
 def test_a_newer_chart_alone_restarts_nothing(tmp_path: Path) -> None:

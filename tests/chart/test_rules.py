@@ -6,16 +6,12 @@ The rules of fields.py themselves are tested first: each refuses what a real ser
 import copy
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import yaml
 
-from pipelinerl.kube import client as kube
 from tests.chart.cases import CASES, rendered_case
 from tests.chart.fields import defaulted, problems, upgraded
-from tests.chart.rendering import CHART, Object, Rendered, render
+from tests.chart.rendering import Object, Rendered, render
 
 # --- the chart --------------------------------------------------------------------------------------------------------
 
@@ -61,6 +57,7 @@ def test_a_pod_group_has_as_many_pods_as_each_of_them_says(nodes: int) -> None:
 FIXED = {
     ("StatefulSet", "pipelinerl-nats", "spec.volumeClaimTemplates"): "nats.persistence of a release stays as it was installed",
     ("PersistentVolumeClaim", "pipelinerl-trainer", "spec.accessModes"): "so does trainer.persistence.accessMode",
+    ("PersistentVolumeClaim", "pipelinerl-trainer", "spec.resources.requests.storage"): "without a lookup (test_upgrade.py)",
 }
 """What Kubernetes lets nobody change; each is said in docs/kubernetes.md."""
 UPGRADES = [name for name, case in CASES.items() if case.release == "pipelinerl"]
@@ -82,17 +79,8 @@ def test_every_case_may_be_upgraded_to_every_other_and_back() -> None:
     assert refused == FIXED.keys()
 
 
-def _resources(values: Any) -> Iterator[Object]:
-    if isinstance(values, dict):
-        if "requests" in values and "limits" in values:
-            yield values
-        else:
-            for part in values.values():
-                yield from _resources(part)
-
-
 def test_every_container_fits_a_quota(rendered: Rendered) -> None:
-    """On requests of CPU, memory and disk and on limits of memory; the values can add the others, as below."""
+    """On requests of CPU, memory and disk and on limits of memory; `defaultLimits` adds the others, as below."""
     for pod in rendered.pods:
         for container in pod.containers:
             given = {f"{side}.{name}" for side, names in container["resources"].items() for name in names}
@@ -100,25 +88,13 @@ def test_every_container_fits_a_quota(rendered: Rendered) -> None:
             assert given >= asked, (pod.owner, container["name"])
 
 
-QUOTA = {"limits": {"cpu": "8", "ephemeral-storage": "3Gi"}, "requests": {"ephemeral-storage": "1Gi"}}
-
-
-def test_no_resources_are_out_of_the_values_reach() -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    for resources in _resources(values):
-        for side, names in QUOTA.items():
-            resources[side] |= names
-    for pod in render(values).pods:
-        for container in pod.containers:
-            for side, names in QUOTA.items():
-                assert names.items() <= container["resources"][side].items(), (pod.owner, container["name"])
-
-
-def test_a_role_grants_no_resource_that_a_service_could_change_for_others(rendered: Rendered) -> None:
-    """Of what it does grant, test_rights.py says that it is what the code calls."""
-    asked = {(right.resource, right.verb) for right in kube.TRAINER}
-    assert not {(resource, verb) for resource, verb in asked if resource in ("secrets", "pods/exec", "serviceaccounts/token")}
-    for role in rendered.of_kind("Role"):
-        for rule in role["rules"]:
-            assert "*" not in (*rule["verbs"], *rule["resources"], *rule["apiGroups"])
-            assert "pods" not in rule["resources"] or {*rule["verbs"]} == {"list", "watch"}, "an image could be replaced"
+def test_default_limits_are_those_of_every_container_without_its_own() -> None:
+    """As a ResourceQuota on limits.cpu requires of all containers, also of hooks and init containers."""
+    everything = CASES["everything"].values
+    own = everything["nats"] | {"resources": {"limits": {"cpu": "3"}}}
+    values = {**everything, "defaultLimits": {"cpu": "16", "memory": "1Ti"}, "nats": own, "model": {"source": "a/checkpoint"}}
+    containers = [container for pod in render(values).pods for container in pod.containers]
+    assert {"initial-model", "exporter", "validation", "release", "transfer", "page"} <= {one["name"] for one in containers}
+    limits = [(one["name"], one["resources"]["limits"]) for one in containers if "fabric" not in one["name"]]
+    assert all(limit["memory"] != "1Ti" for _, limit in limits)
+    assert [limit["cpu"] for name, limit in limits if limit["cpu"] != "16"] == ["3"]

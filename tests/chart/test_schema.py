@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from deploy.tools.recipe_schema import recipe_definitions, text, with_recipe
 from deploy.tools.values_reference import comments, default_of, meaning, read_schema, values
+from pipelinerl.kube.checks import problems
+from pipelinerl.recipe.loading import parse_yaml, recipe_from_data
 from tests.chart.rendering import CHART, CPU_VALUES, HelmError, render, rendered_text
 
 Schema = Mapping[str, Any]
@@ -191,9 +193,15 @@ def _generated() -> st.SearchStrategy[dict[str, Any]]:
 )
 @given(_generated())
 def test_what_the_schema_allows_renders_or_is_refused_by_name(values: dict[str, Any]) -> None:
+    """The Job finds what it checks in each, too."""
     refusal = ""
     try:
-        assert render(values).of_kind("Deployment")
+        rendered = render(values)
+        assert rendered.of_kind("Deployment")
+        for config in rendered.of_kind("ConfigMap"):
+            if "values.yaml" in config.get("data", {}):
+                recipe = recipe_from_data(parse_yaml(config["data"]["recipe.yaml"], ""), "")
+                assert isinstance(problems(yaml.safe_load(config["data"]["values.yaml"]), recipe), list)
     except HelmError as error:
         refusal = str(error)
     assert not refusal or "\n\npipelinerl: " in refusal, refusal

@@ -3,22 +3,36 @@
 Not tested: what helm and a cluster's controllers then do with what is rendered.
 """
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.chart.api_server import api_server
+from tests.chart.fields import problems
 from tests.chart.rendering import CHART, CPU_VALUES, NAMESPACE, Rendered, helm, render
+
+OWNER = {"meta.helm.sh/release-name": "pipelinerl", "meta.helm.sh/release-namespace": NAMESPACE}
 
 
 def installed(values: dict[str, Any] | None = None) -> Rendered:
     return render(values, [CPU_VALUES])
 
 
-def upgraded(running: Rendered, values: dict[str, Any] | None = None) -> Rendered:
+def upgraded(running: Rendered, values: dict[str, Any] | None = None, verb: str = "--is-upgrade") -> Rendered:
+    with asking(running) as options:
+        return render(values, [CPU_VALUES], extra=[verb, *options])
+
+
+@contextmanager
+def asking(running: Rendered) -> Iterator[list[str]]:
+    """Options with which helm looks objects up in a cluster that has these of the release."""
+    for item in running.objects:
+        item["metadata"].setdefault("annotations", {}).update(OWNER)
     with api_server(running.objects) as url:
-        extra = ["--is-upgrade", "--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", url]
-        return render(values, [CPU_VALUES], extra=extra)
+        yield ["--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", url]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +75,44 @@ def test_an_upgrade_keeps_the_passwords_and_adds_one_that_is_missing() -> None:
     assert data == stored | {"route": data["route"]}
 
 
+@pytest.mark.parametrize(
+    ("live", "size", "expected"),
+    [
+        ("1Ti", "5Gi", "1Ti"),
+        ("1Ti", "1025Gi", "1025Gi"),
+        ("1Ti", "1023Gi", "1Ti"),
+        ("50000M", "46Gi", "50000M"),
+        ("50000M", "47Gi", "47Gi"),
+        ("53687091201", "50Gi", "53687091201"),
+        ("2e3G", "1Ti", "2e3G"),
+        ("5500000000000m", "5Gi", "5500000000000m"),
+        ("5300000000000m", "5Gi", "5Gi"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["--is-upgrade", "--is-upgrade=false"])
+def test_the_trainers_claim_never_shrinks(verb: str, live: str, size: str, expected: str) -> None:
+    """In an upgrade that forgets the size, and in an installation over the claim that an uninstall has kept."""
+    running = installed()
+    running.one("PersistentVolumeClaim", "pipelinerl-trainer")["spec"]["resources"]["requests"]["storage"] = live
+    after = upgraded(running, {"trainer": {"persistence": {"size": size}}}, verb)
+    claims = [one.one("PersistentVolumeClaim", "pipelinerl-trainer") for one in (after, running)]
+    assert claims[0]["spec"]["resources"]["requests"]["storage"] == expected
+    assert list(problems(*claims)) == []
+
+
+def test_an_upgrade_that_takes_pods_away_warns() -> None:
+    """Nothing else does: a number in the values replaces one that kubectl scale or an autoscaler has set."""
+    running = installed({"actor": {"replicas": None}})
+    running.one("Deployment", "pipelinerl-actor")["spec"]["replicas"] = 5
+    with asking(running) as options:
+        notes = {numbers: _notes(*options, "--set", numbers) for numbers in NUMBERS}
+    assert {numbers: re.findall("WARNING: .*", text) for numbers, text in notes.items()} == NUMBERS
+
+
+WARNING = "WARNING: actor.replicas reduces pipelinerl-actor from 5 pods to 3. To have 5 again: --set actor.replicas=5"
+NUMBERS = {"actor.replicas=3": [WARNING], "actor.replicas=5,verifier.replicas=3": [], "actor.replicas=null": []}
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_an_uninstall_leaves_the_checkpoints_unless_the_values_say_so(keep: bool) -> None:
     """Helm leaves what has this annotation, and nothing else."""
@@ -99,6 +151,10 @@ NOTES: list[tuple[tuple[str, ...], list[str]]] = [
 
 @pytest.mark.parametrize(("values", "commands"), NOTES)
 def test_notes_say_the_next_commands(values: tuple[str, ...], commands: list[str]) -> None:
-    chart = ("pipelinerl", CHART, "--namespace", NAMESPACE, "--values", CPU_VALUES)
-    notes = helm("install", *chart, *values, "--dry-run=client").partition("NOTES:")[2]
+    notes = _notes("--dry-run=client", *values)
     assert [command for command in commands if command not in notes] == []
+
+
+def _notes(*options: str) -> str:
+    chart = ("pipelinerl", CHART, "--namespace", NAMESPACE, "--values", CPU_VALUES)
+    return helm("install", *chart, *options).partition("NOTES:")[2]

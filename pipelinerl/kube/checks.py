@@ -1,0 +1,107 @@
+"""Check the chart's values against each other and against the recipe, for `pipelinerl validate --chart-values FILE`.
+
+The chart's Job runs this before an install or upgrade changes anything. It has the checks that need arithmetic or a parsed
+recipe. The chart's templates have the cheap ones, and those without which they would render wrong objects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import Recipe
+
+Values = Mapping[str, Any]
+_UNITS = {unit: Decimal(f"1e{power}") for unit, power in zip("numkMGTPE", (-9, -6, -3, 3, 6, 9, 12, 15, 18), strict=True)}
+_UNITS |= {"": Decimal(1)} | {f"{unit}i": Decimal(1024**power) for power, unit in enumerate("KMGTPE", 1)}
+_QUANTITY = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)")
+_PORT = re.compile(r"[a-z]+://[^/]*:([0-9]+)(?:/|$)")
+_ALLOWED = "(also if a policy of your own already allows this)"
+
+
+def problems(values: Values, recipe: Recipe) -> list[FieldError]:
+    """Return an error for each value that Kubernetes would refuse, or with which the run could not work. Pure."""
+    checks = (_limits(values, values.get("defaultLimits") or {}), _numbers(values, recipe), _blocked(values, recipe))
+    return [problem for check in checks for problem in check]
+
+
+def quantity(text: str | float) -> Decimal:
+    """Return a quantity of Kubernetes, such as 24Gi, 500m or 1e3, as a number. Raises `ValueError` for any other text."""
+    found = _QUANTITY.fullmatch(str(text))
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no quantity of Kubernetes")
+    return Decimal(found[1]) * _UNITS[found[2]]
+
+
+def _limits(values: Values, defaults: Values, path: str = "") -> Iterator[FieldError]:
+    for name, part in values.items():
+        at = f"{path}{name}"
+        if isinstance(part, Mapping) and name.lower().endswith("resources"):
+            limits = {resource: (f"defaultLimits.{resource}", limit) for resource, limit in defaults.items()}
+            limits |= {resource: (f"{at}.limits.{resource}", limit) for resource, limit in (part.get("limits") or {}).items()}
+            for resource, request in (part.get("requests") or {}).items():
+                field, limit = limits.get(resource, ("", request))
+                if quantity(request) > quantity(limit):
+                    less = f"is less than {at}.requests.{resource} = {request}, which Kubernetes refuses"
+                    yield FieldError(field, limit, f"{less}; raise the limit, or lower the request")
+        elif isinstance(part, Mapping):
+            yield from _limits(part, defaults, f"{at}.")
+
+
+def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
+    nats, actor, verifier, expected = values["nats"], values["actor"], values["verifier"], values["trainer"]["expectedActors"]
+    size, most = nats["persistence"]["size"], nats["sequencesMaxGib"]
+    if nats["enabled"] and quantity(size) * Decimal("0.75") < quantity(f"{most}Gi"):
+        fix = f"is more than three quarters of nats.persistence.size = {size}; enlarge the volume, or lower this"
+        yield FieldError("nats.sequencesMaxGib", most, fix)
+    scaler = actor["autoscaling"]
+    least = "autoscaling.minReplicas" if scaler["enabled"] else "replicas"
+    if (fewest := scaler["minReplicas"] if scaler["enabled"] else actor.get("replicas")) and expected > fewest:
+        fix = f"is more than actor.{least} = {fewest}, so that the first step would wait for ever; make them equal"
+        yield FieldError("trainer.expectedActors", expected, fix)
+    rolling = (actor["strategy"].get("rollingUpdate") or {}) if actor["strategy"]["type"] == "RollingUpdate" else {}
+    if all(re.fullmatch("0+%?", str(rolling.get(part, "25%"))) for part in ("maxSurge", "maxUnavailable")):
+        fix = "maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced; raise one of them"
+        yield FieldError("actor.strategy.rollingUpdate", rolling, fix)
+    nodes, here = values["trainer"]["nodes"], values["trainer"].get("gpus") or recipe.trainer.ranks
+    for name in ("context_parallel", "shard_ranks"):
+        if (share := getattr(recipe.trainer, name)) and nodes * here % share:
+            fix = f"does not divide the {nodes * here} ranks of the trainer (trainer.nodes = {nodes}, {here} each)"
+            yield FieldError(f"recipe.set.trainer.{name}", share, f"{fix}; change it, trainer.nodes or trainer.gpus")
+    scaled = ((one["autoscaling"], one.get("replicas")) for one in (actor, verifier))
+    actors, pods = (by["maxReplicas"] if by["enabled"] else replicas for by, replicas in scaled)
+    actors, each = max(1, expected) if actors is None else actors, verifier["maxEpisodes"]
+    wanted = max([actors * recipe.actor.samples_in_progress(one.task) for one in recipe.episodic_tasks.values()], default=0)
+    if pods is not None and pods * each < wanted:
+        fix = f"in each of {pods} pods is less than the {wanted} episodes that the actors keep in progress; raise it or the"
+        yield FieldError("verifier.maxEpisodes", each, f"{fix} number of pods, or set recipe.set.actor.episodes_in_progress")
+
+
+def _blocked(values: Values, recipe: Recipe) -> Iterator[FieldError]:
+    policy, nats, tracing = values["networkPolicy"], values["nats"], values["tracing"]
+    if not policy["enabled"]:
+        return
+    called: list[tuple[str, str, int]] = []
+    if not nats["enabled"] and policy["nats"].get("cidrs") and not policy.get("extraEgress"):
+        called += [("nats", f"nats.url = {url}", 4222) for url in nats["url"].split(",")]
+    if (endpoint := tracing["endpoint"]) and policy["tracing"].get("to"):
+        default = 443 if endpoint.startswith("https:") or tracing["protocol"] == "grpc" else 80
+        called.append(("tracing", f"tracing.endpoint = {endpoint}", default))
+    for name, where, default in called:
+        found, ports = _PORT.search(where), policy[name].get("ports", [])
+        if (port := int(found[1]) if found else default) not in ports:
+            fix = f"lacks port {port} of {where}, so that nothing could reach it; add this port and, if a Service maps it to "
+            yield FieldError(f"networkPolicy.{name}.ports", ports, f"{fix}another, also the port of the pods")
+    judges = ", ".join(dict.fromkeys(one.reward.judge.url for one in recipe.sets_by_place.values() if one.reward.judge))
+    if judges and not policy.get("verifierEgress"):
+        fix = f"is empty, so that no verifier would reach the recipe's judge ({judges}); add a rule to its address {_ALLOWED}"
+        yield FieldError("networkPolicy.verifierEgress", [], fix)
+    api = policy["kubernetesApi"] if values["kubernetesApi"]["enabled"] else {}
+    to_networks = 443 in api.get("ports", []) and any(not re.search(r"\.\d+/32$|/128$", cidr) for cidr in api.get("cidrs", []))
+    store = next((url for url in (recipe.checkpoint.upload, recipe.model.name) if re.match("(s3|gs|hf)://", url or "")), "")
+    if store and not (to_networks or policy["hub"]["enabled"] or policy.get("extraEgress")):
+        fix = f"is empty, so that the trainer would not reach {store} while networkPolicy.hub.enabled is false; add a rule to"
+        yield FieldError("networkPolicy.extraEgress", [], f"{fix} the store's address {_ALLOWED}")
