@@ -528,7 +528,7 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
             number += 1
             covered = turns[number].start
         if span.start != covered or not span.start < span.end <= turns[number].end:
-            problem = f"[{span.start}, {span.end}) does not follow the spans of [0, {covered})"
+            problem = f"[{span.start}, {span.end}) is empty, does not begin at {covered}, or ends after {turns[number].end}"
             raise MessageError(kind, field, problem)
         if not (0 <= span.version < 1 << 64 and 1 <= span.incarnation < 1 << 32):  # inlined, since this runs for every span
             check_uint(span.version, kind, f"{field}.version", bits=64)

@@ -595,7 +595,7 @@ class AlgorithmConfig(Section):
     advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
         "leave_one_out", description="Baseline of the reward. `value`: a learned value head (paper, eq. 4)."
     )
-    value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)², with advantage `value`.")
+    value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)² if `advantage: value`.")
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
     normalization: Literal["token", "sequence", "batch"] = Field(
         "batch",
@@ -798,7 +798,7 @@ class Recipe(Section):
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
         must(lambda names: len(set(names)) == len(names), "name each tracker once"),
     ] = Field(
-        default_factory=list, description="Trackers that also get the run's figures. Each needs its package (docs/trackers.md)."
+        default_factory=list, description="Trackers that also get the run's metrics. Each needs its package (docs/trackers.md)."
     )
     model: ModelConfig
     task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` lists several.")

@@ -27,7 +27,7 @@ Broken = Iterator[tuple[str, str]]
 
 
 class BrokenRules(ValueError):
-    """Fields of a recipe contradict each other. Attribute: `problems` (one `FieldError` for each broken rule)."""
+    """A recipe breaks rules between its fields. Attribute: `problems` (one `FieldError` for each broken rule)."""
 
     def __init__(self, problems: tuple[FieldError, ...]) -> None:
         self.problems = problems

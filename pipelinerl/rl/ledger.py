@@ -227,7 +227,7 @@ class SequenceTracker:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean sampled tokens of sequences trained or dropped as stale, since this process began; at least 1."""
+        """Mean number of sampled tokens per sequence trained on or dropped as stale since this process began; at least 1."""
         return max(1.0, sum(self.tokens[outcome.value] for outcome in self._lengths) / max(1, self._num_ended))
 
     def take_ended_by_length(self) -> dict[str, list[int]]:

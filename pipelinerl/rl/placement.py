@@ -283,7 +283,7 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
     if least > most:
         raise next(room for room in rooms if room.most == most).problem(changed)
     if given is not None and not least <= given <= most:
-        fix = f"the GPUs of the actors have room for {least} to {most} of their memory; use that, or auto"
+        fix = f"vLLM needs at least {least} of the actors' GPU memory and may take at most {most}; use a value between, or auto"
         raise FieldError("actor.engine.gpu_memory_utilization", given, fix)
     share = max((room.trainer_share for room in rooms), default=1.0)
     engine = engine.model_copy(update={"gpu_memory_utilization": given or most})

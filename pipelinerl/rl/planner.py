@@ -188,7 +188,7 @@ def make_plan(
     allowed = [one for one in splits if max_lag is None or one.largest_lag <= max_lag]
     if not allowed:
         smallest = min(one.largest_lag for one in splits)
-        fix = f"the longest sequences are at least {counted(smallest, 'step')} old in any split; use at least {smallest}"
+        fix = f"the longest sequences have a lag of at least {smallest} in any split of the accelerators; use at least that"
         fix += "" if smallest == 1 else ", or raise trainer.batch_size"
         raise FieldError("algorithm.max_lag", max_lag, fix)
     while True:
@@ -212,8 +212,8 @@ def make_plan(
         _why_this_h(h, sequences_in_progress, most),
         f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
         f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; at most "
-        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations, so at least {fewest} ranks are needed",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; for activations to fit, "
+        f"it may hold {machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} must share them",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waits for a group, for a batch and for "
         f"{update_s:.2g} s of each weight update add to it",
         *_warnings(recipe, machine, chosen, fewest, update_s),

@@ -449,7 +449,7 @@ def check_family(family: str) -> None:
 
 
 def check_arguments(family: str, config: Mapping[str, Any]) -> None:
-    """Raise `FieldError` for a key of `config` that `family` does not take, with similar and allowed names."""
+    """Raise `FieldError` for a key of `config` that the recipe sets or `family` does not take; list the keys that it takes."""
     known = [field.name for field in fields(_families()[family][1]) if field.name not in _OURS]
     for key, value in config.items():
         if key in _OURS:

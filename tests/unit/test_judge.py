@@ -210,7 +210,7 @@ async def test_more_items_than_may_wait_are_refused_and_what_was_asked_is_known_
             first = asyncio.create_task(pool.score([item("a"), item("b")]))
             while one.num_waiting < 2:
                 await asyncio.sleep(0)
-            with pytest.raises(QueueFull, match="7 items do not fit: 2 of max_queue = 8 are waiting"):
+            with pytest.raises(QueueFull, match="no room for 7 more items: 2 are waiting, and max_queue = 8"):
                 await pool.score([item("c")] * 7)
             first.cancel()  # as a caller whose deadline has passed
             await asyncio.gather(first, return_exceptions=True)

@@ -250,9 +250,9 @@ def test_a_model_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
     ("targets", "problem"),
     [
         (["q_proj", "qkv"], r"trainer.lora.target_modules = 'qkv'.*no such layer.*down_proj.*q_proj"),
-        (["lm_head"], "means lm_head, which is not a linear layer inside the model"),
-        (["embed_tokens"], "means model.embed_tokens, which is not a linear layer"),
-        (["mlp"], "means model.layers.0.mlp, which is not a linear layer"),
+        (["lm_head"], "matches lm_head, which is the output head or no linear layer"),
+        (["embed_tokens"], "matches model.embed_tokens, which is the output head or no linear layer"),
+        (["mlp"], "matches model.layers.0.mlp, which is the output head or no linear layer"),
     ],
 )
 def test_targets_that_cannot_be(targets: list[str], problem: str) -> None:

@@ -464,7 +464,7 @@ def of_another_revision(folder: str, name: str) -> str:
 @pytest.mark.parametrize("name", ["version", "pod template", "recipe"])
 def test_nodes_of_different_revisions_do_not_train_together(trained: Trained, name: str) -> None:
     first, second = on_ranks(2, of_another_revision, trained.jobs["tied"].folder, name)
-    both = {"version": "'1.1', rank 0 '1.0'", "pod template": "'trainer-1', rank 0 'trainer-0'"}.get(name, "")
+    both = {"version": "'1.1', rank 0 has '1.0'", "pod template": "'trainer-1', rank 0 has 'trainer-0'"}.get(name, "")
     assert first == second
     assert first.startswith(f"the trainer's ranks do not match: rank 1 has {name} {both}")
     assert first.endswith(". Delete all pods of the trainer at once, so that all are replaced")
