@@ -149,7 +149,7 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
             f"weights of {weights:,.0f} GiB{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, and "
             f"{overhead:.3g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
         )
-        fix = f"use {enough}" if enough else f"{MOST_PER_ACTOR}, the maximum of an actor, are too few"
+        fix = f"use {enough}" if enough else f"even {MOST_PER_ACTOR}, the maximum, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")
     update = update_gib(recipe, model)
     if memory_gib * (1 - share) < update:

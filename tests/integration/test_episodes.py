@@ -459,7 +459,7 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
         async with serving(tmp_path, mixed, max_episodes=1) as address:
             first = asyncio.create_task(run(address.grpc, episode(endpoint, {})))
             await asyncio.to_thread(asked.wait)
-            with pytest.raises(VerifierAway, match="1 episodes, the maximum .* are already running"):
+            with pytest.raises(VerifierAway, match="1 episodes, the maximum"):
                 await run(address.grpc, episode(endpoint, {}))
             async with VerifierClient(address.grpc) as client:
                 unscored = VerifyItem(sequence_id="t.1", task=NAME, reference_json="{}")

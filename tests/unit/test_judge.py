@@ -103,8 +103,8 @@ async def test_what_may_heal_is_tried_again_and_a_judge_that_is_away_is_waited_f
         ((401, f"bad key {KEY}, of you"), 60, VERIFY_STATUS_CRASHED, "the judge refuses: HTTP 401: bad key ***, of you"),
         ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is not a chat completion: '<html>'"),
         ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "not a chat completion"),
-        ((500, "out of memory"), 1.0, VERIFY_STATUS_TIMEOUT, "judge.timeout_s = 1 s: HTTP 500: out of memory"),
-        (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer within reward.judge.timeout_s = 0.2 s"),
+        ((500, "out of memory"), 1.0, VERIFY_STATUS_TIMEOUT, "1 s (reward.judge.timeout_s): HTTP 500: out of memory"),
+        (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer within 0.2 s (reward.judge.timeout_s)"),
     ],
 )
 async def test_a_failure_is_a_failure_tells_no_key_and_is_not_kept(

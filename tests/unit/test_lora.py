@@ -273,7 +273,7 @@ def test_experts_that_lie_in_one_tensor_are_refused_and_attention_is_adapted(
     kind: tuple[type, type], experts: dict[str, int]
 ) -> None:
     mixture = build(*kind, **SHAPE, **experts)
-    problem = r"'all-linear': means model.layers.0.mlp.experts, whose experts .*, such as k_proj, o_proj, q_proj, v_proj"
+    problem = r"'all-linear': matches model.layers.0.mlp.experts, one tensor .*, such as k_proj, o_proj, q_proj, v_proj"
     with pytest.raises(FieldError, match=problem):
         add_adapters(mixture, LoraConfig())
     mixture = build(*kind, **SHAPE, **experts)

@@ -42,7 +42,7 @@ SHARE = "actor.engine.gpu_memory_utilization"
         (0.2, 80.0, SHARE, "use at least 0.23"),
         # 2 * 14.16 + 0.49 + 5 = 33.8 on one, 19.4 on each of two.
         (0.5, 24.0, "actor.engine.tensor_parallel_size", "do not fit 24 GiB; use 2"),
-        (0.5, 5.0, "actor.engine.tensor_parallel_size", "64, the maximum of an actor, are too few"),
+        (0.5, 5.0, "actor.engine.tensor_parallel_size", "even 64, the maximum, are too few"),
     ],
 )
 def test_an_actor_holds_the_weights_twice(share: float, memory_gib: float, field: str, said: str) -> None:
@@ -182,11 +182,11 @@ def test_a_rank_asks_its_device_whether_the_states_fit(device: torch.device, cap
     whole: Any = nn.ModuleList([weights(5.0).requires_grad_(False), weights(0.25)])
     world: Any = SimpleNamespace(device=device, layout=SimpleNamespace(shard_ranks=1))
     check_memory(load_recipe("arithmetic", ["trainer.lora.rank=4096"]), whole, world)
-    assert "6.0 GiB of weights" in caplog.text, "5 frozen and four times 0.25"
+    assert "take 6.0 GiB per rank" in caplog.text, "5 frozen and four times 0.25"
     caplog.clear()
     check(7.0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "7.0 GiB of weights" in caplog.text
+    assert "take 7.0 GiB per rank" in caplog.text
 
 
 def test_a_rank_asks_its_device_whether_snapshots_stay_there(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,7 +238,7 @@ def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
         ('{"trainer": [0, 0], "actors": [[1]]}', "no two ranks and no two actors"),
         ('{"trainer": ["0"], "actors": [["1"], ["GPU-1"]]}', "no two ranks and no two actors"),
         ('{"trainer": ["0"], "actors": []}', "GPUs for at least one actor"),
-        ('{"trainer": ["0"], "actors": [["1", "2"]]}', "tensor_parallel_size = 1 GPUs"),
+        ('{"trainer": ["0"], "actors": [["1", "2"]]}', "as many GPUs as actor.engine.tensor_parallel_size (1)"),
     ):
         with pytest.raises(FieldError, match=re.escape(said)):
             pinned(recipe(), here, text, SMALL)

@@ -311,7 +311,7 @@ def test_worlds_and_heads_that_do_not_divide_are_refused_and_a_rank_alone_shares
         RankLayout(0, 4, sequence_ranks=3, shard_ranks=4)
     with pytest.raises(FieldError, match=r"trainer\.shard_ranks = 3: does not divide"):
         RankLayout(0, 4, sequence_ranks=1, shard_ranks=3)
-    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 8: does not divide the 28 attention heads"):
+    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 8: does not divide the model's 28 attention heads"):
         key_repeats(28, 4, 8)
     job = trained.jobs["rows shared by two"]
     with pytest.raises(FieldError, match=r"trainer\.context_parallel = 2: needs as many ranks; raise trainer\.nproc"):
