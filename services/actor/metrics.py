@@ -101,10 +101,7 @@ class ActorMetrics:
             "sequences_finished_total", "Finished sequences, by finish reason.", {"reason": reasons}, unit="sequences"
         )
         self.failed = metrics.counter(
-            "sequences_failed_total",
-            "Failures of sequences here, by reason.",
-            {"reason": "see docs/errors.md"},
-            unit="sequences",
+            "sequences_failed_total", "Failed sequences, by reason.", {"reason": "see docs/errors.md"}, unit="sequences"
         )
         self.handed_over = metrics.counter(
             "sequences_handed_over_total",
