@@ -158,8 +158,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function, possibly async, with our, verl's or TRL's parameters, told by their names. Raises `FieldError` if it is
-    missing or has others. verl's and TRL's functions get the whole completion, so `answer_pattern` must be empty."""
+    """Import a function, possibly async, with our, verl's or TRL's parameters, told by their names. Raises `FieldError` if it
+    is missing or has others. verl's and TRL's functions get the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
