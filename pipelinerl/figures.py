@@ -65,7 +65,7 @@ FIGURES = (
            on_page=True, summary={"steps_clipped": "ones"}, trained=True),
     Figure("learning_rate", "Learning rate in this step.", "learning_rate", "none"),
     Figure("entropy", "Mean entropy of the policy at the positions of sampled tokens, nats.", "entropy_nats", on_page=True),
-    Figure("ess", "Effective sample size (ESS) of the step's tokens, divided by their number; from unclamped importance "
+    Figure("ess", "Effective sample size (ESS) of the step's tokens, divided by their number; uses unclamped importance "
            "weights.", "ess_ratio", on_page=True, summary={"ess.mean": "mean", "ess.min": "smallest"}, trained=True),
     Figure("ess_by_lag", "ESS of the tokens of each lag by themselves, divided by their number. The buckets of lags are "
            "`0`, `1`, `2`, `3-4`, `5-8`, `9-16` and `17+`.", "ess_by_lag_ratio", labels=_LAG),
@@ -136,12 +136,12 @@ FIGURES = (
     Figure("turns_mean", "Mean number of turns per [episode](episodes.md#what-is-trained) of the step; only in runs with "
            "episodes.", "episode_turns", "turns"),
     Figure("branches_mean", "Mean number of branches per episode; only in runs with episodes.", "episode_branches", "branches"),
-    Figure("observed_fraction", "Of the tokens after the prompts, the share that environments added. They are context and not "
+    Figure("observed_fraction", "Share of the tokens after the prompts that environments added; these are context and not "
            "trained on. Only in runs with episodes.", "observed_ratio"),
     Figure("multi_version_fraction", "Share of the step's sequences whose tokens were sampled by more than one version.",
            "multi_version_ratio", summary={"sequences_multi_version_fraction": "mean"}, weight="sequences_trained"),
     Figure("truncated_fraction", "Share of the step's sequences that were cut at `sampling.max_tokens` or at the end of "
-           "`model.max_context`; of an episode, the last turn decides.", "truncated_ratio", on_page=True,
+           "`model.max_context`; in an episode, the last turn decides.", "truncated_ratio", on_page=True,
            summary={"sequences_truncated_fraction": "mean"}, weight="sequences_trained"),
     Figure("tokens_generated", "Number of sampled tokens that have reached the trainer since the start of the run."),
     Figure("tokens_generated_per_s", "Sampled tokens that have reached the trainer since the previous step, per second.",

@@ -385,7 +385,7 @@ def trained_per_version(audit: Audit) -> dict[int, int]:
 
 
 def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
-    """Return the audit as data for JSON. `versions`: include the count of every version."""
+    """Return the audit as JSON-compatible data. `versions`: include the count of every version."""
     replay, trained = audit.replay, trained_per_version(audit)
     seen = audit.streams
     return {

@@ -207,7 +207,7 @@ class Bus:
         return OrderedReader(self.connection, stream, log_entry, from_position=max(1, from_position))
 
     async def purge_sequences(self, below_position: int) -> None:
-        """Remove the sequences below this position, at most up to the log's end. Positions are not counted anew."""
+        """Remove the sequences below this position, at most up to the log's end. Positions do not start again."""
         if below_position <= 1:
             return  # nothing is below; nats-py would take 0 for "everything"
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
@@ -296,7 +296,7 @@ def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
 _UNLIMITED = -1
 _SHORTEST_NOTICE_S = 1.0
 _MAX_ACTORS = 16_384
-"""Maximum number of actors. Each has an open request for a prompt group and a consumer of its own on CONTROL. The server's
+"""Maximum number of actors. Each has an open request for a prompt group and its own consumer on CONTROL. The server's
 default limits are lower: 512 open requests and, since nats-server 2.15, 1,000 consumers per stream."""
 
 

@@ -45,7 +45,7 @@ def permissions(run: str) -> dict[str, Permissions]:
 
 
 def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
-    """Return the `authorization` block of nats-server's configuration, as data for JSON, which nats-server can read. Users
+    """Return the `authorization` block of nats-server's configuration, as JSON-compatible data (nats-server reads JSON). Users
     without an entry in `passwords` are left out."""
     return {
         "users": [

@@ -83,7 +83,7 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
         if not 1 <= first <= last or weight == 0:
             raise FieldError("--lengths", bar[0], "a bar needs 1 token or more, FROM at most TO, and a weight above 0")
         if last > max_tokens:
-            raise FieldError("--lengths", bar[0], f"is longer than sampling.max_tokens = {max_tokens}; change one of them")
+            raise FieldError("--lengths", bar[0], f"is longer than sampling.max_tokens ({max_tokens}); change one of them")
         bars.append((first, last, weight))
     return Lengths.of_bars(bars), "as given"
 

@@ -115,7 +115,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             longest = count("\n".join((*shared, *problem.texts)) for problem in source.problems)
             tokens = f", the longest prompt of {longest:,} tokens{' without the chat template' if in_chat else ''}"
             if longest >= limit:
-                fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context = {limit}"
+                fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context ({limit})"
                 warnings.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
         found = [] if task.source == "hub" else files_at(task.path)
         files = f"{len(found):,} {one_of(sorted(set(map(known_format, found))))} files, " if len(found) > 1 else ""

@@ -142,7 +142,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         if version is None:
             lines.append("  no checkpoint was written: --resume begins at version 0")
         else:
-            again = f"; {counted(steps - version, 'step')} after it will be taken again" if steps > version else ""
+            again = f"; {counted(steps - version, 'later step')} will be repeated" if steps > version else ""
             lines.append(f"  --resume continues from the checkpoint of version {version}{again}")
     return lines
 

@@ -1,8 +1,8 @@
 """Processes of a local run: start a service, wait until it serves, stop it with everything it started, decide on restarts.
 
 A service has its own session, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order. A
-service gets SIGTERM when the runner dies. Its workers stay in its session, even in a process group of their own or after their
-parent is killed. Linux lists sessions in /proc; elsewhere only the process group is known. `runner` restarts services.
+service gets SIGTERM when the runner dies. Its workers stay in its session, even in another process group or after their parent
+is killed. Linux lists sessions in /proc; elsewhere only the process group is known. `runner` restarts services.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ServiceDied(ServiceError):
     """A service's process ended unexpectedly. Attributes: `name`, `returncode` (-9 = SIGKILL)."""
 
     def __init__(self, launch: Launch, returncode: int, restarts: int = 0) -> None:
-        """`restarts`: number of restarts in a row before the service was given up. The message quotes the end of the log; of a
-        user's mistake, only the lines that report it."""
+        """`restarts`: number of restarts in a row before the service was given up. The message quotes the end of the log or,
+        for a user's mistake, only the lines that report it."""
         self.name, self.returncode, tail = launch.name, returncode, log_tail(launch.log)
         try:
             how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal.Signals(-returncode).name}"
@@ -118,7 +118,7 @@ class ServiceProcess:
             file = self.launch.address_file
             return read_address(file) if file.is_file() else None
 
-        return await self.until(written, timeout_s, "wrote no address")
+        return await self.until(written, timeout_s, "has written no address")
 
     async def ready(self, timeout_s: float) -> ServiceAddress:
         """Wait for the address file, and then for status 200 from /readyz. Raises as `address` does."""

@@ -62,6 +62,6 @@ def _check_ranks(start: pb.EpochStart) -> None:
         _check_fields(member, "EpochStart", "members.")
         taken.extend(range(member.first_rank, member.first_rank + member.ranks))
     if sorted(taken) != list(range(len(taken))) or start.world_size != len(taken):
-        raise MessageError("EpochStart", "members", f"ranks {sorted(taken)} do not fill world_size = {start.world_size}")
+        raise MessageError("EpochStart", "members", f"ranks {sorted(taken)} are not 0 to {start.world_size - 1}")
     if len({member.actor for member in start.members}) != len(start.members):
         raise MessageError("EpochStart", "members", "an actor is listed twice")

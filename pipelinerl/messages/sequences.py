@@ -425,7 +425,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
     _check_names(sequence, expected_run, _SEQUENCE)
     _check_num_samples(sequence.group_size, _SEQUENCE, "group_size")
     if not 0 <= sequence.sample_index < sequence.group_size:
-        problem = f"{sequence.sample_index} is not in [0, group_size = {sequence.group_size})"
+        problem = f"{sequence.sample_index} is not in [0, {sequence.group_size}) (group_size)"
         raise MessageError(_SEQUENCE, "sample_index", problem)
     expected_id = f"{sequence.group_id}.{sequence.sample_index}"
     if sequence.sequence_id != expected_id:
@@ -464,7 +464,7 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
     for name, indices in listed.items():
         for index in indices:
             if not 0 <= index < group.num_samples:
-                raise MessageError(_GROUP, name, f"sample {index} is not in [0, num_samples = {group.num_samples})")
+                raise MessageError(_GROUP, name, f"sample {index} is not in [0, {group.num_samples}) (num_samples)")
             if index in seen:
                 raise MessageError(_GROUP, name, f"sample {index} is listed twice")
             seen.add(index)
@@ -528,7 +528,7 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
             number += 1
             covered = turns[number].start
         if span.start != covered or not span.start < span.end <= turns[number].end:
-            problem = f"[{span.start}, {span.end}) does not follow the spans of [0, {covered})"
+            problem = f"[{span.start}, {span.end}) is empty, does not begin at {covered}, or ends after {turns[number].end}"
             raise MessageError(kind, field, problem)
         if not (0 <= span.version < 1 << 64 and 1 <= span.incarnation < 1 << 32):  # inlined, since this runs for every span
             check_uint(span.version, kind, f"{field}.version", bits=64)

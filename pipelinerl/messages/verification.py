@@ -204,7 +204,7 @@ def _results(items: Iterable[pb.VerifyItem | pb.EpisodeRequest], response: pb.Ve
         is_usable = all(abs(value) <= MOST_REWARD for value in (result.reward, *result.components.values()))  # NaN is not
         if result.status == pb.VERIFY_STATUS_OK and not is_usable:
             result.status = pb.VERIFY_STATUS_BAD_REWARD
-            result.message = f"the verifier answered a reward of {result.reward} with {dict(result.components)}"[:500]
+            result.message = f"the verifier returned a reward of {result.reward}, with {dict(result.components)}"[:500]
         if result.status != pb.VERIFY_STATUS_OK:
             result.reward = 0.0
     return list(response.results)

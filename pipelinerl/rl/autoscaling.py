@@ -1,7 +1,7 @@
 """Compute for an autoscaler of the actors how many of them would keep the trainer busy within the lag bound. Pure.
 
-**Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds, waits for
-sequences excluded. Without waiting the trainer would consume `C = n / s` a second. C is the median over the last steps.
+**Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds, not counting
+waits for sequences. Without waiting the trainer would consume `C = n / s` a second. C is the median over the last steps.
 
 **Production.** A busy actor finishes `p` sequences per second with at most H in progress. The rate of a full actor is measured
 while nearly all H slots are in use. That value is kept until the slots are full again, since a lower p then only means that the

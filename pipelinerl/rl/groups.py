@@ -323,8 +323,8 @@ MOST_CUT, CUT_STEPS = 0.25, 10
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
     """Return the warning about a clip range that cuts `share` of the tokens."""
     fix = (
-        f"with clip_high = {algorithm.clip_high:g}, algorithm.loss = {algorithm.loss!r} cuts {share:.0%} of the tokens, which "
-        "then have no gradient. Their ratio is relative to the policy that sampled them, up to max_lag steps ago; widen "
+        f"together with algorithm.clip_high ({algorithm.clip_high:g}) it cuts {share:.0%} of the tokens, which then have no "
+        "gradient. A token's ratio is relative to the policy that sampled it, up to max_lag steps ago; widen "
         "algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
     )
     return FieldError("algorithm.clip_low", algorithm.clip_low, fix)

@@ -227,7 +227,7 @@ class SequenceTracker:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean sampled tokens of sequences trained or dropped as stale, since this process began; at least 1."""
+        """Mean number of sampled tokens per sequence trained on or dropped as stale since this process began; at least 1."""
         return max(1.0, sum(self.tokens[outcome.value] for outcome in self._lengths) / max(1, self._num_ended))
 
     def take_ended_by_length(self) -> dict[str, list[int]]:
@@ -303,15 +303,15 @@ def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, f
 
 MEANINGS = {
     "reward_timeout": "the reward took longer than reward.timeout_s; its worker was killed",
-    "reward_crashed": "the reward raised, or its process died twice on this item",
+    "reward_crashed": "the reward raised an exception, or its process died twice on this item",
     "reward_out_of_memory": "the reward needed more than reward.memory_mib",
-    "reward_bad_reward": "the reward is not a finite number",
+    "reward_bad_reward": "the reward is not a finite number within reward.max_abs",
     "reward_bad_reference": "the problem's reference lacks a value that the scorer needs",
     "reward_unknown_task": "the verifier's recipe does not have this task",
     "episode_timeout": "the episode took longer than task.episode_timeout_s, or its environment than task.answer_timeout_s",
-    "episode_crashed": "the environment or agent raised, died or failed, which was not the policy's fault",
+    "episode_crashed": "the environment or agent raised an exception, died or failed, which was not the policy's fault",
     "episode_out_of_memory": "the episode needed more than reward.memory_mib",
-    "episode_bad_reward": "the episode's reward is not a finite number",
+    "episode_bad_reward": "the episode's reward or a metric is not finite, or the reward exceeds reward.max_abs",
     "episode_bad_reference": "the problem's reference lacks a value that the episode needs",
     "episode_unknown_task": "the verifier's recipe does not have this task",
     "turn_timeout": "a turn took longer than task.turn_timeout_s",

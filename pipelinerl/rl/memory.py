@@ -149,7 +149,7 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
             f"weights of {weights:,.0f} GiB{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, and "
             f"{overhead:.3g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
         )
-        fix = f"use {enough}" if enough else f"{MOST_PER_ACTOR}, the maximum of an actor, are too few"
+        fix = f"use {enough}" if enough else f"even {MOST_PER_ACTOR}, the maximum, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")
     update = update_gib(recipe, model)
     if memory_gib * (1 - share) < update:
@@ -220,7 +220,7 @@ def fewest_ranks(recipe: Recipe, model: Model, memory_gib: float) -> int:
 
 
 def ranks_of_a_copy(recipe: Recipe, model: Model, memory_gib: float) -> int:
-    """Return how many ranks share one copy of the states. If `trainer.nproc` is `auto`, these are the fewest that can."""
+    """Return how many ranks share one copy of the states. If the recipe gives no number, this is `fewest_ranks`."""
     return recipe.trainer.shard_ranks or recipe.trainer.nproc or fewest_ranks(recipe, model, memory_gib)
 
 
@@ -229,13 +229,13 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
     fewest, state_gib = fewest_ranks(recipe, model, memory_gib), state_bytes(recipe, model) / GIB / ranks
     if ranks >= fewest:
         return None
-    field, enough = "nproc", fewest
+    field, enough = "nproc", f"at least {fewest}"
     if recipe.trainer.shard_ranks:  # has to divide the number of ranks
         field, nproc = "shard_ranks", recipe.trainer.ranks
-        enough = next((number for number in range(fewest, nproc + 1) if nproc % number == 0), fewest)
+        enough = str(next((number for number in range(fewest, nproc + 1) if nproc % number == 0), fewest))
     fix = (
-        f"{state_gib:.1f} GiB of weights, gradients and optimizer on each of {ranks} leave less than "
-        f"{1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use at least {enough} ranks"
+        f"weights, gradients and optimizer state take {state_gib:.1f} GiB per rank ({ranks} share them) and leave less than "
+        f"{1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use {enough} ranks"
     )
     return FieldError(f"trainer.{field}", getattr(recipe.trainer, field) or "auto", fix)
 

@@ -35,7 +35,7 @@ from pipelinerl.rl.throughput import Lengths
 FREE_SHARE = 0.5
 """Share of a GPU's memory that must be free, or the GPU counts as used by another process."""
 SHARED_UNKNOWN = 0.4
-"""vLLM's share of a GPU that it shares with the trainer of a model of unknown size."""
+"""vLLM's share of a GPU that the trainer also uses, if the model's size is unknown."""
 CONTEXTS_GIB = 1.0
 """Memory of the CUDA contexts of two processes."""
 LEAST_ACTIVATIONS_GIB = 4.0
@@ -155,7 +155,7 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int
         if twice := [uuid for uuid in users if users.count(uuid) > 1]:
             raise FieldError(OPTION, twice[0], "one rank and one actor may share a GPU, but no two ranks and no two actors")
     if wrong := [group for group in placement.groups if len(group) != size]:
-        raise FieldError(OPTION, list(wrong[0]), f"give each actor actor.engine.tensor_parallel_size = {size} GPUs")
+        raise FieldError(OPTION, list(wrong[0]), f"give each actor as many GPUs as actor.engine.tensor_parallel_size ({size})")
     model = Model.of(recipe, parameters, active_share=active_share) if parameters else None
     return _with_numbers(recipe, placement, devices, model)
 
@@ -234,8 +234,8 @@ def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, model: Model
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
-    """Remove `number` GPUs from `left` and return their names. They are from the smallest set of linked GPUs that has enough,
-    or, if none has, from several sets, the largest first."""
+    """Remove `number` GPUs from `left` and return their names. Take them from the smallest set of linked GPUs that has enough,
+    or, if none has enough, from several sets, the largest first."""
     islands = _islands(left)
     fitting = [island for island in islands if len(island) >= number]
     chosen = (min(fitting, key=len) if fitting else [device for island in islands for device in island])[:number]
@@ -283,7 +283,7 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
     if least > most:
         raise next(room for room in rooms if room.most == most).problem(changed)
     if given is not None and not least <= given <= most:
-        fix = f"the GPUs of the actors have room for {least} to {most} of their memory; use that, or auto"
+        fix = f"vLLM needs at least {least} of the actors' GPU memory and may take at most {most}; use a value between, or auto"
         raise FieldError("actor.engine.gpu_memory_utilization", given, fix)
     share = max((room.trainer_share for room in rooms), default=1.0)
     engine = engine.model_copy(update={"gpu_memory_utilization": given or most})

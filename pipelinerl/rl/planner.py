@@ -151,13 +151,13 @@ def most_in_progress(recipe: Recipe, model: Model, machine: Machine, lengths: Le
 def misfits(
     recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None = None
 ) -> list[FieldError]:
-    """Return an error for each thing that is too small for an actor or the trainer. `h`: sequences in progress, if given."""
+    """Return an error for each resource that is too small for an actor or the trainer. `h`: sequences in progress, if given."""
     fewest, most = fewest_ranks(recipe, model, machine.memory_gib), most_in_progress(recipe, model, machine, lengths)
     too_large = actor_problem(recipe, model, machine.memory_gib) if machine.name in ACCELERATORS else None
     found = [too_large] if too_large else []
     if not too_large and not most:
         held = tokens_held(lengths, longest_prompt(recipe))
-        fix = f"the KV cache of an actor does not hold one sequence, {held * model.kv_bytes / GIB:.2g} GiB; give it more"
+        fix = f"an actor's KV cache does not hold one sequence, which needs {held * model.kv_bytes / GIB:.2g} GiB; give it more"
         found.append(FieldError("kv_gib", machine.kv_gib, fix))
     elif not too_large and h and h > most:
         fix = f"the KV cache of an actor holds {most} sequences; use at most that many"
@@ -188,7 +188,7 @@ def make_plan(
     allowed = [one for one in splits if max_lag is None or one.largest_lag <= max_lag]
     if not allowed:
         smallest = min(one.largest_lag for one in splits)
-        fix = f"the longest sequences are at least {counted(smallest, 'step')} old in any split; use at least {smallest}"
+        fix = f"the longest sequences have a lag of at least {smallest} in any split of the accelerators; use at least that"
         fix += "" if smallest == 1 else ", or raise trainer.batch_size"
         raise FieldError("algorithm.max_lag", max_lag, fix)
     while True:
@@ -212,8 +212,8 @@ def make_plan(
         _why_this_h(h, sequences_in_progress, most),
         f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
         f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; at most "
-        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB leave room for activations, so at least {fewest} ranks are needed",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; for activations to fit, "
+        f"it may hold {machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} must share them",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waits for a group, for a batch and for "
         f"{update_s:.2g} s of each weight update add to it",
         *_warnings(recipe, machine, chosen, fewest, update_s),
@@ -257,7 +257,7 @@ def _why_this_split(chosen: Split, fastest: Split, max_lag: int | None) -> str:
     if times_as_fast * AS_FAST <= 1:
         return f"{sides}: no other split is noticeably faster"
     if fastest.largest_lag > (math.inf if max_lag is None else max_lag):
-        why = f"its largest lag, {fastest.largest_lag}, is above algorithm.max_lag = {max_lag}"
+        why = f"its largest lag, {fastest.largest_lag}, is above algorithm.max_lag ({max_lag})"
     else:
         why = f"it would drop more than {MOST_STALE:.0%} of the sequences as stale"
     faster = f"{counted(fastest.num_generators, 'actor')} with H = {fastest.sequences_in_progress}"
@@ -279,14 +279,14 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
     if AS_FAST * chosen.updates < min(chosen.generation, chosen.training):
         yield (
             f"a step takes as long as a weight update, {update_s:.2g} s: the trainer waits until its versions are served; "
-            f"raise trainer.batch_size = {batch_size}"
+            f"raise trainer.batch_size (now {batch_size})"
         )
     actors = math.ceil(chosen.num_generators * chosen.rate / chosen.generation)
     ranks = max(fewest, math.ceil(chosen.num_trainers * chosen.rate / chosen.training))
     enough = actors * machine.per_actor + ranks
     if enough < 0.8 * (chosen.num_generators * machine.per_actor + chosen.num_trainers):
-        limits = f"trainer.batch_size = {batch_size}"
-        limits += "" if max_lag is None else f" or algorithm.max_lag = {max_lag}"
+        limits = f"trainer.batch_size (now {batch_size})"
+        limits += "" if max_lag is None else f" or algorithm.max_lag (now {max_lag})"
         yield (
             f"{enough:,} accelerators would be as fast: {counted(actors, 'actor')} and {counted(ranks, 'trainer rank')}; "
             f"to use all of them, raise {limits}"

@@ -264,9 +264,9 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the hub, or a local folder in the hub's form, with the library `datasets`. The library takes the token
-    from the environment, and refuses a set that needs code of its own. If the hub cannot be reached, only the library's cache
-    is used. With `task.max_rows`, rows are streamed, so that a large set is not fetched whole."""
+    """Read a data set of the Hugging Face hub, or a local folder laid out like one, with the library `datasets`. It takes the
+    token from the environment, and refuses data sets that come with code. If the hub cannot be reached, only the library's
+    cache is used. Otherwise `task.max_rows` streams the rows, so that a large data set is not downloaded completely."""
     try:
         import datasets
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder can resume
 from a number. Held-out problems never occur in training. Rows of files or of the hub (`rows`) are all read at the start. The
-seed draws the held-out ones at random, since files are often sorted, and shuffles the others for each pass.
+seed selects held-out rows at random, since files are often sorted, and shuffles the others for each pass.
 
 A family of reasoning-gym, ours included, generates blocks of `BLOCK` problems from a seed that is derived from the run's seed,
 the split and the block's number. A training problem whose question is held out is replaced by another candidate. A few families
@@ -74,8 +74,8 @@ class Source(Protocol):
 
 
 class Interleaving:
-    """Assign a run's problems to several tasks by the tasks' weights, as a pure function of the problem's number. In order,
-    each task takes its share, evenly spaced, of the problems that earlier tasks have left. Among the first n problems, a task's
+    """Assign a run's problems to several tasks by the tasks' weights, as a pure function of the problem's number. Each task, in
+    order, takes its share, evenly spaced, of the problems that earlier tasks have left. Among the first n problems, a task's
     number of problems differs from its exact share by at most half the number of tasks."""
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -447,7 +447,7 @@ def check_family(family: str) -> None:
 
 
 def check_arguments(family: str, config: Mapping[str, Any]) -> None:
-    """Raise `FieldError` for a key of `config` that `family` does not take, with similar and allowed names."""
+    """Raise `FieldError` for a key of `config` that the recipe sets or `family` does not take; list the keys that it takes."""
     known = [field.name for field in fields(_families()[family][1]) if field.name not in _OURS]
     for key, value in config.items():
         if key in _OURS:

@@ -2,7 +2,7 @@
 
 The sampler decides which traces are recorded. Later spans exist only within a sampled trace, and cost nothing otherwise. A
 trace is handed from task to task as data, with its sequence or message, since the next span belongs to another task or process.
-OpenTelemetry's global provider and current span are not used, so libraries with traces of their own (vLLM) do not see ours.
+OpenTelemetry's global provider and current span are not used, so libraries with their own traces (vLLM) do not see ours.
 
 Spans are sent only if OpenTelemetry's own environment variables ask for it; otherwise the SDK is not loaded. This module reads
 the variables that choose the exporter, and the SDK reads the others. Spans wait in a bounded queue, from which a separate

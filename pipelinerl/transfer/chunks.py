@@ -151,7 +151,7 @@ def chunk_of(stream: Tensor, chunk: Chunk) -> Tensor:
 
 
 def version_checksum(manifest_id: str, chunk_checksums: Sequence[int]) -> int:
-    """Return 64 bits over all weights of a version; equal weights under equal manifests give the same number."""
+    """Return a 64-bit checksum of all weights of a version. Equal weights under equal manifests have equal checksums."""
     text = manifest_id + ":" + ",".join(f"{value:08x}" for value in chunk_checksums)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -209,8 +209,8 @@ class ReusedMemory:
 
     Each buffer is a NumPy array. A tensor over it, and every view of that tensor, shares one storage with one reference to the
     array, so the array's reference count says whether any view still exists. A buffer that is still in use is not reused; a new
-    one takes its place. Device memory is not handled, since torch's allocator caches it. `most`: number of buffers to keep, the
-    larger ones first. Not thread-safe.
+    one takes its place. Device memory is not handled, since torch's allocator caches it. `most`: number of buffers to keep; the
+    largest are kept. Not thread-safe.
     """
 
     def __init__(self, most: int) -> None:
@@ -233,10 +233,10 @@ _Item = TypeVar("_Item")
 
 
 def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item, None, None]:
-    """Yield the items. A thread makes them ahead, from the first request on. The generator must always be closed.
+    """Yield the items. From the first request on, a thread makes them in advance. The generator must always be closed.
 
-    At most `buffers` (≥ 2) items exist at a time: the last one yielded and those made or being made after it. An error of
-    `items` is raised in place of its item. This function has no timeout: making one item must itself be bounded, and closing
+    At most `buffers` (≥ 2) items exist at a time: the last one yielded and those made or being made after it. If making an item
+    fails, its error is raised instead. This function has no timeout: making one item must itself be bounded, and closing
     waits for it.
     """
     assert buffers >= 2, "one item is yielded while another is made"

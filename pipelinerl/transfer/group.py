@@ -8,8 +8,8 @@ authenticates peers (docs/security.md).
 
 Ranks meet in two stages. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
 other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives up the meeting, all
-waiting ranks stop at once. Receivers check in with the chunks that they keep of a version whose transfer broke. If all keep
-chunks of the same version, it is sent from the first chunk that one of them lacks.
+waiting ranks stop at once. When a receiver checks in, it reports the chunks that it kept of a version whose transfer broke. If
+all keep chunks of the same version, sending starts with the first chunk that one of them lacks.
 
 Gloo cannot interrupt a running operation (`ProcessGroupGloo.abort` does nothing), so each operation has its own timeout, which
 bounds the time to give up a transfer. The death of a peer is noticed at once. NCCL can be interrupted.
@@ -94,7 +94,7 @@ def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
 
 
 ABORT_WITHIN_S = 5.0
-"""Time that closing waits for NCCL; a communicator that takes longer is left behind."""
+"""Maximum time that closing waits for NCCL. A communicator that takes longer is abandoned."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.0001, 0.005
 """Bounds of the interval at which a broadcast is polled."""
 _LOOK_SHARE = 1 / 8
@@ -164,7 +164,7 @@ class NcclTransport:
                 # On a thread, since torch waits for NCCL without a time limit.
                 self._aborting = on_thread("nccl-abort", partial(_abort, self._group))
         if wait([self._aborting], ABORT_WITHIN_S).not_done:
-            log.error("NCCL does not end a communicator within %g s; it is left behind", ABORT_WITHIN_S)
+            log.error("NCCL did not end a communicator within %g s; it is abandoned", ABORT_WITHIN_S)
 
     def _check_wanted(self) -> None:
         if self._closed.is_set() or self._given_up.is_set():
@@ -198,7 +198,7 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
 PIECE_BYTES = 2**19
 """Bytes that a rank of a Gloo group receives before it passes them on. Smaller pieces take more of a core's time."""
 _OUTCOME, _VOID = "outcome", "void"
-"""Key of a meeting's outcome, and its value if the meeting was given up. Otherwise, the value says what all ranks keep."""
+"""Key of a meeting's outcome, and its value if the meeting was given up. Otherwise the value names the chunks that all keep."""
 _MEETING_LOOK_S = 0.1
 """Interval at which a waiting rank checks whether the meeting is given up. A key that is set ends the wait at once."""
 _LET_GO_S = 0.5
@@ -257,7 +257,7 @@ class WeightGroup:
                 meeting.add_done_callback(close_when_met)
                 if stop.is_set():
                     raise TransferAborted(f"forming {spec.name} was abandoned")
-                raise DeadlineExceeded(spec.name, "an answer of the store", timeout_s)
+                raise DeadlineExceeded(spec.name, "an answer from the store", timeout_s)
         return meeting.result()
 
     @classmethod
@@ -287,7 +287,7 @@ class WeightGroup:
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
 
     def first_chunk(self, content: str) -> int:
-        """Return the index of the first chunk to transfer of this content; 0 unless every receiver keeps chunks of it."""
+        """Return the index of the first chunk of this content to transfer; 0 unless every receiver keeps chunks of it."""
         return self.spec.kept.num_chunks if self.spec.kept.content == content else 0
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:

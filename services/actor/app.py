@@ -86,7 +86,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         )
         engine = await stack.enter_async_context(started)
         reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)  # an error comes again below
+        await asyncio.gather(reporting, return_exceptions=True)  # an error would also occur below
         gc.freeze()  # vLLM's and torch's objects live on; scanning them in each collection took a quarter of the process's time
         readiness.reason = "waiting for NATS"
         bus = await stack.enter_async_context(service_bus(settings, stop))
@@ -322,8 +322,8 @@ def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds
 
 
 async def report_start(settings: ActorSettings, stop: asyncio.Event) -> None:
-    """Register this actor as starting until cancelled, so that the trainer waits for its engine. Each refresh has a connection
-    of its own, because an engine process that is forked meanwhile would keep a lasting one open."""
+    """Register this actor as starting until cancelled, so that the trainer waits for its engine. Each refresh uses a new
+    connection, because an engine process that is forked meanwhile would keep a permanent one open."""
     me = Registration(actor=settings.instance, process="-", grpc_address="-", ranks=1, phase="starting")
     while True:
         with suppress(BusError):

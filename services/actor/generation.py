@@ -234,8 +234,8 @@ class GenerationLoop:
         return await self.admit(delivery)
 
     async def admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
-        """Take a message and return its group, the samples to generate and the trace, or None if there is no such sample. A
-        group that cannot be generated ends as failed sequences and a dead letter."""
+        """Take a message and return its group, the samples to generate and the trace, or None if there is nothing to generate.
+        A group that cannot be generated ends as failed sequences and a dead letter."""
         try:
             group = sequences.decode_group(delivery.payload, expected_run=self.bus.run)
         except MessageError as error:

@@ -85,12 +85,12 @@ class ActorMetrics:
             "sequences_in_progress_max", "Maximum number of sequences in progress, as the recipe says.", unit="sequences"
         )
         self.generated_tokens = metrics.counter(
-            "generated_tokens_total", "Completion tokens that this actor sampled, also of unfinished sequences."
+            "generated_tokens_total", "Completion tokens that this actor sampled, including those of unfinished sequences."
         )
         metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.").read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
-            "Duration of an engine step with sequences in progress, measured on the event loop; the stall of a swap counts.",
+            "Duration of an engine step with sequences in progress, seen from the event loop; includes stalls by weight swaps.",
             DECODE_SECONDS,
         )
         self._kv_cache = metrics.reading("kv_cache_usage_ratio", "Share of the KV cache in use at the last decode step.")
@@ -101,7 +101,7 @@ class ActorMetrics:
             "sequences_finished_total", "Finished sequences, by finish reason.", {"reason": reasons}, unit="sequences"
         )
         self.failed = metrics.counter(
-            "sequences_failed_total", "Sequences failed here, by reason.", {"reason": "see docs/errors.md"}, unit="sequences"
+            "sequences_failed_total", "Failed sequences, by reason.", {"reason": "see docs/errors.md"}, unit="sequences"
         )
         self.handed_over = metrics.counter(
             "sequences_handed_over_total",
@@ -167,7 +167,7 @@ class ActorMetrics:
     def _weights(self, metrics: MetricSet) -> None:
         self.updates = metrics.counter(
             "weight_updates_total",
-            "Weight updates by outcome: committed, failed here, discarded before the commit, or refused at their manifest.",
+            "Weight updates by outcome: committed, failed here, discarded before the commit, or refused (the manifest).",
             {"outcome": ("committed", "failed", "discarded", "refused")},
             unit="updates",
         )
@@ -181,7 +181,7 @@ class ActorMetrics:
             unit="1 or 0",
         )
         self.weight_loader = metrics.reading(
-            "weight_loader", "1 for the weight loader's mode.", {"mode": "shadow, in_place, paused, adapter"}, unit="1"
+            "weight_loader", "1 for the mode of the weight loader.", {"mode": "shadow, in_place, paused, adapter"}, unit="1"
         )
 
     def engine_step(self, decode_s: float | None, kv_cache_usage: float) -> None:

@@ -177,7 +177,7 @@ class OptimizerLoop:
             raise
 
     async def dismiss(self, timeout_s: float) -> None:
-        """Order the other ranks to end. If a rank does not get the order in time, it loses its connection."""
+        """Order the other ranks to end. A rank that does not get the order in time is disconnected."""
         if self._policy.num_ranks > 1:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -235,8 +235,8 @@ class OptimizerLoop:
         self._unrecorded()
         if self.skipped_in_a_row >= self._recipe.trainer.max_skipped_steps:
             raise ServiceError(
-                f"the last {self.skipped_in_a_row} optimizer steps were skipped ({figures['skipped']}), as many as "
-                "trainer.max_skipped_steps allows: the policy is broken; try a lower "
+                f"the last {self.skipped_in_a_row} optimizer steps were skipped ({figures['skipped']}), which reaches "
+                "trainer.max_skipped_steps: the policy is broken; try a lower "
                 "trainer.learning_rate or trainer.max_grad_norm, more trainer.warmup_steps, or model.dtype float32"
             )
         if self.version < self._recipe.trainer.steps:

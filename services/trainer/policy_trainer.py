@@ -2,7 +2,7 @@
 rank. The methods of `PolicyTrainer` block. Call all of them but `prepare` on one thread, and the function that
 `begin_checkpoint` returns on another.
 
-Rank 0 loads the weights and finds out how to call the model. It tells the other ranks, which read only the model's
+Rank 0 loads the weights, finds out how to call the model, and tells the other ranks, which read only the model's
 configuration. A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the
 KL term is copied, because the reference is the initial policy.
 

@@ -184,8 +184,8 @@ class TrainingRun:
 
     def _too_few(self, expected: int) -> str:
         return (
-            f"{self.updater.num_present} of {expected} actors registered within weights.join_timeout_s = "
-            f"{self._recipe.weights.join_timeout_s:.0f} s; last reasons: {self.updater.reasons or 'none'}; "
+            f"only {self.updater.num_present} of {expected} actors registered in {self._recipe.weights.join_timeout_s:.0f} s "
+            f"(weights.join_timeout_s); last reasons: {self.updater.reasons or 'none'}; "
             f"still starting: {', '.join(sorted(self.updater.starting)) or 'none'}"
         )
 

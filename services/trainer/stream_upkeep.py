@@ -53,7 +53,7 @@ class StreamUpkeep:
             except BusError as error:
                 if is_stream_missing(error):
                     raise
-                log.info("cannot look after the streams, will try again: %s", error)
+                log.info("the streams cannot be checked or purged now; will try again: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _purge(self, sequences: StreamInfo) -> None:
@@ -89,5 +89,5 @@ class StreamUpkeep:
         self._gone = {group_id: self._gone.get(group_id, (now_s, log_end)) for group_id in gone}
         for group_id, (since_s, end) in self._gone.items():
             if now_s - since_s >= LOST_AFTER_S and self._intake.position >= end:
-                log.error("group %s left the queue, but some of its sequences never came", group_id)
+                log.error("group %s left the queue, but some of its sequences never arrived", group_id)
                 await self._intake.fail_missing(group_id, GROUP_LOST)

@@ -56,7 +56,7 @@ def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int
     with group.placement.scope():
         wanted = torch.arange(chunk_bytes // 4, dtype=torch.int32, device=group.placement.device)
         chunk = wanted.clone() if sends else torch.zeros_like(wanted)
-        for number in range(rounds):
+        for number in range(1, rounds + 1):
             try:
                 group.broadcast(chunk.add_(1) if sends else chunk, max(end - time.monotonic(), 0.001))
             except TransferError as error:
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=29400, help="port of pod 0, where both meet")
     parser.add_argument("--recipe", type=Path, default=Path("/etc/pipelinerl/recipe/recipe.yaml"))
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True, help="device that the pod requests")
-    parser.add_argument("--within", type=float, default=300.0, metavar="SECONDS", help="time limit of meeting and of sending")
+    parser.add_argument("--within", type=float, default=300.0, metavar="SECONDS", help="time limit for meeting and sending")
     options = parser.parse_args(arguments)
     try:
         pair(options)

@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 
 def receive_batches(links: Links | None) -> Iterator[Message]:
-    """Yield rank 0's batches of one step after the other, until the order to end. While the caller computes one step, a thread
-    receives the next one, which waits until it is asked for. The thread does not keep a failed process alive. Ask for a message
-    only after the order that belongs to it. Raises `ServiceError` if the message does not come then."""
+    """Yield a message with the batches of each step, until rank 0 sends the order to end. While the caller computes a step, a
+    thread receives the next message; this thread does not keep a failed process alive. Ask for a message only after rank 0 has
+    ordered its step. Raises `ServiceError` if the message does not arrive within `ORDER_TIMEOUT` after that."""
     assert links is not None, "a rank that is alone gets no batches"
     with ThreadPool(1) as thread:
         following = thread.apply_async(links.hear)
@@ -61,12 +61,12 @@ def _in_time(following: AsyncResult[Message]) -> Message:
     try:
         return following.get(ORDER_TIMEOUT.total_seconds())
     except TimeoutError:
-        raise ServiceError("rank 0 has ordered a step and not sent its batches; rank 0's log says why") from None
+        raise ServiceError("rank 0 has ordered a step but has not sent its batches; rank 0's log says why") from None
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
-    """Execute rank 0's orders until the order to end. Call `on_order` after each other order. Raises `ServiceError` if rank 0
-    is gone without that order, and any error that the execution of an order raises."""
+    """Execute rank 0's orders until the order to end, and call `on_order` after each. Raises `ServiceError` if rank 0 is gone
+    without giving the order to end, and any error that the execution of an order raises."""
     links, received = learner.world.links, receive_batches(learner.world.batches)
     assert links is not None, "a rank that is alone gets no orders"
     saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
@@ -86,7 +86,7 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
 
 
 def carry_out(order: Message, learner: Learner, received: Iterator[Message]) -> None:
-    """Execute one order together with the other ranks. Raises `ServiceError` if the next of `received` is of another step."""
+    """Execute one order together with the other ranks. Raises `ServiceError` if the next batches are for another step."""
     if order.kind == TRAIN:
         batches, version = next(received), order.fields["version"]
         if (found := batches.fields["version"]) != version:

@@ -91,7 +91,7 @@ class Links:
     may begin to send, but only one thread at a time may receive."""
 
     def __init__(self, timeout: timedelta, patience: timedelta = timedelta(0)) -> None:
-        """Open links in a new group, on all ranks together. `patience`: maximum wait for a message, if not `timeout`."""
+        """Open links in a new group, on all ranks together. `patience`: maximum wait for a message; 0 = `timeout`."""
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._patience, self._sending = patience, threading.Lock()
 
@@ -198,7 +198,7 @@ def _agree(what: Mapping[str, str]) -> None:
     else:
         theirs = {rank: message.fields for rank, message in enumerate(links.receive(*range(1, size)), start=1)}
         differing = [
-            f"rank {rank} has {name} {its.get(name)!r}, rank 0 {ours!r}"
+            f"rank {rank} has {name} {its.get(name)!r}, rank 0 has {ours!r}"
             for rank, its in theirs.items()
             for name, ours in what.items()
             if its.get(name) != ours

@@ -117,11 +117,11 @@ def row_of(request: EpisodeRequest) -> dict[str, Any]:
 
 
 Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
-"""Function that runs one episode and returns its result or, for a judge, its answer. Its exceptions become a status."""
+"""Function that runs an episode. It returns the result or, if a judge is to score it, the item. Exceptions become a status."""
 
 
 def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
-    """Run an episode; return its result or, for a judge, its answer. Never raises. `max_abs`: as in `RewardConfig`."""
+    """Return an episode's result or, if a judge scores it, the item to judge. Never raises. `max_abs`: see `RewardConfig`."""
     started_s = time.perf_counter()
     try:
         result = play(request, policy)
@@ -133,7 +133,7 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
         message = as_unicode(str(fault))[:MESSAGE_CHARACTERS]
         result = VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, components={"answer": 0.0}, message=message)
     except MemoryError:  # the traceback holds the memory and is freed at the end of this block
-        result = failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the episode ran past reward.memory_mib")
+        result = failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the episode exceeded reward.memory_mib")
     except EpisodeFailed as failure:
         result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, str(failure))
     except BaseException as error:  # noqa: BLE001 - the process boundary; an environment may also raise SystemExit
@@ -190,7 +190,7 @@ def _messages(given: Any, method: str) -> Messages:
         return [{"role": "user", "content": given}]
     if isinstance(given, list) and given and all(isinstance(each, dict) and "role" in each for each in given):
         return list(given)
-    wanted = "a text or a list of messages, {'role': ..., 'content': ...}" + (" or Done" * (method == "reply"))
+    wanted = "a string or a list of messages, {'role': ..., 'content': ...}" + (" or Done" * (method == "reply"))
     raise TypeError(f"{method} returned {given!r:.200}; it must be {wanted}")
 
 

@@ -138,13 +138,13 @@ class EpisodePool:
             template = await start_again(lambda: start_template(self._recipe), "start the process that forks episodes")
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
-        """Run an episode. Once all its processes have ended, return its result, or its answer for a judge. Cancelling the call
+        """Run an episode. Once all its processes have ended, return its result, or the item to judge. Cancelling the call
         kills the processes. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
         template = self._template
         if template is None:
             raise EpisodeLost("the process that forks episodes is being started")
         if len(template.ended) >= self._max_episodes:
-            raise QueueFull(f"max_episodes = {self._max_episodes} episodes are already running")
+            raise QueueFull(f"{self._max_episodes} episodes, the maximum (max_episodes), are already running")
         began_s = time.monotonic()
         self._numbers += 1
         number, ended = self._numbers, asyncio.get_running_loop().create_future()
@@ -194,7 +194,7 @@ class EpisodePool:
             except TimeoutError:
                 self._metrics.timeouts.inc()
                 name = "episode_timeout_s" if within_s == left_s else "answer_timeout_s"
-                raise TimeoutError(f"it took more than task.{name} = {getattr(task, name):g} s and was killed") from None
+                raise TimeoutError(f"it took more than {getattr(task, name):g} s (task.{name}) and was killed") from None
             except (asyncio.IncompleteReadError, ConnectionError):
                 await asyncio.wait((ended,), timeout=_ENDS_WITHIN_S)
                 if not ended.done():

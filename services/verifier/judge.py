@@ -129,7 +129,7 @@ class Judge:
                 )
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, answer=said[-ANSWER_CHARACTERS:])
         except TimeoutError:
-            late = f"the judge gave no answer within reward.judge.timeout_s = {timeout_s:g} s"
+            late = f"the judge gave no answer within {timeout_s:g} s (reward.judge.timeout_s)"
             return failed(verifier_pb2.VERIFY_STATUS_TIMEOUT, f"{late}: {failure}" if failure else late)
         except JudgeRefused as error:
             log.error("the judge refuses: %s", error)

@@ -52,7 +52,7 @@ class VerifierMetrics:
         self.queue_capacity = metrics.gauge("queue_capacity_items", "Maximum number of items that may wait.")
         self.workers = metrics.gauge("workers", "Worker processes that are up.", unit="processes")
         self.worker_restarts = metrics.counter(
-            "worker_restarts_total", "Workers that were replaced, by cause of their end.", {"reason": LOSSES}, unit="processes"
+            "worker_restarts_total", "Replaced workers, by the cause of their end.", {"reason": LOSSES}, unit="processes"
         )
         kept = {"code": CODE, "means": MEANS}
         self.sandbox = metrics.gauge("sandbox", "1 if `means` confines all code of this kind.", kept, unit="boolean")

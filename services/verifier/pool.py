@@ -137,7 +137,7 @@ class RewardPool:
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
         waiting = len(self._jobs) + sum(judge.num_waiting for judge in self._judges.values())
         if waiting + len(jobs) > self.max_queue:
-            raise QueueFull(f"{len(jobs)} items do not fit: {waiting} of max_queue = {self.max_queue} are waiting")
+            raise QueueFull(f"no room for {len(jobs)} more items: {waiting} are waiting, and max_queue = {self.max_queue}")
         self._jobs.extend(job for job in jobs if job.item.task not in self._judges)
         self._filled.set()
         judged = [self._judge(job) for job in jobs if job.item.task in self._judges]
@@ -198,7 +198,7 @@ class RewardPool:
             except TimeoutError:
                 self._metrics.timeouts.inc()
                 log.warning("killed the reward of %s at its deadline of %g s", job.item.sequence_id, timeout_s)
-                problem = f"the reward took more than reward.timeout_s = {timeout_s:g} s and was killed"
+                problem = f"the reward took more than {timeout_s:g} s (reward.timeout_s) and was killed"
                 job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem, timeout_s)
                 return "timeout"
             except WorkerGone as gone:

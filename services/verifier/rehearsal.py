@@ -3,9 +3,9 @@
 Standard input is one JSON object with `recipe`; `items`, each with the fields of a `VerifyItem`; and `forms`, which lists
 alternative completions for each item, each with the answer that the reward must find in it ("" = any answer). For each item, a
 worker process scores the forms in order until the scoring fails or the reward finds the form's answer. Each item's number is
-printed first, in a line of JSON (`calling`), so that the reader knows which item ended the program early. The result follows in
-a line with `completion`, `answer`, `status`, `reward`, `seconds` and `message`. If the workers do not start, `{"problem":
-"..."}` is printed. If an item ends its worker, the task's other items are skipped, since each might take seconds.
+printed first, in a line of JSON (`calling`), so that the reader knows which item ended the program early. A line with
+`completion`, `answer`, `status`, `reward`, `seconds` and `message` follows, unless the reward finds no form's answer. If an
+item times out or ends its worker, the task's other items are skipped. If no worker starts, `{"problem": "..."}` is printed.
 """
 
 from __future__ import annotations

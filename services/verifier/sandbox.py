@@ -421,7 +421,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     if missing := confinement_missing():
         raise NoSandbox(missing)
     if threads > 1:
-        raise NoSandbox(f"{threads} threads are running; the module must not start any when it is imported")
+        raise NoSandbox(f"{threads} threads are running instead of one; modules of rewards and environments must start none")
     try:
         outside, inside = socket.socketpair()
         if child := os.fork():
@@ -448,7 +448,7 @@ def confinement_missing() -> str:
     own processes, which Landlock supports from Linux 6.12 on. Linux allows only one seccomp listener per process, so the
     container runtime must not have one."""
     if landlock_version() < _SCOPED:
-        return f"Landlock of Linux 6.12 (version {_SCOPED}) or later is needed; version here: {landlock_version()} (0 = none)"
+        return f"Landlock ABI {_SCOPED} (Linux 6.12) or later is needed; this kernel has {landlock_version()} (0 = no Landlock)"
     try:
         _filter(signals=True)
     except OSError as error:

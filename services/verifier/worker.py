@@ -73,7 +73,7 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
     except BadReward as error:
         status, message = verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error)
     except MemoryError:  # the traceback holds the memory and is freed at the end of this block
-        status, message = verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the reward ran past reward.memory_mib"
+        status, message = verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the reward exceeded reward.memory_mib"
     except BaseException as error:  # noqa: BLE001 - the process boundary; a reward may also raise SystemExit
         traceback.print_exc()
         status = verifier_pb2.VERIFY_STATUS_CRASHED

@@ -364,7 +364,7 @@ async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_alo
             await asyncio.wait([leaving])
         (tmp_path / "left").touch()
         assert [outcome.reward for outcome in await waiting] == [2.0] * 4
-    assert "4 items do not fit: 3 of max_queue = 4 are waiting" in caplog.text
+    assert "no room for 4 more items: 3 are waiting, and max_queue = 4" in caplog.text
     assert not (tmp_path / "scored").exists()
 
 

@@ -24,7 +24,7 @@ OF_THE_MACHINE = (
     "cannot mount",
     "no IPv6",
     "the kernel permits no",
-    "Landlock of Linux",
+    "Landlock ABI",
     "a real cluster",
 )
 """Parts of the reasons that no installation step can mend: devices, and what the kernel or its sandbox permits."""

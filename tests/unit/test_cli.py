@@ -110,7 +110,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else", "model, else, does not tell its size"),
         ("validate gsm --gpu-memory 80GB --set model.name=a/Llama-4-17B-16E", "17B-16E, does not tell its size; give the size"),
         ("run nope", "recipe = 'nope': no such file"),
-        ("run nowhere.yaml", "model.name = 'nowhere': is no folder"),
+        ("run nowhere.yaml", "model.name = 'nowhere': is not a folder"),
         ("run nowhere.yaml --actors 0", "actor.count = 0"),
         ("run nowhere.yaml --metrics-port 70000", "--metrics-port = 70000: give a port from 1 to 65535"),
         ("run", "RECIPE = '': name a recipe, or continue a run with --resume DIR"),
@@ -125,8 +125,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM at most TO"),
         (f"{PLAN} 7B --lengths nosuch", "--lengths = 'nosuch': is neither bars"),
         (f"{PLAN} 7B --lengths there", "--lengths = 'there': its metrics.jsonl has no step with ended_by_length"),
-        (f"{PLAN} 7B --lengths 1-65", "--lengths = '1-65': is longer than sampling.max_tokens = 64"),
-        (f"{PLAN} 7B --lengths 5,1-9000000000", "--lengths = '1-9000000000': is longer than sampling.max_tokens = 64"),
+        (f"{PLAN} 7B --lengths 1-65", "--lengths = '1-65': is longer than sampling.max_tokens (64)"),
+        (f"{PLAN} 7B --lengths 5,1-9000000000", "--lengths = '1-9000000000': is longer than sampling.max_tokens (64)"),
         (f"{PLAN} 7B --lengths 64 --accelerator TPU", "--accelerator = 'TPU': is neither a file of measured speeds nor"),
         (
             f"{PLAN} 7B --lengths 64 --accelerator p.jsonl",
@@ -136,7 +136,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 7B --lengths 64 --active-parameters 8B", "--active-parameters = '8B': a token cannot use more than"),
         (f"{PLAN} 7B --lengths 64 --sequences-in-progress 0", "--sequences-in-progress = 0: give a number above 0"),
         (f"{PLAN} 7B --lengths 64 --kv-kib-per-token inf", "--kv-kib-per-token = inf: give a number above 0"),
-        (f"{PLAN} 900T --lengths 64", "do not fit 75 GiB; 64, the maximum of an actor, are too few"),
+        (f"{PLAN} 900T --lengths 64", "do not fit 75 GiB; even 64, the maximum, are too few"),
         (f"{PLAN} 70B --lengths 64", "actor.engine.tensor_parallel_size = 1: weights of 261 GiB"),
         (
             f"{PLAN} 7B --lengths 64 --set actor.engine.gpu_memory_utilization=0.9",
@@ -255,7 +255,7 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
         assert ("'print(1)', earns 0, as an empty text does, as the completion" in printed) is is_doubtful
     short = ("--set", "model.max_context=16", "--set", "sampling.max_tokens=4", "--set", "task.instruction=" + "a " * 12)
     _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, *short)
-    assert "its longest prompt, 18 tokens, leaves no room for an answer in model.max_context = 16" in printed
+    assert "its longest prompt, 18 tokens, leaves no room for an answer in model.max_context (16)" in printed
 
 
 def test_a_lag_limit_that_throttles_is_valid_and_warned_of(pipelinerl: Command, no_preview: None) -> None:

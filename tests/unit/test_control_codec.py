@@ -82,7 +82,7 @@ def test_a_manifest_comes_back_unchanged_and_its_id_is_checked() -> None:
     low_rank = LowRank(name="q", shape=(8, 6), dtype="bfloat16", a="q.a", b="q.b", scaling=0.1)
     data = build_manifest(FACTORS, low_rank=[low_rank]).to_bytes()
     assert Manifest.from_bytes(data).to_bytes() == data
-    with pytest.raises(MessageError, match="is not that of its content"):
+    with pytest.raises(MessageError, match="is not the id of its content"):
         Manifest.from_bytes(changed(pb.WeightManifest.FromString(data), manifest_id="another").SerializeToString())
 
 

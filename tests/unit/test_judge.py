@@ -103,8 +103,8 @@ async def test_what_may_heal_is_tried_again_and_a_judge_that_is_away_is_waited_f
         ((401, f"bad key {KEY}, of you"), 60, VERIFY_STATUS_CRASHED, "the judge refuses: HTTP 401: bad key ***, of you"),
         ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is not a chat completion: '<html>'"),
         ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "not a chat completion"),
-        ((500, "out of memory"), 1.0, VERIFY_STATUS_TIMEOUT, "judge.timeout_s = 1 s: HTTP 500: out of memory"),
-        (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer within reward.judge.timeout_s = 0.2 s"),
+        ((500, "out of memory"), 1.0, VERIFY_STATUS_TIMEOUT, "1 s (reward.judge.timeout_s): HTTP 500: out of memory"),
+        (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer within 0.2 s (reward.judge.timeout_s)"),
     ],
 )
 async def test_a_failure_is_a_failure_tells_no_key_and_is_not_kept(
@@ -210,7 +210,7 @@ async def test_more_items_than_may_wait_are_refused_and_what_was_asked_is_known_
             first = asyncio.create_task(pool.score([item("a"), item("b")]))
             while one.num_waiting < 2:
                 await asyncio.sleep(0)
-            with pytest.raises(QueueFull, match="7 items do not fit: 2 of max_queue = 8 are waiting"):
+            with pytest.raises(QueueFull, match="no room for 7 more items: 2 are waiting, and max_queue = 8"):
                 await pool.score([item("c")] * 7)
             first.cancel()  # as a caller whose deadline has passed
             await asyncio.gather(first, return_exceptions=True)

@@ -250,9 +250,9 @@ def test_a_model_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
     ("targets", "problem"),
     [
         (["q_proj", "qkv"], r"trainer.lora.target_modules = 'qkv'.*no such layer.*down_proj.*q_proj"),
-        (["lm_head"], "means lm_head, which is not a linear layer inside the model"),
-        (["embed_tokens"], "means model.embed_tokens, which is not a linear layer"),
-        (["mlp"], "means model.layers.0.mlp, which is not a linear layer"),
+        (["lm_head"], "matches lm_head, which is the output head or no linear layer"),
+        (["embed_tokens"], "matches model.embed_tokens, which is the output head or no linear layer"),
+        (["mlp"], "matches model.layers.0.mlp, which is the output head or no linear layer"),
     ],
 )
 def test_targets_that_cannot_be(targets: list[str], problem: str) -> None:
@@ -273,7 +273,7 @@ def test_experts_that_lie_in_one_tensor_are_refused_and_attention_is_adapted(
     kind: tuple[type, type], experts: dict[str, int]
 ) -> None:
     mixture = build(*kind, **SHAPE, **experts)
-    problem = r"'all-linear': means model.layers.0.mlp.experts, whose experts .*, such as k_proj, o_proj, q_proj, v_proj"
+    problem = r"'all-linear': matches model.layers.0.mlp.experts, one tensor .*, such as k_proj, o_proj, q_proj, v_proj"
     with pytest.raises(FieldError, match=problem):
         add_adapters(mixture, LoraConfig())
     mixture = build(*kind, **SHAPE, **experts)

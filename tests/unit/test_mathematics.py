@@ -63,7 +63,7 @@ def test_near_misses_are_other_answers(answer: str, misses: list[str]) -> None:
     ("reference", "problem"),
     [
         *((empty, "not a mathematical expression") for empty in ("$$", r"\boxed{}", "2 + 3 = 5\n####", ".", "<think>42")),
-        (r"\frac{1}{", "its braces are not in pairs"),
+        (r"\frac{1}{", "its braces do not match"),
         (r"\frac{1}{0}", "has no value: a division by zero"),
         ("First we add the numbers, then " * 20, "a text of 619 characters; give the answer alone, after #### or in a box"),
     ],

@@ -130,8 +130,8 @@ def test_on_one_gpu_vllm_gets_what_trainer_and_updates_leave() -> None:
     assert placed.placement.trainer_environment({}) == {**of_both, "PYTORCH_ALLOC_CONF": limit}
     own = placed.placement.trainer_environment({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert own["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{limit}"
-    for share in (0.5, 0.03):
-        assert "have room for 0.17 to 0.28" in refusal(recipe(f"actor.engine.gpu_memory_utilization={share}"), here)
+    for said in (refusal(recipe(f"actor.engine.gpu_memory_utilization={share}"), here) for share in (0.5, 0.03)):
+        assert "at least 0.17 of the actors' GPU memory and may take at most 0.28" in said
     with_reference = place(recipe("algorithm.kl_coefficient=0.1"), here, SMALL).recipe
     assert with_reference.actor.engine.gpu_memory_utilization == 0.24, "0.92 GiB more"
     quantised = place(recipe("actor.engine.quantization=fp8"), here, SMALL).recipe
@@ -195,7 +195,7 @@ def test_alone_vllm_gets_its_usual_share_or_what_an_update_leaves() -> None:
 def test_memory_of_others_is_not_given_away_and_adapters_need_no_second_instance() -> None:
     half = [gpu(0), gpu(1, free=42)]
     assert place(recipe("trainer.nproc=1"), half, 0).recipe.actor.engine.gpu_memory_utilization == 0.52
-    assert "have room for 0.01 to 0.52" in refusal(
+    assert "at least 0.01 of the actors' GPU memory and may take at most 0.52" in refusal(
         recipe("trainer.nproc=1", "actor.engine.gpu_memory_utilization=0.9"), half, 0
     )
     mixed = [gpu(0), gpu(1), gpu(2, total=24)]
@@ -238,7 +238,7 @@ def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
         ('{"trainer": [0, 0], "actors": [[1]]}', "no two ranks and no two actors"),
         ('{"trainer": ["0"], "actors": [["1"], ["GPU-1"]]}', "no two ranks and no two actors"),
         ('{"trainer": ["0"], "actors": []}', "GPUs for at least one actor"),
-        ('{"trainer": ["0"], "actors": [["1", "2"]]}', "tensor_parallel_size = 1 GPUs"),
+        ('{"trainer": ["0"], "actors": [["1", "2"]]}', "as many GPUs as actor.engine.tensor_parallel_size (1)"),
     ):
         with pytest.raises(FieldError, match=re.escape(said)):
             pinned(recipe(), here, text, SMALL)

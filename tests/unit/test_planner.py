@@ -99,7 +99,7 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     assert bound.split.largest_lag <= 3 < free.split.largest_lag
     assert bound.played.stale_share <= 0.01
     assert bound.rate < free.rate
-    assert any("algorithm.max_lag = 3" in reason for reason in bound.reasons)
+    assert any("algorithm.max_lag (3)" in reason for reason in bound.reasons)
     told: list[str] = []
     fixed = make_plan(recipe_with(3), model, machine, lengths, 9, sequences_in_progress=16, tell=told.append)
     assert fixed.split.sequences_in_progress == 16
@@ -107,7 +107,7 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     # A lag of 1 allows 8 actors of H = 4, with too many stale sequences; 6 make 6 · 382 tokens/s, for which 2 ranks would do.
     spare = make_plan(recipe_with(1), model, machine, lengths, 40, sequences_in_progress=4)
     assert spare.reasons[-1].startswith("8 accelerators would be as fast: 6 actors and 2 trainer ranks; to use all")
-    with pytest.raises(FieldError, match=r"algorithm.max_lag = 0: the longest sequences are at least 1 step old in any split"):
+    with pytest.raises(FieldError, match=r"algorithm.max_lag = 0: the longest sequences have a lag of at least 1 in any split"):
         make_plan(recipe_with(0), model, machine, lengths, 9)
     told = [str(one) for one in misfits(recipe_with(3), model, machine, lengths, 1, 50000)]
     assert re.search(r"--sequences-in-progress = 50000: .* holds \d+ sequences", told[0])
@@ -148,7 +148,7 @@ def test_lengths_as_bars_and_of_a_run(tmp_path: Path) -> None:
     assert source == f"8 completions of {tmp_path}"
     assert learned.tokens.tolist() == [4, 6, *range(17, 33), 40]
     assert learned.shares.tolist() == pytest.approx([1 / 8, 1 / 8, *[2 / 8 / 16] * 16, 4 / 8])
-    with pytest.raises(FieldError, match=r"--lengths = '50': is longer than sampling.max_tokens = 40"):
+    with pytest.raises(FieldError, match=r"--lengths = '50': is longer than sampling.max_tokens \(40\)"):
         lengths_of("50", recipe)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"ended_by_length": {"short": 3}}))
     with pytest.raises(FieldError, match=r"holds invalid records of a run"):

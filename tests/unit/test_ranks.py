@@ -311,7 +311,7 @@ def test_worlds_and_heads_that_do_not_divide_are_refused_and_a_rank_alone_shares
         RankLayout(0, 4, sequence_ranks=3, shard_ranks=4)
     with pytest.raises(FieldError, match=r"trainer\.shard_ranks = 3: does not divide"):
         RankLayout(0, 4, sequence_ranks=1, shard_ranks=3)
-    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 8: does not divide the 28 attention heads"):
+    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 8: does not divide the model's 28 attention heads"):
         key_repeats(28, 4, 8)
     job = trained.jobs["rows shared by two"]
     with pytest.raises(FieldError, match=r"trainer\.context_parallel = 2: needs as many ranks; raise trainer\.nproc"):
@@ -464,7 +464,7 @@ def of_another_revision(folder: str, name: str) -> str:
 @pytest.mark.parametrize("name", ["version", "pod template", "recipe"])
 def test_nodes_of_different_revisions_do_not_train_together(trained: Trained, name: str) -> None:
     first, second = on_ranks(2, of_another_revision, trained.jobs["tied"].folder, name)
-    both = {"version": "'1.1', rank 0 '1.0'", "pod template": "'trainer-1', rank 0 'trainer-0'"}.get(name, "")
+    both = {"version": "'1.1', rank 0 has '1.0'", "pod template": "'trainer-1', rank 0 has 'trainer-0'"}.get(name, "")
     assert first == second
     assert first.startswith(f"the trainer's ranks do not match: rank 1 has {name} {both}")
     assert first.endswith(". Delete all pods of the trainer at once, so that all are replaced")

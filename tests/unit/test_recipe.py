@@ -254,7 +254,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
 @pytest.mark.parametrize(
     ("override", "field", "said"),
     [
-        ("trainer.batch_size=12", "trainer.batch_size", "12: must be a multiple of sampling.group_size = 8"),
+        ("trainer.batch_size=12", "trainer.batch_size", "12: must be a multiple of sampling.group_size (8)"),
         ("sampling.max_tokens=2048", "sampling.max_tokens", "2048: leaves no room for a prompt"),
         ("trainer.tokens_per_microbatch=100", "trainer.tokens_per_microbatch", "100: cannot hold one sequence"),
         ("sampling.group_size=1", "algorithm.advantage", "gives a group's only sample"),
@@ -262,7 +262,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("model={source: path}", "model.name", "is empty: model.source = 'path' needs a folder"),
         ("model={source: hub}", "model.name", "is empty: model.source = 'hub' needs a Hugging Face id"),
         ("model={source: hub, name: guess}", "model.name", "is a small model of this package, not of the hub"),
-        ("model={source: package, name: x}", "model.name", "is no small model of this package; use"),
+        ("model={source: package, name: x}", "model.name", "is not a small model of this package; use"),
         ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: trainer.schedule = 'wsd' needs 1 to 20 here"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 5, decay_steps: 5}", "trainer.decay_steps", "needs 1 to 4 here"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 9, decay_steps: 1}", "trainer.warmup_steps", "leaves trainer.sch"),
@@ -270,22 +270,22 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("reward.json_schema={type: object}", "reward.json_schema", "applies only to reward.scorer = 'json_schema'"),
         ("reward.test_timeout_s=3", "reward.test_timeout_s", "applies only to reward.scorer = 'code'"),
         ("reward.format_weight=0.5", "reward.format_weight", "adds nothing without reward.format_pattern"),
-        ("reward.format_pattern=a", "reward.format_pattern", "adds nothing with reward.format_weight = 0"),
+        ("reward.format_pattern=a", "reward.format_pattern", "adds nothing, since reward.format_weight is 0"),
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "applies only to programs and functions"),
-        ("reward.correct=20000", "reward.correct", "is above reward.max_abs = 10000"),
-        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use task here, in a section reward"),
-        (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the reward"),
+        ("reward.correct=20000", "reward.correct", "is above reward.max_abs (10000)"),
+        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use task here, in this task's own"),
+        (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the env"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' has no such"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
         ("trainer.schedule=inverse_sqrt", "trainer.warmup_steps", "0: trainer.schedule = 'inverse_sqrt' decays as"),
-        ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "is more than sampling.max_tokens = 64"),
+        ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "is more than sampling.max_tokens (64)"),
         ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "needs every reward for its baseline"),
         ("reward.scorer=judge", "reward.judge", "None: reward.scorer = 'judge' needs this section"),
         (
             f"{GAMES}, reward: {{scorer: judge, judge: {JUDGE}}}}}]",
             "evaluation.sets.0.reward.scorer",
-            "the environment's own (",
+            "the environment gives the reward (",
         ),
         (f"reward.judge={JUDGE}", "reward.judge", "applies only to reward.scorer = 'judge'"),
         ("evaluation.samples=4", "evaluation.samples", "4: greedy answers to a problem are all the same"),
@@ -324,7 +324,7 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
         ("tasks=[]", "task", "a recipe needs this section, or a list of tasks in tasks"),
         ("tasks.1.name=chain_sum", "tasks.0.name", "needs a unique name"),
         ("tasks.1.max_tokens=2048", "tasks.1.max_tokens", "2048: leaves no room for a prompt"),
-        ("tasks.0.reward.overlong.buffer_tokens=65", "tasks.0.reward.overlong.buffer_tokens", "than tasks.0.max_tokens = 64"),
+        ("tasks.0.reward.overlong.buffer_tokens=65", "tasks.0.reward.overlong.buffer_tokens", "than tasks.0.max_tokens (64)"),
         ("tasks.1.task.source=jsonl", "tasks.1.task.path", "is empty"),
         ("tasks.1.weight=0", "tasks.1.weight", "use a number, above 0"),
         ("tasks.weight=2", "--set tasks.weight", "say which one, from 0: tasks.0.weight"),
@@ -410,7 +410,7 @@ def found(*overrides: str, **sections: Any) -> dict[str, tuple[str, bool]]:
 
 
 MISTAKES = [
-    ("model={source: path, name: DIR/m}", "model.name", "is no folder"),
+    ("model={source: path, name: DIR/m}", "model.name", "is not a folder"),
     ("model={source: path, name: DIR}", "model.name", "has no config.json"),
     ("task={source: jsonl, path: DIR/none.jsonl}", "task.path", "there is no such file"),
     ("task={source: jsonl, path: DIR/broken.jsonl}", "task.path", "broken.jsonl, line 1: not JSON"),
@@ -425,8 +425,8 @@ LACKING = [
     ("task={source: jsonl, path: DIR/p.parquet}", "task.path", "pip install pyarrow"),
     ("actor={count: 0}", "actor.count", "needs at least 1"),
     ("model={source: smollm2}", "PIPELINERL_CACHE", "broken.jsonl is not a folder, and initial models are kept there"),
-    ("trainer={context_parallel: 2}", "trainer.context_parallel", "does not divide trainer.nproc = 1"),
-    ("trainer={nproc: 4, shard_ranks: 3}", "trainer.shard_ranks", "does not divide trainer.nproc = 4"),
+    ("trainer={context_parallel: 2}", "trainer.context_parallel", "does not divide trainer.nproc (1)"),
+    ("trainer={nproc: 4, shard_ranks: 3}", "trainer.shard_ranks", "does not divide trainer.nproc (4)"),
     ("trainer={optimizer: adamw_8bit}", "trainer.optimizer", "run make adamw8bit, or use adamw"),
 ]
 
@@ -459,7 +459,7 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("model.safetensors", -3, "model.safetensors has 74 bytes, but its header says 77; copy the broken files again"),
         ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its header is incomplete"),
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, of 1 files"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, among the 1 weight"),
         ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is damaged; copy it again"),
     ],
 )
@@ -496,7 +496,7 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
     recipe = recipe_from_data(minimal(task=task, trainer={"steps": 3, "warmup_steps": 4}), "x")
     warmup, repeated, empty = map(str, doubts(recipe, examine(recipe)))
-    assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps = 3, so the learning rate never reaches 1e-06")
+    assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps (3), so the learning rate never reaches 1e-06")
     assert "p.jsonl': repeated prompts: 1, the first in line 3, 1 of them with another answer; they are left out" in repeated
     assert "p.jsonl': empty answers: 1, the first in line 2, with which reward.scorer = 'task' fails" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
@@ -821,7 +821,7 @@ def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: P
 
 def test_ranks_that_the_gpus_decide_are_for_the_placement_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ("trainer.nproc=auto", "trainer.context_parallel=2")
-    assert "does not divide trainer.nproc = 1" in found(*wanted)["trainer.context_parallel"][0], "on a CPU there is one"
+    assert "does not divide trainer.nproc (1)" in found(*wanted)["trainer.context_parallel"][0], "on a CPU there is one"
     monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
     assert found(*wanted) == {}
 

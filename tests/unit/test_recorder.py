@@ -129,7 +129,7 @@ def test_a_clip_range_that_cuts_too_many_tokens_is_warned_of_once(tmp_path: Path
             assert told == [None] * 9 + ([pytest.approx(0.28)] * 3 if cut else [None] * 3)
     (warning,) = (record.message for record in caplog.records)
     assert warning.startswith(
-        "algorithm.clip_low = 0.0003: with clip_high = 0.0004, algorithm.loss = 'gspo' cuts 28% of the tokens"
+        "algorithm.clip_low = 0.0003: together with algorithm.clip_high (0.0004) it cuts 28% of the tokens"
     )
     assert "widen algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag" in warning
 

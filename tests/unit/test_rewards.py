@@ -444,7 +444,7 @@ def test_what_is_no_number_is_no_reward(user_module: str) -> None:
     ("path", "problem"),
     [
         ("house_rewards:haff", "has no function haff; did you mean half"),
-        ("house_rewards:two", "must take one argument.*verl's form.*TRL's"),
+        ("house_rewards:two", "must take one argument.*of verl.*of TRL"),
         ("leaving_rewards:score", "cannot import leaving_rewards: SystemExit: 3 at .*leaving_rewards.py:2"),
         ("no_such_module:score", "cannot import no_such_module"),
         ("broken_rewards:score", "No module named 'no_such_library' at .*broken_rewards.py:1; is it on PYTHONPATH"),
@@ -527,7 +527,7 @@ def test_a_reward_that_is_not_finite_is_no_wrong_answer(value: float, graded: bo
     ("parts", "max_abs"), [({"a": 1e30}, 1e4), ({"a": 1e308, "b": -1e308}, 1e4), ({"a": -10_001.0}, 1e4), ({"a": 3.0}, 2.0)]
 )
 def test_a_reward_or_a_term_beyond_the_bound_fails_by_name(parts: dict[str, float], max_abs: float) -> None:
-    with pytest.raises(BadReward, match=rf"beyond reward\.max_abs = {max_abs:g}: answer\.a = "):
+    with pytest.raises(BadReward, match=rf"exceeds reward\.max_abs \({max_abs:g}\): answer\.a = "):
         compose(Score(sum(parts.values()), parts=parts), graded=True, max_abs=max_abs)(item("x"))
 
 
@@ -623,7 +623,7 @@ def test_a_foreign_function_that_wants_what_is_not_here_is_refused(
 
 
 def test_a_pattern_that_a_foreign_function_would_not_heed_is_refused(foreign: Callable[..., Scorer]) -> None:
-    with pytest.raises(FieldError, match=r"reward\.answer_pattern.*verl's form and gets the whole completion"):
+    with pytest.raises(FieldError, match=r"reward\.answer_pattern.*verl's parameters and gets the whole completion"):
         foreign("gsm8k", r"(\d+)")
 
 

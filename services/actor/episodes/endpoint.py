@@ -252,14 +252,16 @@ def _parsed(body: bytes) -> dict[str, Any]:
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
     """Return the names of fields that ask for a distribution other than `sampling`'s, or for another form of answer. Pure."""
     unchanged = {
-        # These values ask for the recipe's distribution, which has neither top-p nor top-k.
+        # These values change nothing: the recipe's distribution has no penalties, top-p or top-k, and answers are plain text.
+        **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), (0,)),
+        "repetition_penalty": (1,),
         "temperature": (sampling.temperature,),
         "top_p": (1,),
-        "top_k": (0,),
+        "top_k": (-1, 0),
         "tool_choice": ("auto", "none"),
         "response_format": ({"type": "text"},),
     }
-    given = {name: body[name] for name in IGNORED_FIELDS if body.get(name) not in (None, False, {}, [])}
+    given = {name: body[name] for name in IGNORED_FIELDS if body.get(name) not in (None, {}, []) and body[name] is not False}
     return sorted(name for name, value in given.items() if value not in unchanged.get(name, ()))
 
 
@@ -380,7 +382,7 @@ def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Mess
 def answer_of(
     chat: ChatFormat, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: Iterable[str] = (), may_call: bool = True
 ) -> Answer:
-    """Return the turn as a message, without the stop string that ended it. Store its history in `turn.messages`."""
+    """Return the turn as a message without its stop string, and store the conversation up to it in `turn.messages`."""
     prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
     parsed = chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
 

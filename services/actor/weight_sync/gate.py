@@ -46,7 +46,7 @@ class ServingGate:
         if self.announced is not None and self._max_lag is not None:
             same = self.served.incarnation == self.announced.incarnation
             if not same or self.announced.number - self.served.number > self._max_lag + 1:
-                return f"serves {self.served}, more than max_lag + 1 = {self._max_lag + 1} behind {self.announced}"
+                return f"serves {self.served}, more than max_lag + 1 ({self._max_lag + 1}) behind {self.announced}"
         return ""
 
     def serve(self, version: PolicyVersion) -> None:
@@ -54,7 +54,7 @@ class ServingGate:
         self._update()
 
     def announce(self, version: PolicyVersion) -> None:
-        """Note the newest announced version. Ignore older ones, which are announced to an actor that has just joined."""
+        """Remember the newest announced version. An actor that has just joined may be told older ones, which are ignored."""
         if self.announced is None or version > self.announced:
             self.announced = version
         self._update()

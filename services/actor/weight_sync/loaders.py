@@ -100,7 +100,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
     weights = sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
     lacking = no_room(device, vllm_config.cache_config.gpu_memory_utilization, weights=weights)
-    reason, peers = "asked for" if force_paused else shadow_obstacle(live, vllm_config) or lacking, get_tp_group()
+    reason, peers = "requested" if force_paused else shadow_obstacle(live, vllm_config) or lacking, get_tp_group()
     reason = _of_any_rank(reason, peers)
     if not reason:
         if vllm_config.compilation_config.mode != CompilationMode.NONE:
@@ -117,7 +117,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return this rank's reason to load while generation is paused, or that another rank has one: all ranks load alike."""
+    """Return this rank's reason to load while generation is paused, or that another rank has one, since all must load alike."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")

@@ -3,7 +3,7 @@
 A reading thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. When the
 reading thread gets a Discard, it also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends
 both threads. Tensors are loaded into the engine's layout beside the live weights (`loaders.py`) as they arrive, so that no
-further copy of all bytes is held. If a group breaks, the loader waits, on a thread of its own, and continues if the next group
+further copy of all bytes is held. If a group breaks, the loader waits, on its own thread, and continues if the next group
 brings the same version. This module does not depend on vLLM or decide what happens after a failed transfer.
 """
 
@@ -102,7 +102,7 @@ class Receiver:
         """Yield the parameters that become complete. Chunks that only other ranks lack are received and dropped."""
         first, num_kept = self.group.first_chunk(self.manifest.content(self.version)), len(self._checksums)
         if first > num_kept:
-            raise GroupFailed("", f"version {self.version} goes on with chunk {first}, but {num_kept} chunks are here")
+            raise GroupFailed("", f"version {self.version} continues with chunk {first}, but only {num_kept} are here")
         coming, self._deadline = self.manifest.chunks[first:], time.monotonic() + self.timeout_s
         if num_kept < len(self.manifest.chunks):
             unpacker.rewind(self.manifest.chunks[num_kept])
@@ -122,7 +122,7 @@ class Receiver:
                     yield complete.pop(0)
 
     def staged(self) -> StagedWeights:
-        """Return the version's figures, once all `tensors()` were read. `prepare_s` excludes the time of waiting for bytes."""
+        """Return the version's figures, once all `tensors()` were read. `prepare_s` excludes the wait for bytes."""
         assert len(self._checksums) == len(self.manifest.chunks)
         return StagedWeights(
             checksum=chunks.version_checksum(self.manifest.manifest_id, self._checksums),
@@ -171,7 +171,7 @@ ENDING_S = 60.0
 
 
 class Staging:
-    """One version on its way into the loader, which runs on a thread of its own. If the group breaks, the loader keeps its part
+    """One version on its way into the loader, which runs on its own thread. If the group breaks, the loader keeps its part
     and waits until `resume` continues or `drop` ends it. `load` loads the receiver's tensors. Use it from one thread."""
 
     def __init__(self, receiver: Receiver, load: Callable[[Receiver], StagedWeights]) -> None:

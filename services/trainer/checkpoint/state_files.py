@@ -88,7 +88,7 @@ def plain_part(tensor: Tensor) -> Tensor:
 
 
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Write the tensors that all ranks have staged to disk, and sync them. All ranks must call this, each on any one thread.
+    """Write the tensors that all ranks have staged to disk, and sync them. All ranks must call this, each on any thread.
     `group`: process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
     _alone_is_meant()
     # No copies ahead: torch would make them on a stream of the thread's GPU, which is the first GPU on every rank.
@@ -183,7 +183,7 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
         if name not in saved:
             raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it from another run?")
         if saved[name] != shape:
-            fix = f"has {name} of shape {list(saved[name])}, the recipe's model {list(shape)}: is it from another run?"
+            fix = f"has {name} of shape {list(saved[name])} instead of the recipe's {list(shape)}: is it from another run?"
             raise FieldError(FIELD, str(folder), fix)
     for name in saved:
         if name not in wanted and not name.startswith(f"{RNG}/"):

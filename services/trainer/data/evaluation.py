@@ -57,7 +57,7 @@ from services.trainer.weight_sync.updater import WeightUpdater
 log = logging.getLogger(__name__)
 
 SCORE_TIMEOUT_S, SCORE_TOKEN_S = 60.0, 0.2
-"""Maximum time for a probe, and its further time for each token."""
+"""Maximum time for a probe: a fixed part, and a part for each token."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
-    "episode_timeout": "raise task.episode_timeout_s or task.answer_timeout_s, or make the environment quicker",
+    "episode_timeout": "raise task.episode_timeout_s or task.answer_timeout_s, or make the environment faster",
     "episode_": "correct the environment or agent; the verifier's log has its output",
     "no_turns": "let the environment or agent ask its endpoint (OPENAI_BASE_URL) for a turn",
     "verifier_refused": "look at the verifier's log",
@@ -48,7 +48,7 @@ _FIXES = {
     "token outside the vocabulary": "give trainer and actors the same model and tokenizer",
     "prompt group lost": "look at the actors' logs: they could not read the prompts, or somebody purges the streams",
     "actor_quarantined": "look at the actors that the log names, or at weights.verify_logprobs",
-    "forged": "run trainer and actors of one release; if you do, an actor answers for others: check who has its login",
+    "forged": "run trainer and actors of the same release; if you do, an actor forges answers: check who has its login",
     "unreadable": "run trainer and actors of the same release",
 }
 """Advice on lost groups, by the beginning of the reason for the loss (docs/errors.md lists the reasons)."""
@@ -174,7 +174,7 @@ class Intake:
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Record an open group's missing samples, which never arrive, as failed. The others are trained on if possible."""
+        """Record an open group's missing samples, which will never arrive, as failed. The others are used if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 

@@ -78,9 +78,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
-    """Return how often to repeat each key-value head so that the heads divide among `ranks`. Raises `FieldError`."""
+    """Return how many copies of each key-value head let `ranks` share the heads equally. Raises `FieldError` if none do."""
     if query_heads % ranks:
-        fix = f"does not divide the {query_heads} attention heads of the model; use a divisor of them"
+        fix = f"does not divide the model's {query_heads} attention heads; use a divisor of {query_heads}"
         raise FieldError("trainer.context_parallel", ranks, fix)
     share = query_heads // key_heads
     return next(repeat for repeat in range(1, share + 1) if share % repeat == 0 and key_heads * repeat % ranks == 0)
@@ -195,7 +195,7 @@ def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs [first, end) in which no sequence is shorter than half the run's longest: at most half is padding."""
+    """Return runs [first, end) in which each sequence has at least half the longest one's length: at most half is padding."""
     runs: list[tuple[int, int]] = []
     first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
     for index, length in enumerate(lengths.tolist()):

@@ -171,8 +171,8 @@ def host_microbatch(
     reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
     """Pack `branches`, in `row_order`, with the arrays [S] that describe them, for the gradient at policy version `version`.
-    `share_prompts`: put a common prompt into the row once. Without branches, the row is only padding: a rank may run out of
-    branches before the others. By default all branches are of actor 0, and none is reported."""
+    `share_prompts`: put a prompt of several branches into the row only once. Without branches, the row is only padding: a rank
+    may run out of branches before the others. By default actor 0 sampled all branches, and none is reported."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]
@@ -189,7 +189,7 @@ def host_microbatch(
     firsts, ends, versions = np.array(spans, dtype=np.int64).reshape(-1, 3).T  # the spans cover the sampled tokens in order
     sampled = ranges(firsts, ends - firsts)
     lags = version - np.repeat(versions, ends - firsts)
-    assert lags.min(initial=0) >= 0, f"a token of a version after {version} cannot be trained on at {version}"
+    assert lags.min(initial=0) >= 0, f"a token that a version after {version} sampled cannot be trained on at {version}"
     completion_ids = _joined([member.completion_token_ids for member in members], np.int64)
     padded_ids, padded_lengths, padded_places = _padded(token_ids, lengths, places, pad_multiple)
     return HostMicroBatch(

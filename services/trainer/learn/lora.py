@@ -61,7 +61,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
     wrapped = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
     if stacked := [name for name, layer in wrapped if not hasattr(layer.get_base_layer(), "weight")]:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
-        fix = f"means {stacked[0]}, whose experts lie in one tensor and get no adapters here; name layers, such as {kinds}"
+        fix = f"matches {stacked[0]}, one tensor for all experts, which cannot have adapters here; name layers, such as {kinds}"
         raise FieldError("trainer.lora.target_modules", config.target_modules, fix)
     model.requires_grad_(False)
     for adapter in layer_adapters(model).values():
@@ -108,7 +108,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
     for name in targets:
         if name not in body:
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in body}))
-            fix = f"means {name}, which is not a linear layer inside the model; adapters can go on {kinds}"
+            fix = f"matches {name}, which is the output head or no linear layer; adapters can go on {kinds}"
             raise FieldError(field, config.target_modules, fix)
     return targets
 
@@ -119,7 +119,7 @@ def _named(part: str, modules: dict[str, nn.Module]) -> list[str]:
     if not found:
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
         known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise FieldError("trainer.lora.target_modules", part, f"no such layer in the model; it has {known}")
+        raise FieldError("trainer.lora.target_modules", part, f"the model has no such layer; it has {known}")
     return found
 
 
@@ -205,8 +205,8 @@ def factor_names(layer: str) -> tuple[str, str]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
-    """Yield each parameter with its name in `served_weights` and the adapter to merge into it. One rank may call this without
-    the others."""
+    """Yield (name in `served_weights`, parameter, adapter to merge into it or None). One rank may call this without the
+    others."""
     adapters = layer_adapters(model)
     factors = {id(factor) for adapter in adapters.values() for factor in (adapter.a, adapter.b)}
     of_weight = {id(adapter.weight): adapter for adapter in adapters.values()}
@@ -219,7 +219,7 @@ def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Paramete
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor, detached. If it is sharded, gather it, with each shard first rounded to `dtype` if that is smaller."""
+    """Return the tensor, detached. If it is sharded, gather it; a `dtype` with fewer bits is applied to the shards first."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     is_smaller = dtype is not None and dtype.itemsize < tensor.dtype.itemsize

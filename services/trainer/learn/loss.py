@@ -4,7 +4,7 @@ Each token's term is multiplied by its weight, and the terms are summed. The wei
 optimizer step, so the number of micro-batches and ranks never changes a gradient. Log importance weights are log π − log μ per
 token, and are reported unclamped in any case.
 
-A mask excludes tokens from the policy loss if π has moved too far from μ, by policy lag or by the numerical difference between
+A mask excludes tokens from the policy loss if π is too far from μ, because of policy lag or numerical differences between
 actor and trainer. Masked tokens still count in the denominators, in ESS and in the KL and entropy terms.
 
 Losses and masks over whole sequences treat each branch separately, with its sampled tokens over all turns; a branch is always

@@ -1,14 +1,14 @@
 """Figures of one step: its use of the device, and statistics of its data.
 
 Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (in a mixture of experts, the
-experts that a token visits), attention over the pairs that a causal query sees, and the head at predicted tokens. A training
-step counts as three forward passes, one for the forward and two for the backward pass, even if activations are recomputed.
-Model FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's formula ignores causality, so this
-figure is lower. A shared prompt counts once, and a micro-batch without a backward pass counts one of the three passes. Norms,
-activations, the optimizer and a KL reference's forward pass are not counted. If only adapters are trained, products with frozen
-weights count two of the three.
+experts that a token visits), attention over the pairs that a causal query sees, and the output head at predicted tokens. A
+training step costs three forward passes, one for the forward and two for the backward pass, even if activations are recomputed.
+It costs one pass for a micro-batch without a backward pass, and two for products with frozen weights if only adapters are
+trained. A shared prompt counts once. Norms, activations, the optimizer and a KL reference's forward pass are not counted. Model
+FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's formula ignores causality, so the value here
+is lower.
 
-Per-token results stay on the device until one transfer at the end of the step. Each rank reduces those of its tokens to
+Per-token results stay on the device until one transfer at the end of the step. Each rank reduces its tokens' results to
 `TokenStatistics`, in NumPy and with unclamped weights. Rank 0 computes the step's figures from the statistics of all ranks.
 """
 
@@ -188,8 +188,8 @@ class PhaseTimer:
 
 
 SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
-"""Keys of a step's figures that are not in metrics.jsonl: importance weights of samples; and by actor, how many of its tokens
-had lag 0, and how many of these had a |log π − log μ| above the bound."""
+"""Keys of a step's figures that are not in metrics.jsonl: importance weights of `sampled_sequences` by id; and for each actor
+[number of its tokens of lag 0, number of these with a |log π − log μ| above the bound]."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
 """Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits a single token may be much further
 off than the median, and even more so with quantised weights in the engine."""
@@ -234,7 +234,7 @@ LARGEST_LOG_WEIGHT = 80.0
 
 @dataclass(frozen=True, eq=False)
 class TokenStatistics:
-    """Statistics of one rank's sampled tokens, in B lag buckets. Those of all ranks give the figures of a step."""
+    """Statistics of one rank's sampled tokens, in B lag buckets. `token_figures` combines those of all ranks."""
 
     by_lag: NDArray[np.int64]
     """[largest lag + 1]: number of tokens of each lag."""
@@ -242,7 +242,7 @@ class TokenStatistics:
     """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which is not finite if a log weight
     is not. k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π), and is never negative."""
     moments: NDArray[np.float64]
-    """[2, 3]: `_moments` of returns and of returns − baseline. Without a learned baseline, they are of no values."""
+    """[2, 3]: `_moments` of returns and of returns − baseline. Without a learned baseline, these are moments of zero values."""
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
     reported: NDArray[np.float64]
@@ -250,8 +250,8 @@ class TokenStatistics:
 
 
 def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch, ...], bound: float) -> TokenStatistics:
-    """Reduce the values [4, C] or [5, C] of `Learner.compute` of the tokens of `batches`. `bound`: largest |log weight| with
-    which actor and trainer agree about a token of lag 0."""
+    """Reduce the per-token values [4, C] or [5, C] that `Learner.compute` describes. `bound`: up to this |log weight|, actor
+    and trainer agree about a token of lag 0."""
     of_tokens = [(one.lags, one.advantages, one.actors[one.branch_index], one.reported[one.branch_index]) for one in batches]
     lags, returns, actors, branches = map(np.concatenate, zip(*of_tokens, strict=True))
     by_lag = np.bincount(lags)

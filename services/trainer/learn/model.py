@@ -1,5 +1,5 @@
 """Load and prepare the policy: any Hugging Face causal language model, from a folder or, by name, from the hub. Dropout is
-switched off permanently, because a policy gradient needs the same policy that sampled."""
+switched off permanently, because the policy that is trained must be the one that sampled."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ DEFAULTS = TrainerConfig()
 def load_policy(
     source: str, config: ModelConfig, trainer: TrainerConfig = DEFAULTS, device: torch.device | str = "cpu"
 ) -> Policy:
-    """Return the model of folder (or hub id) `source` in the recipe's dtype and attention, in training mode, on `device`. If
-    `trainer` has adapters, insert new ones. Raises `FieldError` if the model does not load or suit the recipe: no causal
-    language model, missing weights, a context shorter than `max_context`, or an attention that is not available."""
+    """Load the model from folder or hub id `source`, with the recipe's dtype and attention, in training mode, on `device`. If
+    `trainer` has adapters, insert new ones. Raises `FieldError` if the model does not load or does not suit the recipe: no
+    causal language model, missing weights, a context shorter than `max_context`, or an attention that is not available."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")

@@ -97,7 +97,7 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
 RATE_FACTOR = "rate_factor"
 """Key in a parameter group for its learning rate relative to the policy's. 1 if missing."""
 VALUE_RATE_FACTOR = 10.0
-"""Factor of the value head by default. The head is one linear layer that starts at 0 and must follow the policy."""
+"""Default `RATE_FACTOR` of the value head, which is one linear layer that starts at 0 and must follow the policy."""
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
@@ -174,7 +174,7 @@ class PolicyOptimizer:
         return {name: state[name] for name in MOMENTS}
 
     def begin_moments(self) -> None:
-        """Create zero moments in AdamW's own format, by a step at a learning rate of 0. Clear all gradients."""
+        """Create zero moments in AdamW's own format, by taking a step at learning rate 0. Clear all gradients."""
         adamw = self._adamw
         new = [parameter for parameter in self._stepped if not adamw.state.get(parameter)]
         adamw.zero_grad(set_to_none=True)

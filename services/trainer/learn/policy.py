@@ -252,7 +252,7 @@ class Float32Head(nn.Linear):
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Return whether `head` is exactly a linear layer: of no other class, without hooks, and with its `forward` unpatched."""
+    """Return whether `head` is exactly a linear layer: not of a subclass, without hooks, and with its `forward` unpatched."""
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     return type(head) in (nn.Linear, Float32Head) and not any(hooks) and "forward" not in vars(head)
 

@@ -3,8 +3,8 @@ sends no weights. The caller chooses the groups, counts the versions, and handle
 
 A step is planned and packed once, in NumPy, before any device is used. Token weights come from totals of the whole step, so
 that losses and gradients of all shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks
-as orders, which `worker.py` executes. Devices wait between two steps. Therefore batches are sent during the previous step, and
-ranks return only statistics of their tokens.
+as orders, which `worker.py` executes. Devices are idle between two steps. To keep this time short, batches are sent during the
+previous step, and ranks return only statistics of their tokens.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Learner:
         self.trainer = trainer
         self.temperature, self._bound = temperature, bound
         self._batches_sent: dict[PreparedStep, list[Any]] = {}
-        """Work to send batches to the other ranks, by step."""
+        """Pending sends of batches to the other ranks, by step."""
         self.pad_multiple = policy.row_multiple
         self.world = world or World(RankLayout(), policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
@@ -164,8 +164,8 @@ class Learner:
         )
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
-        """Return a plan, and how many of its first slots (one micro-batch per rank) need no backward pass, because all their
-        branches are `silent`."""
+        """Return a plan, and how many slots at its start need no backward pass because all their branches are `silent`. A slot
+        is one micro-batch per rank. The number is 0 if all branches are silent, or if several ranks would need more slots."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
@@ -193,8 +193,8 @@ class Learner:
                 self.world.batches.tell_all(Message(END))
 
     def send_batches(self, prepared: PreparedStep) -> None:
-        """Rank 0: begin to send each rank its batches, on any thread. A rank receives them while it computes the previous step.
-        Steps must be taken in the order of this. Raises `RuntimeError` if a rank is gone."""
+        """Rank 0: start to send each rank its batches, on any thread. A rank receives them while it computes the previous step.
+        Steps must be taken in the order in which they are sent. Raises `RuntimeError` if a rank is gone."""
         layout, links = self.world.layout, self.world.batches
         if links is not None:
             messages = [batch_message(prepared.version, share) for share in prepared.shares]

@@ -64,8 +64,9 @@ class TaskMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
-        reported = {"figure": f"a reward's term, an environment's metric, or turns; only the first {MOST_REASONS} names"}
-        self._of_task = {"sequences": metrics.reading("task_sequences", "Sequences of the step, by task if several.", task)}
+        reported = {"figure": f"a reward's term, an environment's metric, or turns; at most {MOST_REASONS} names"}
+        text = "Sequences of the step. One series per task, if there are several."
+        self._of_task = {"sequences": metrics.reading("task_sequences", text, task)}
         for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
             text = f"{plain(figure.text)} One series per task, if there are several."
             self._of_task[figure.key] = metrics.reading(f"task_{figure.metric}", text, task, unit=figure.unit)
@@ -110,7 +111,7 @@ class StepMetrics:
         text = "algorithm.max_lag; no series if it is null, or bounds the mean lag of a sequence."
         self.lag_bound = metrics.reading("token_lag_bound_steps", text)
         self.planned = metrics.reading("planned_steps", "Optimizer steps of the whole run (trainer.steps).")
-        self._step = metrics.histogram("step_seconds", "Duration of an optimizer step, waiting included.", STEP_SECONDS)
+        self._step = metrics.histogram("step_seconds", "Duration of an optimizer step, including waits.", STEP_SECONDS)
         text = "Duration of each phase of a step; phases do not overlap."
         self._phases = metrics.histogram("step_phase_seconds", text, PHASE_SECONDS, {"phase": STEP_PHASES})
         text = "Duration of each phase of a step's computation; plan and build run during the previous step."
@@ -149,7 +150,7 @@ class MembershipMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         text, causes = "Actors that the trainer removed from an epoch although they had not left.", tuple(EvictionCause)
         self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
-        text = "How often an actor that joined began to serve, in an epoch or after a side group."
+        text = "How often a joining actor began to serve, in an epoch or after a side group."
         self.joins = metrics.counter("joins_total", text, unit="actors")
         text = "Time in which a side group brought an actor to the served version."
         self.join_seconds = metrics.histogram("join_seconds", text, SECONDS)
@@ -157,7 +158,7 @@ class MembershipMetrics:
         self._transfer = metrics.histogram("weight_update_transfer_seconds", text, SECONDS)
         text = "Time from the offer of a version until the last member serves it."
         self._round_trip = metrics.histogram("weight_update_round_trip_seconds", text, SECONDS)
-        self._bytes = metrics.counter("weight_update_bytes_total", "Bytes sent of versions that all members then served.")
+        self._bytes = metrics.counter("weight_update_bytes_total", "Bytes sent for versions that all members then served.")
 
     def served(self, update: UpdateRecord) -> None:
         self._transfer.observe(update.transfer_s)
@@ -317,7 +318,7 @@ STATE_METRICS = (
                 "without a bound, all groups until the run's end.", lambda run: run.feeder.allowance_by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, or in complete groups whose step has not begun.",
                 lambda run: run.feeder.in_flight),
-    StateMetric("in_flight_limit_sequences", "Present freshness limit on in_flight_sequences; no series in conventional "
+    StateMetric("in_flight_limit_sequences", "Current freshness limit on in_flight_sequences; no series in conventional "
                 "mode.", lambda run: run.feeder.in_flight_limit),
 )  # fmt: skip
 
@@ -333,7 +334,7 @@ class TrainerMetrics:
         text = "Time to write one checkpoint."
         self.checkpoint_seconds = metrics.histogram("checkpoint_seconds", text, CHECKPOINT_SECONDS)
         text, outcomes = "Attempts to upload a checkpoint.", {"outcome": ("uploaded", "failed")}
-        tries = metrics.counter("checkpoint_uploads_total", text, outcomes, unit="tries")
+        tries = metrics.counter("checkpoint_uploads_total", text, outcomes, unit="attempts")
         text = "Time to upload and verify one checkpoint."
         self.uploads = tries, metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
         self.steps = StepMetrics(metrics)

@@ -29,9 +29,9 @@ from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serv
 MOST_RESTARTS = 3
 """Maximum number of retries of one version with the same members. Then each must succeed alone before it rejoins."""
 SLOW = 4.0
-"""A member is slow if it takes more than this multiple of the median, and a transfer, of the time of earlier ones."""
+"""A member or transfer is slow if it takes more than this multiple of the median time of members or of earlier transfers."""
 TRAINER = ""
-"""Sender of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
+"""`actor` of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
 
 @dataclass(frozen=True)
@@ -221,11 +221,11 @@ class Coordinator:
         return self._under_way and self._held_above is not None and self.version > self._held_above
 
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
-        """Return when this phase is stuck or too slow unless somebody answers before, in seconds since it began.
+        """Return after how many seconds this phase is stuck or too slow, unless another answer arrives before.
 
-        Each answer gives the others `deadline_s` more, but at most `limit_s` in all and, once more than half have answered,
-        `SLOW` times the median. While the trainer sends, only `limit_s` applies, since the transfer itself notices a chunk that
-        is stuck. `answers_s`: times of the answers in this phase, in order."""
+        Each answer gives the others `deadline_s` more, but at most `limit_s` after the first answer. Once more than half have
+        answered, `SLOW` times the median is a further limit. While the trainer sends, only `limit_s` applies, since the
+        transfer itself notices a stuck chunk. `answers_s`: times of this phase's answers since its begin, in order."""
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s
         due_s = min(answers_s[-1] + deadline_s, answers_s[0] + limit_s) if answers_s else deadline_s

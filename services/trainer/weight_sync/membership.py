@@ -1,8 +1,8 @@
 """Arrivals and departures of actors, the known state of each actor, and the choice of actors for side groups. Pure.
 
-A side group consists of the trainer and joining actors, beside the epoch of the others, and brings them to the newest served
-version at once. Newcomers share one, so that the trainer sends the version once; an actor that failed gets one of its own. Once
-an actor serves the version, it joins the next epoch. Until then it cannot delay the epoch's members.
+A side group consists of the trainer and joining actors, exists beside the epoch of the others, and brings the joining actors to
+the newest served version. Newcomers share one side group, so that the trainer sends the version once; an actor that failed gets
+a separate one. Once an actor serves the version, it joins the next epoch. Until then it cannot delay the epoch's members.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
 """`waiting`: the actor serves no version or an older one, and its update has not begun. `leaving`: it is shutting down."""
 
 MOST_AT_ONCE = 4
-"""Maximum number of side groups, to each of which the trainer sends the version. Failed actors leave one to newcomers."""
+"""Maximum number of side groups, to each of which the trainer sends the version. One of them is reserved for newcomers."""
 
 MOST_IN_GROUP = 64
 """Maximum number of newcomers in one side group."""
@@ -161,7 +161,7 @@ class Roster:
     def side_groups(
         self, version: int, epoch: Collection[str], running: Collection[Collection[str]]
     ) -> list[tuple[Member, ...]]:
-        """Return the members of each new side group that is needed for `version`. `running`: the actors of each present one."""
+        """Return the members of each new side group needed for `version`. `running`: the actors of each existing side group."""
         self._expect(version)
         busy, free = set[str]().union(*running), MOST_AT_ONCE - len(running)
         due = [

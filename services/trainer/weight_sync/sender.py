@@ -96,8 +96,8 @@ class Snapshot:
         self._checksums: dict[int, int] = {}
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
-        """Return the chunk's bytes in the memory of `placement`, from which the group sends, and their checksum. Each checksum
-        is computed once. On a device, this waits for the copy into `stream`, so a chunk with a checksum is complete."""
+        """Return the chunk's bytes in the memory of `placement`, from which the group sends, and their checksum, which is
+        computed only once. On a device this waits until `stream` has been filled, so a chunk with a checksum is complete."""
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
             if chunk.index not in self._checksums:
@@ -164,7 +164,7 @@ class WeightSender:
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
         """Start sending on `group`, on a separate thread. Until that ends, no other code may use the group. A failure closes
-        the group; setting `given_up` makes it fail within the stall timeout. Chunks that all receivers keep are not sent."""
+        the group; setting `given_up` makes it fail within the stall timeout. Chunks that all receivers have are skipped."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         first = group.first_chunk(snapshot.manifest.content(snapshot.version))
         kept, chunks = snapshot.manifest.chunks[:first], snapshot.manifest.chunks[first:]

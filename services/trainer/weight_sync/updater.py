@@ -1,7 +1,7 @@
 """Bring every policy version to every actor, through one transfer session for the epoch and one for each side group.
 
 `offer` returns as soon as sending has begun, so that the next batch is computed meanwhile. Before that it waits until the
-previous version is served, so that at most one version is in transfer. Every wait ends: with a registration, an answer or a
+previous version is served, so that at most one version is in transfer. Every wait ends with a registration, an answer or a
 deadline, or once NATS is reachable. As long as a transfer makes progress at a usual rate, nobody is evicted. If no actor serves
 the first version in time, the run ends with the actors' reasons.
 """
@@ -49,7 +49,7 @@ reveals a dead member long before its registration expires, but also excludes a 
 GATHER_S = 5.0
 """Maximum seconds for which joining actors wait for others to share a side group with; less if a transfer takes less."""
 ASSUMED_BYTES_PER_S = 40e6
-"""Rate of transfers before any was measured, which allows for a network of a quarter of it (`coordinator.SLOW`)."""
+"""Assumed rate until a transfer has been measured. The network may be slower by the factor `coordinator.SLOW`."""
 MOST_REASONS = 16
 """Maximum number of actors whose last reason for not serving is kept."""
 
@@ -93,7 +93,7 @@ class TransferSession:
         return actions
 
     def _set_timer(self) -> None:
-        """Post `DeadlinePassed` when the phase is stuck or too slow, as far as is known now."""
+        """Schedule `DeadlinePassed` for when the phase is stuck or too slow, given the answers so far."""
         if self._timer is not None:
             self._timer.cancel()
         updater, at_s = self._updater, self._phase_at_s - time.monotonic()
@@ -290,7 +290,7 @@ class WeightUpdater:
 
     @property
     def limit_s(self) -> float:
-        """Return the maximum time for sending a version: `deadline_s`, and a multiple of what the newest transfers took."""
+        """Return the maximum time for sending a version: `deadline_s` plus a multiple of the newest transfers' median time."""
         return self.deadline_s + c.SLOW * median(self.transfers_s)
 
     @property
@@ -361,8 +361,8 @@ class WeightUpdater:
                 await self._until(lambda: self.served_version >= 0)
         except TimeoutError as error:
             raise ServiceError(
-                f"version {self._main.record.version} was served by no actor within weights.join_timeout_s = "
-                f"{self._join_timeout_s:g} s; {f'last reasons: {self.reasons}' if self._reasons else 'no actor said why'}. "
+                f"no actor served version {self._main.record.version} within {self._join_timeout_s:g} s "
+                f"(weights.join_timeout_s); {f'last reasons: {self.reasons}' if self._reasons else 'no actor said why'}. "
                 "Look at the actors' logs, or raise the timeout"
             ) from error
 
@@ -500,8 +500,8 @@ class WeightUpdater:
         await self._tend_sides()  # after all actions, so that evicted actors first wait some heartbeats
 
     async def _tend_sides(self, *, gathered: bool = False) -> None:
-        """Take actors that are gone or in the epoch out of their side groups. If others need one, open it once those that come
-        at about the same time are `gathered`."""
+        """Remove actors that are gone or in the epoch from side groups. If other actors need a side group, open it after a
+        short wait for more of them. `gathered`: this wait is over."""
         for session in list(self._sides):
             if outdated := self.roster.outdated(session.joiners, self.members):
                 await self._step_side(session, c.MembersLeaving(outdated, "it is gone, or in the epoch", still_running=False))

@@ -166,10 +166,10 @@ def _loaded(given: Any) -> Any:
 
 
 class _Text(pickle.Unpickler):
-    """Unpickles a text, and refuses classes and functions, with which a pickle could run code."""
+    """Unpickles plain data, and refuses classes and functions, with which a pickle could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"a pickle that needs {module}.{name}, which could run code; give a text")
+        raise ValueError(f"the pickled tests refer to {module}.{name}, which could run code; give the tests as JSON")
 
 
 def _tests(given: Any, row: Mapping[str, Any]) -> Iterator[Test]:
@@ -339,7 +339,7 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs except for white space at line ends. In lines that should have a decimal, compare numbers by value."""
+    """Compare outputs except for white space at line ends. If `wanted`'s line has a decimal, compare its numbers by value."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))

@@ -98,7 +98,7 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
     largest = max((abs(value) if math.isfinite(value) else math.inf) for value in values)
     if largest == math.inf:
         return "the reward is not a finite number"
-    return f"the reward is beyond reward.max_abs = {max_abs:g}" if largest > max_abs else ""
+    return f"the reward's size exceeds reward.max_abs ({max_abs:g})" if largest > max_abs else ""
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
@@ -152,14 +152,14 @@ def imported(field: str, path: str) -> Callable[..., Any]:
 
 
 _FORMS = (
-    "must take one argument, the item, or be a function of verl's form, (data_source, solution_str, ground_truth, extra_info), "
-    "or of TRL's, (completions, **columns)"
+    "must take one argument, the item, or the parameters of verl, (data_source, solution_str, ground_truth, extra_info), "
+    "or those of TRL, (completions, **columns)"
 )
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function, possibly async, of our form, verl's or TRL's; its parameters' names tell which. Raises `FieldError` if
-    it is missing or has another form. verl's and TRL's forms get the whole completion, so `answer_pattern` must be empty."""
+    """Import a function, possibly async, with our, verl's or TRL's parameters, told by their names. Raises `FieldError` if it
+    is missing or has others. verl's and TRL's functions get the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
@@ -171,7 +171,7 @@ def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str =
     is_verl, is_trl = "solution_str" in named, "completions" in named
     for body in (function, getattr(function, "__call__", None)):  # noqa: B004 - the method of a callable object
         if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
-            raise FieldError("reward.scorer", path, "a generator function (it yields); return the reward instead")
+            raise FieldError("reward.scorer", path, "is a generator function (it yields); return the reward instead")
     if not (is_verl or is_trl):
         try:
             signature.bind(None)
@@ -179,7 +179,7 @@ def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str =
             raise FieldError("reward.scorer", path, f"{_FORMS} ({error})") from error
         return lambda item: _own_score(_called(function, item))
     if answer_pattern:
-        fix = f"{path} is of {'verl' if is_verl else 'TRL'}'s form and gets the whole completion; leave the pattern out"
+        fix = f"{path} has {'verl' if is_verl else 'TRL'}'s parameters and gets the whole completion; leave the pattern out"
         raise FieldError("reward.answer_pattern", answer_pattern, fix)
     needed = {name for name, one in named.items() if one.default is one.empty}
     takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())

@@ -28,7 +28,7 @@ _LARGE = 1 << 63
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
-    """Return plain data in a form that JSON can represent. For any other object, return what `refer` returns; it may raise."""
+    """Encode `value` for JSON if it is plain data. Otherwise return `refer(value)`, which may raise."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _LARGE:
         return ["int", hex(value)]  # Python limits the length of decimal text
     if value is None or isinstance(value, bool | int | float | str):
@@ -93,7 +93,7 @@ class Peer:
         return self._remotes.setdefault(number, Remote(self, number))
 
     def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        """Have the other end perform an operation, and make its changes to the arguments here as well."""
+        """Have the other end perform an operation, and return its result. Copy changes of the arguments back to this end."""
         given = [self._encoded(each) for each in arguments], {name: self._encoded(each) for name, each in keywords.items()}
         with contextlib.suppress(ConnectionError):  # if the other process has ended, nothing is received below
             self._send([operation, *given])
@@ -287,7 +287,7 @@ def _check() -> None:
 
 
 def _collected(tests: dict[str, Any]) -> str:
-    """Run test functions, methods and test cases as pytest would. Return why that is impossible, or "". Raises their errors."""
+    """Run test functions, methods and test cases as pytest would. Return why they cannot be run, or "". Raises their errors."""
     runs = list[Callable[[], Any]]()
     for name, value in list(tests.items()):
         own = getattr(value, "__module__", None) == "tests" and not isinstance(value, Remote)

@@ -432,7 +432,7 @@ def reference_text(text: str) -> str:
         raise BadReference("answer", f"{quoted} is not a mathematical expression")
     braces = re.sub(r"\\[{}]", "", answer)
     if braces.count("{") != braces.count("}"):
-        raise BadReference("answer", f"{quoted} is not a mathematical expression: its braces are not in pairs")
+        raise BadReference("answer", f"{quoted} is not a mathematical expression: its braces do not match")
     try:
         with expressions.precise():
             node = expressions.read(plain)

@@ -23,7 +23,7 @@ _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 AnswerScorer = Callable[..., float]
 """`(answer=str | None, entry=dict) -> float` in [0, 1]."""
 
-REFUSED = Score(0.0, "not evaluated: the family's scorer would run the answer as code, and it is not only numbers and formulas")
+REFUSED = Score(0.0, "not evaluated: the family's scorer would run the answer as code, but it is not just a formula or numbers")
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"}
