@@ -51,14 +51,19 @@ async def follow_trainer(
         with contextlib.suppress(ServiceDied):
             address = await process.address(timeout_s=math.inf)
             on_up(address)
-            async with open_channel(address.grpc, certificates) as channel:
-                trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-                async with asyncio.TaskGroup() as group:  # an error in one of them ends the run at once
-                    status = group.create_task(_follow_status(trainer, state))
-                    steps = group.create_task(_follow_steps(trainer, state, elapsed_s))
-                    await process.wait()
-                    status.cancel()
-                    steps.cancel()
+            # An error in the group ends the run at once.
+            async with open_channel(address.grpc, certificates) as channel, asyncio.TaskGroup() as group:
+                following = group.create_task(follow_calls(channel, state, elapsed_s))
+                await process.wait()
+                following.cancel()
+
+
+async def follow_calls(channel: grpc.aio.Channel, state: RunState, elapsed_s: Callable[[], float]) -> None:
+    """Follow the steps and the status of one trainer's process until cancelled."""
+    trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_follow_status(trainer, state))
+        group.create_task(_follow_steps(trainer, state, elapsed_s))
 
 
 async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState) -> None:

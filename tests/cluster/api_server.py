@@ -1,8 +1,8 @@
 """The API server of the mini cluster, for its pods and for helm: that of tests/kube, whose objects are those of the render.
 
 Helm finds what kinds there are, and creates, applies, reads, watches and deletes objects of the chart's kinds. An apply merges:
-field managers, conflicts and the removal of fields are not modelled, nor are schemas, defaults, admission, quotas and finalizers
-(but a claim stays while a pod uses it). A pod's port-forward and exec are websockets of the protocol v4.channel.k8s.io.
+field managers, conflicts and the removal of fields are not modelled, nor are schemas, defaults, admission, quotas, propagation
+and finalizers (but a claim stays while a pod uses it). A pod's port-forward and exec are websockets of the protocol v4.channel.k8s.io.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from tests.chart.rendering import WORKLOADS, Rendered
 from tests.cluster.objects import ClusterError, Object, name_of
 from tests.kube import api_server
 from tests.support.certificates import Authority
-
 
 KIND_OF = {(version, plural(kind)): kind for version, kinds in KINDS.items() for kind in kinds}
 PLACE = re.compile(r"/apis?/(.+)/namespaces/[^/]+/([^/]+)(?:/([^/]+))?")
