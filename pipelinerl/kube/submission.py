@@ -139,24 +139,31 @@ async def install(
     release: Release, chart: str, files: Sequence[Path], values: Mapping[str, Any], show: Callable[[str], None]
 ) -> None:
     """Install the chart with `values`, and those of `files` over them, and show meanwhile what it waits for. If that fails,
-    remove what was installed, and raise `UserError` with the reason why the recipe was refused, or else `HelmError`."""
+    remove what was installed, and raise `UserError` with what a pod said, or else `HelmError`."""
     given = [part for file in files for part in ("--values", str(file))]
     arguments = ("install", release.name, chart, "--values", "-", *given, "--timeout", _INSTALLS_WITHIN)
+    earlier = {pod["metadata"].get("uid") for pod in await release.client.items(LIST_PODS, release.selector)}
     installing = asyncio.create_task(helm(release, *arguments, text=json.dumps(values)))
+
+    async def reasons() -> list[str]:
+        """Return what the pods of this installation wait for, which are that of the Job and later those of the run."""
+        pods = await release.client.items(LIST_PODS, release.selector)
+        waiting = [(pod, why_not_ready(pod)) for pod in pods if pod["metadata"].get("uid") not in earlier]
+        return [f"{name_of(pod)}: {why}" for pod, why in waiting if why]
+
     try:
         while not installing.done():
             with suppress(KubeError):  # Helm says what is wrong
-                pods = await release.client.items(LIST_PODS, release.selector)
-                show("installing" + "".join(f"; {name_of(pod)}: {why_not_ready(pod)}" for pod in pods if why_not_ready(pod)))
+                show("; ".join(["installing", *await reasons()]))
             await asyncio.wait({installing}, timeout=_LOOK_S)
         installing.result()
     except HelmError as error:
         if _IN_USE.search(str(error)):
             raise
-        checks = await release.client.items(LIST_PODS, f"{release.selector},{COMPONENT}={VALIDATION}")
+        why = "; ".join(await reasons())
         await remove(release)
-        if reasons := [why for pod in checks if (why := why_not_ready(pod))]:
-            raise UserError(f"the recipe was not accepted, and nothing is left installed: {'; '.join(reasons)}") from error
+        if why:
+            raise UserError(f"the run was not accepted, and nothing is left installed: {why}") from error
         raise HelmError(f"nothing is left installed: {error}") from error
     finally:
         installing.cancel()

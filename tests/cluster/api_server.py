@@ -2,7 +2,7 @@
 
 Helm finds what kinds there are, and creates, applies, reads, watches and deletes objects of the chart's kinds. An apply merges:
 field managers, conflicts and the removal of fields are not modelled, nor are schemas, defaults, admission, quotas, propagation
-and finalizers (but a claim stays while a pod uses it). A pod's port-forward and exec are websockets of the protocol v4.channel.k8s.io.
+and finalizers (but a volume stays while a pod uses it). Commands in pods and ports of pods are websockets.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class ApiServer(api_server.ApiServer):
         self.ca = b""
         """PEM, once it serves."""
         self.denied: list[str] = []
+        self.withheld: set[Permission] = set()
+        """What `ADMIN` may not do after all."""
+        self.sockets: list[web.Request] = []
         self._accounts: dict[str, str] = {}
 
     def token_of(self, account: str) -> bytes:
@@ -203,7 +206,14 @@ class ApiServer(api_server.ApiServer):
             self._refuse(404, "NotFound", f'pods "{name}" not found')
         socket = web.WebSocketResponse(protocols=(PROTOCOL,))
         await socket.prepare(request)
+        self.sockets.append(request)
         return socket, self.pods[name]
+
+    def drop_sockets(self) -> None:
+        """End all connections into pods, as when a server or a network fails."""
+        for request in self.sockets:
+            if request.transport is not None:
+                request.transport.abort()
 
     async def _exec(self, request: web.Request) -> web.StreamResponse:
         socket, pod = await self._open(request, "exec")
@@ -263,7 +273,7 @@ class ApiServer(api_server.ApiServer):
 
     def _grants(self, account: str, permission: Permission, name: str) -> bool:
         if account == ADMIN:
-            return True
+            return permission not in self.withheld
         subject = {"kind": "ServiceAccount", "name": account, "namespace": self.namespace}
         bindings = [binding for binding in self._rendered.of_kind("RoleBinding") if subject in binding["subjects"]]
         roles = [self._rendered.one("Role", binding["roleRef"]["name"]) for binding in bindings]

@@ -4,9 +4,9 @@
         cluster.start()
         await cluster.until(lambda: cluster.all_ready("actor"), 60, "actors are ready")
 
-What a Deployment, a StatefulSet, a Job of one pod, a Pod, a Service and RBAC mean is modelled; HorizontalPodAutoscaler, NetworkPolicy (but see
-policies.py), PodDisruptionBudget, rolling updates, ordered StatefulSets, cluster IPs, resources and scheduling are not. Linux,
-root and iproute2 only.
+What a Deployment, a StatefulSet, a Job of one pod, a Pod, a Service and RBAC mean is modelled; HorizontalPodAutoscaler,
+NetworkPolicy (but see policies.py), PodDisruptionBudget, rolling updates, ordered StatefulSets, cluster IPs, resources and
+scheduling are not. Linux, root and iproute2 only.
 """
 
 from __future__ import annotations

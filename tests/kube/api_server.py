@@ -219,7 +219,10 @@ class ApiServer:
         assert request.query["allowWatchBookmarks"] == "true"
         assert int(request.query["timeoutSeconds"]) > 0
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
+        try:
+            await response.prepare(request)
+        except ConnectionError:  # the client has gone
+            return response
         if since < self._kept_from:
             await response.write(line("ERROR", status(410, "Expired", "too old resource version")))
             return response
