@@ -10,13 +10,13 @@ import base64
 import json
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aiohttp import ClientError, ClientWebSocketResponse, WSMsgType, WSServerHandshakeError
+from aiohttp import ClientError, WSMsgType, WSServerHandshakeError
+from aiohttp import ClientWebSocketResponse as Socket
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.kube.client import LIST_PODS, KubeClient, KubeError, Permission
@@ -35,7 +35,6 @@ _LISTS = {
     LIST_SETS: "list_namespaced_stateful_set",
 }
 REQUEST_S = 30.0
-_CONNECTS_WITHIN_S = 30.0
 _PING_EVERY_S = 30.0
 """A dead connection is noticed after one and a half times this."""
 _CHUNK_BYTES = 64 * 1024
@@ -53,6 +52,12 @@ class PersonClient(KubeClient):
         super().__init__(namespace, Path(), request_s=REQUEST_S)
         self._context = context
 
+    async def __aenter__(self) -> PersonClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def _load_account(self, configuration: Any) -> None:
         from kubernetes.aio.config import load_kube_config
 
@@ -64,8 +69,12 @@ class PersonClient(KubeClient):
         return list(raw.get("items") or ())
 
     async def delete_claim(self, name: str) -> None:
-        """Delete a claim, which goes when no pod uses it any more."""
-        await self._ask(DELETE_CLAIM, "delete_namespaced_persistent_volume_claim", name=name)
+        """Delete a claim, if it is there. Its volume goes when no pod uses it any more."""
+        try:
+            await self._ask(DELETE_CLAIM, "delete_namespaced_persistent_volume_claim", name=name)
+        except KubeError as error:
+            if error.status != 404:
+                raise
 
     async def secret(self, name: str) -> dict[str, bytes]:
         raw = await self._ask(GET_SECRET, "read_namespaced_secret", name=name)
@@ -75,7 +84,7 @@ class PersonClient(KubeClient):
         """Execute a command and yield its output. Raises `ServiceError` if it fails, `KubeError` if the connection ends before
         the command does."""
         errors, options = b"", {"container": container, "command": [*command], "stdout": True, "stderr": True}
-        async with self._connect(EXECUTE, "connect_get_namespaced_pod_exec", pod, **options) as socket:
+        async with self._connect(EXECUTE, "exec", pod, **options) as socket:
             async for message in socket:
                 if message.type is not WSMsgType.BINARY or not message.data:
                     break
@@ -93,52 +102,41 @@ class PersonClient(KubeClient):
         raise KubeError(EXECUTE, 0, "the connection ended")
 
     @asynccontextmanager
-    async def forwarded(self, pod: Callable[[], str], port: int) -> AsyncIterator[PortForward]:
-        """Listen on a socket that only this user can reach. Each connection leads to the port of the pod that `pod()` names."""
-        with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder:
-            forward = PortForward(f"unix:{folder}/trainer")
-            server = await asyncio.start_unix_server(partial(self._pass_on, forward, pod, port), f"{folder}/trainer")
+    async def forwarded(self, pod: str, port: int, refused: list[KubeError]) -> AsyncIterator[str]:
+        """Listen on a socket that only this user can reach, and yield its address for gRPC. Each connection leads to a port of
+        the pod with this name at that time. Refusals are appended to `refused`."""
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                yield forward
+                async with self._connect(FORWARD, "portforward", pod, ports=str(port)) as socket:
+                    sending = asyncio.create_task(_send(reader, socket))
+                    try:
+                        await _receive(socket, writer)
+                    finally:
+                        sending.cancel()
+            except (KubeError, ClientError, OSError) as error:  # the caller connects again
+                log.debug("the connection to %s ended: %s", pod, error)
+                refused.extend([error] if isinstance(error, KubeError) and error.denied else [])
+            finally:
+                writer.close()
+
+        with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder:
+            server = await asyncio.start_unix_server(pass_on, f"{folder}/socket")
+            try:
+                yield f"unix:{folder}/socket"
             finally:
                 server.close()
 
-    async def _pass_on(
-        self,
-        forward: PortForward,
-        pod: Callable[[], str],
-        port: int,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        """Pass bytes both ways until one side ends. The caller connects again."""
-        try:
-            async with self._connect(FORWARD, "connect_get_namespaced_pod_portforward", pod(), ports=str(port)) as socket:
-                sending = asyncio.create_task(_send(reader, socket))
-                try:
-                    await _receive(socket, writer)
-                finally:
-                    sending.cancel()
-        except KubeError as error:
-            log.debug("%s", error)
-            forward.refused = error if error.denied else None
-        except (ClientError, OSError) as error:
-            log.debug("the connection to %s ended: %s", pod(), error)
-        finally:
-            writer.close()
-
     @asynccontextmanager
-    async def _connect(
-        self, permission: Permission, method: str, pod: str, **options: Any
-    ) -> AsyncIterator[ClientWebSocketResponse]:
+    async def _connect(self, permission: Permission, what: str, pod: str, **options: Any) -> AsyncIterator[Socket]:
         from kubernetes.aio import client
         from kubernetes.aio.stream import WsApiClient
 
         configuration = (await self._core_api()).api_client.configuration
         async with WsApiClient(configuration, heartbeat=_PING_EVERY_S) as api:
-            call = getattr(client.CoreV1Api(api), f"{method}_without_preload_content")
+            call = getattr(client.CoreV1Api(api), f"connect_get_namespaced_pod_{what}_without_preload_content")
             try:
-                async with asyncio.timeout(_CONNECTS_WITHIN_S):
+                async with asyncio.timeout(self._request_s):
                     try:
                         socket = await (await call(pod, self.namespace, **options))
                     except WSServerHandshakeError as error:
@@ -146,38 +144,27 @@ class PersonClient(KubeClient):
                             raise
                         await self._load_account(configuration)
                         socket = await (await call(pod, self.namespace, **options))
-            except WSServerHandshakeError as error:
-                raise KubeError(permission, error.status, "the connection was refused") from error
             except (ClientError, OSError) as error:
-                raise KubeError(permission, 0, error) from error
+                status = error.status if isinstance(error, WSServerHandshakeError) else 0
+                raise KubeError(permission, status, "the connection was refused" if status else error) from error
             async with socket:
                 yield socket
 
 
-class PortForward:
-    """A forwarded port. `target`: its address for gRPC. `refused`: the error of the newest connection, if it was refused."""
-
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self.refused: KubeError | None = None
-
-
-async def _send(reader: asyncio.StreamReader, socket: ClientWebSocketResponse) -> None:
+async def _send(reader: asyncio.StreamReader, socket: Socket) -> None:
     with suppress(ConnectionError):
         while data := await reader.read(_CHUNK_BYTES):
             await socket.send_bytes(bytes([_DATA]) + data)
         await socket.close()
 
 
-async def _receive(socket: ClientWebSocketResponse, writer: asyncio.StreamWriter) -> None:
+async def _receive(socket: Socket, writer: asyncio.StreamWriter) -> None:
     begun = set[int]()
     async for message in socket:
         if message.type is not WSMsgType.BINARY or not message.data:
             return
-        channel, data = message.data[0], message.data[1:]
-        if channel not in begun:
-            begun.add(channel)
-            data = data[2:]
+        channel, data = message.data[0], message.data[1:] if message.data[0] in begun else message.data[3:]
+        begun.add(channel)
         if channel != _DATA and data:
             log.debug("the port cannot be reached: %s", data.decode(errors="replace"))
             return

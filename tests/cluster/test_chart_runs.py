@@ -366,7 +366,7 @@ async def is_trained_and_brought_back(person: Person) -> None:
     await cluster.delete(f"{SUBMITTED}-0")
     code, listed = await (await person.start("runs", "--json"))()
     (row,) = (row for row in json.loads(listed) if row["release"] == "own")
-    assert (code, row["run"], row["phase"], row["steps"]) == (0, "own", "Running", steps)
+    assert (code, row["run"], row["phase"], row["steps"]) == (0, "own", "Running", str(steps))
     code, said = await ended()
     folder = person.folder / "runs" / "own"
     assert (code, f"step {steps}/{steps}" in said) == (0, True), said
