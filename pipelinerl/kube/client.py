@@ -216,7 +216,7 @@ class KubeClient:
     async def _core_api(self) -> Any:
         """Return the `CoreV1Api`, and make it first if there is none."""
         if self._api is None:
-            client = await asyncio.to_thread(_client_package)
+            client = await asyncio.to_thread(importlib.import_module, "kubernetes.aio.client")  # takes about a second
             configuration = client.Configuration()
             await self._load_account(configuration)
             self._api = self._api or client.CoreV1Api(client.ApiClient(configuration))
@@ -251,11 +251,6 @@ class KubeClient:
 def in_cluster(settings: TrainerSettings) -> KubeClient | None:
     """Return a client, or None outside Kubernetes. Sends nothing yet."""
     return KubeClient(settings.pod_namespace, settings.service_account_dir) if settings.pod_namespace else None
-
-
-def _client_package() -> Any:
-    """Import the library. This takes about a second of CPU time, too long for an event loop."""
-    return importlib.import_module("kubernetes.aio.client")
 
 
 async def _changes(response: ClientResponse) -> AsyncIterator[PodChange]:

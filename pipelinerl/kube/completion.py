@@ -15,7 +15,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 from pipelinerl.errors import UserError
@@ -73,15 +72,16 @@ async def complete(
     async with _cluster(settings) as client:
         if client is None:
             return
+        await _insist(lambda: client.patch_config(f"{settings.release}-run", progress))
         if settings.on_completion == "keep":
-            await _tell_phase(client, settings, FINISHED, version, progress=progress)
+            await _tell_phase(client, settings, FINISHED, version)
             return
         actor, run = f"{settings.release}-actor", f"{settings.release}-run"
         if actors := await _insist(lambda: client.count_actors(actor)):
             await _insist(lambda: client.patch_config(run, {_ACTORS: str(actors)}))
             await _insist(lambda: client.scale(SCALE_ACTORS, actor, 0))
         await _keep_report(client, settings)
-        await _tell_phase(client, settings, FINISHED, version, progress=progress)
+        await _tell_phase(client, settings, FINISHED, version)
         await asyncio.gather(uploaded(), asyncio.sleep(SEEN_WITHIN_S))
         await _insist(lambda: client.scale(SCALE_TRAINER, f"{settings.release}-trainer", 0))
 
@@ -136,14 +136,9 @@ async def _cluster(settings: TrainerSettings) -> AsyncIterator[KubeClient | None
 
 
 async def _tell_phase(
-    client: KubeClient,
-    settings: TrainerSettings,
-    phase: str,
-    version: int | None = None,
-    reason: str | None = None,
-    progress: Mapping[str, str] = MappingProxyType({}),
+    client: KubeClient, settings: TrainerSettings, phase: str, version: int | None = None, reason: str | None = None
 ) -> dict[str, str]:
-    state = {"phase": phase, "run": settings.run, "reason": reason, **progress}
+    state = {"phase": phase, "run": settings.run, "reason": reason}
     if version is not None:
         state["policyVersion"] = str(version)
     return await _insist(lambda: client.patch_config(f"{settings.release}-run", state))

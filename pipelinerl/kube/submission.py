@@ -1,6 +1,6 @@
 """A release of the chart for one run: install it with Helm, watch it, fetch its results, and remove it.
 
-Nothing is removed before every file is here with its size. Texts of pods may quote a model; callers print them by `printable`.
+Nothing is removed before every file is here with its size.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pipelinerl.local.following import follow_calls
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.service.grpc import open_channel
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
+from pipelinerl.service.logs import printable
 from pipelinerl.service.tls import CA, CERTIFICATE, KEY, Certificates
 
 Object = dict[str, Any]
@@ -43,6 +44,10 @@ _HELM_FIX = "install Helm 3.14 or newer (https://helm.sh/docs/intro/install) and
 
 class HelmError(PipelineRLError):
     """Helm failed. The text is its message."""
+
+
+class HelmNotFound(HelmError):
+    """There is no release of this name."""
 
 
 class Release:
@@ -73,7 +78,8 @@ async def helm(release: Release, *arguments: str, text: str = "") -> str:
             process.terminate()
             await process.wait()
     if process.returncode:
-        raise HelmError(errors.decode(errors="replace").strip())
+        message = errors.decode(errors="replace").strip()
+        raise (HelmNotFound if "release: not found" in message else HelmError)(message)
     return output.decode(errors="replace")
 
 
@@ -87,21 +93,16 @@ async def check_helm(release: Release) -> None:
 
 async def check_absent(release: Release) -> None:
     """Raise `FieldError` if a release, a run or claims of this name exist."""
-    fix, claims = "", [name_of(claim) for claim in await release.client.items(LIST_CLAIMS, release.selector)]
-    try:
+    found, states = [], await run_states(release.client)
+    with suppress(HelmNotFound):
         await helm(release, "status", release.name)
-        fix = f"this release exists; watch it ({release.watching}), remove it ({release.removing})"
-    except HelmError as error:
-        if "not found" not in str(error):
-            raise
-    if claims and not fix:
-        fix = f"an earlier release left the claims {', '.join(claims)}, and this run would continue that; remove them"
-        fix = f"{fix} ({release.unclaiming})"
-    for state in await run_states(release.client):
-        if (state.get("data") or {}).get("run") == release.name and not fix:
-            fix = f"the release {labels_of(state)[INSTANCE]} has a run of this name; remove that"
-    if fix:
-        raise FieldError("--release", release.name, f"{fix}, or give another name")
+        found.append(f"this release exists; watch it ({release.watching}), remove it ({release.removing})")
+    if claims := [name_of(claim) for claim in await release.client.items(LIST_CLAIMS, release.selector)]:
+        found.append(f"an earlier release left the claims {', '.join(claims)}; remove them ({release.unclaiming})")
+    others = [labels_of(state)[INSTANCE] for state in states if (state.get("data") or {}).get("run") == release.name]
+    found += [f"the release {other} has a run of this name; remove that" for other in others]
+    if found:
+        raise FieldError("--release", release.name, f"{found[0]}, or give another name")
 
 
 async def run_states(client: PersonClient, selector: str = RUNS) -> list[Object]:
@@ -144,11 +145,8 @@ async def install(
 async def remove(release: Release) -> None:
     """Uninstall the release and delete its claims."""
     claims = await release.client.items(LIST_CLAIMS, release.selector)
-    try:
+    with suppress(HelmNotFound):
         await helm(release, "uninstall", release.name)
-    except HelmError as error:
-        if "not found" not in str(error):
-            raise
     for claim in claims:
         await release.client.delete_claim(name_of(claim))
 
@@ -185,7 +183,7 @@ def why_not_ready(pod: Object) -> str:
         elif code := (now.get("terminated") or {}).get("exitCode"):
             told.append((f"exit code {code}", now["terminated"]))
     reason, found = told[0] if told else ("starting" if phase == "Running" else phase, {})
-    return ": ".join(filter(None, (reason, found.get("message", "").strip())))
+    return printable(": ".join(filter(None, (reason, found.get("message", "").strip()))))
 
 
 def failure_of(data: Mapping[str, str], trainer: Object | None) -> str | None:
@@ -299,6 +297,8 @@ async def _follow(release: Release, seen: Look, target: str, state: RunState, el
 
 FILES = ("recipe.yaml", "lineage.json", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoint")
 """The run's records, of which the report is made, and the folder of the trained model."""
+_FOLDER = "/var/lib/pipelinerl/runs"
+"""Of the runs, on the trainer's volume."""
 _LIST = """
 import json, os, sys
 os.chdir(sys.argv[1])
@@ -321,14 +321,14 @@ async def fetch(release: Release, seen: Look, folder: Path, show: Callable[[str]
             return await asyncio.to_thread(write_report, folder)
         except KubeError as error:
             failures += 1
-            if error.denied or failures == _TRIES:
+            if error.status >= 400 or failures == _TRIES:  # a right is missing, or the pod is gone
                 raise
             show(f"fetching again: {error.detail}")
             await asyncio.sleep(BACKOFF.after(error, failures))
 
 
 async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> None:
-    pod, root = f"{seen.prefix}-trainer-0", run_dir_of(seen.trainer)
+    pod, root = f"{seen.prefix}-trainer-0", f"{_FOLDER}/{seen.data['run']}"
     run = release.client.execute
     sizes = sizes_of(b"".join([data async for data in run(pod, "trainer", ["python", "-I", "-c", _LIST, root, *FILES])]))
     targets = {name: target_of(folder, name) for name in sizes}
@@ -352,15 +352,6 @@ async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[
             part.unlink()
             raise ServiceError(f"{name} has {found:,} bytes instead of {size:,}")
         part.replace(target)
-
-
-def run_dir_of(trainer: Object | None) -> str:
-    """Return the folder of the run in the trainer's pod."""
-    containers = ((trainer or {}).get("spec") or {}).get("containers") or ()
-    found = [one["value"] for container in containers for one in container["env"] if one["name"] == "PIPELINERL_RUN_DIR"]
-    if not found:
-        raise ServiceError("the trainer's pod is gone, so that its volume cannot be read")
-    return str(found[0])
 
 
 def sizes_of(listed: bytes) -> dict[str, int]:

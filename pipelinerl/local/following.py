@@ -22,6 +22,7 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import Service, ServiceDied, ServiceProcess
 from pipelinerl.local.progress import RunState
 from pipelinerl.service.grpc import open_channel
+from pipelinerl.service.logs import printable
 from pipelinerl.service.settings import ServiceAddress, read_address
 from pipelinerl.service.tls import Certificates
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -70,7 +71,7 @@ async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Ru
     while True:
         if (status := await _status(trainer)) is not None:
             phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
-            state.phase = status.message or phase.replace("_", " ")
+            state.phase = printable(status.message or phase.replace("_", " "))
             counts = status.sequences
             state.failures = dict(status.failures)
             state.sequences = {field.name: getattr(counts, field.name) for field in counts.DESCRIPTOR.fields}

@@ -274,14 +274,13 @@ async def test_a_right_that_is_missing_is_named(
 # --- fetching
 
 
-def run_in(folder: Path) -> Look:
-    spec = {"containers": [{"name": "trainer", "env": [{"name": "PIPELINERL_RUN_DIR", "value": str(folder)}]}]}
-    return Look("own-pipelinerl", {}, [pod("own-pipelinerl-trainer-0", "trainer") | {"spec": spec}])
+FINISHED_RUN = Look("own-pipelinerl", {"run": "volume"}, [])
 
 
 @pytest.fixture
-def run_dir(api: ApiServer, tmp_path: Path) -> Path:
+def run_dir(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The volume of a pod whose commands run here."""
+    monkeypatch.setattr(submission, "_FOLDER", tmp_path)
     folder = tmp_path / "volume"
     (folder / "checkpoint").mkdir(parents=True)
     (folder / "recipe.yaml").write_text(json.dumps(chart_values(load_recipe("arithmetic"), "own")["recipe"]["inline"]))
@@ -309,7 +308,7 @@ async def test_results_come_whole_over_connections_that_drop(
             dropped.append(phase)
             api.drop_sockets()
 
-    report = await fetch(release, run_in(run_dir), tmp_path / "here", drop_once)
+    report = await fetch(release, FINISHED_RUN, tmp_path / "here", drop_once)
     assert dropped
     assert report.read_text().startswith("<!doctype html>")
     got = {path.relative_to(tmp_path / "here") for path in (tmp_path / "here").rglob("*") if path.is_file()}
@@ -321,8 +320,7 @@ async def test_results_come_whole_over_connections_that_drop(
 async def test_results_that_cannot_be_fetched_remove_nothing(
     api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    publish(api, phase="Finished", steps="0")
-    api.put(run_in(run_dir).pods[0])
+    publish(api, phase="Finished", run="volume", steps="0")
     (run_dir / "recipe.yaml").unlink()
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
     said = capsys.readouterr().err
@@ -346,7 +344,7 @@ async def test_a_file_that_changed_its_size_is_an_error(
 
     api.execute = grows
     with pytest.raises(ServiceError, match=r"has [\d,]+ bytes instead of"):
-        await fetch(release, run_in(run_dir), tmp_path / "here", lambda phase: None)
+        await fetch(release, FINISHED_RUN, tmp_path / "here", lambda phase: None)
 
 
 @pytest.mark.parametrize(
