@@ -126,18 +126,12 @@ def _submit(parser: argparse.ArgumentParser) -> None:
         "--values", metavar="FILE", type=Path, action="append", default=[],
         help="file with values of the chart, which override those that this command sets (repeatable)",
     )  # fmt: skip
-    parser.add_argument(
-        "--watch", action="store_true",
-        help="show the run until it ends, fetch its report and checkpoint, and remove the release with its claims",
-    )  # fmt: skip
-    parser.add_argument(
-        "--attach", metavar="RELEASE", help="watch a release that was submitted before, as --watch does; without RECIPE"
-    )
+    watch = "show the run, fetch its report and checkpoint at its end, and remove the release with its claims"
+    parser.add_argument("--watch", action="store_true", help=watch)
+    parser.add_argument("--attach", metavar="RELEASE", help="do as --watch with a release that was submitted before")
     parser.add_argument("--keep", action="store_true", help="remove nothing after the results were fetched")
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder for the results (default: runs/<name>)")
-    parser.add_argument(
-        "--chart", metavar="PATH|URL", help="the chart: a folder, an archive or an oci:// address (default: deploy/helm)"
-    )
+    parser.add_argument("--chart", metavar="PATH|URL", help="folder, archive or oci:// address (default: deploy/helm)")
 
 
 def _runs(parser: argparse.ArgumentParser) -> None:

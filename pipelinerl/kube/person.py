@@ -34,8 +34,7 @@ _LISTS = {
     LIST_CLAIMS: "list_namespaced_persistent_volume_claim",
     LIST_SETS: "list_namespaced_stateful_set",
 }
-REQUEST_S = 30.0
-_PING_EVERY_S = 30.0
+_REQUEST_S, _PING_EVERY_S = 30.0, 30.0
 """A dead connection is noticed after one and a half times this."""
 _CHUNK_BYTES = 64 * 1024
 _MOST_ERROR_BYTES = 2000
@@ -49,7 +48,7 @@ class PersonClient(KubeClient):
     """Access to one namespace with a context of the kubeconfig; empty = the current one."""
 
     def __init__(self, namespace: str, context: str = "") -> None:
-        super().__init__(namespace, Path(), request_s=REQUEST_S)
+        super().__init__(namespace, Path(), request_s=_REQUEST_S)
         self._context = context
 
     async def __aenter__(self) -> PersonClient:
@@ -69,12 +68,8 @@ class PersonClient(KubeClient):
         return list(raw.get("items") or ())
 
     async def delete_claim(self, name: str) -> None:
-        """Delete a claim, if it is there. Its volume goes when no pod uses it any more."""
-        try:
-            await self._ask(DELETE_CLAIM, "delete_namespaced_persistent_volume_claim", name=name)
-        except KubeError as error:
-            if error.status != 404:
-                raise
+        """Delete a claim. Its volume goes when no pod uses it any more."""
+        await self._ask(DELETE_CLAIM, "delete_namespaced_persistent_volume_claim", name=name)
 
     async def secret(self, name: str) -> dict[str, bytes]:
         raw = await self._ask(GET_SECRET, "read_namespaced_secret", name=name)
@@ -137,13 +132,8 @@ class PersonClient(KubeClient):
             call = getattr(client.CoreV1Api(api), f"connect_get_namespaced_pod_{what}_without_preload_content")
             try:
                 async with asyncio.timeout(self._request_s):
-                    try:
-                        socket = await (await call(pod, self.namespace, **options))
-                    except WSServerHandshakeError as error:
-                        if error.status != 401:
-                            raise
-                        await self._load_account(configuration)
-                        socket = await (await call(pod, self.namespace, **options))
+                    await self._load_account(configuration)  # its token may have expired meanwhile
+                    socket = await (await call(pod, self.namespace, **options))
             except (ClientError, OSError) as error:
                 status = error.status if isinstance(error, WSServerHandshakeError) else 0
                 raise KubeError(permission, status, "the connection was refused" if status else error) from error

@@ -144,10 +144,9 @@ async def install(
 
 async def remove(release: Release) -> None:
     """Uninstall the release and delete its claims."""
-    claims = await release.client.items(LIST_CLAIMS, release.selector)
     with suppress(HelmNotFound):
         await helm(release, "uninstall", release.name)
-    for claim in claims:
+    for claim in await release.client.items(LIST_CLAIMS, release.selector):
         await release.client.delete_claim(name_of(claim))
 
 
