@@ -48,7 +48,7 @@ def submit(args: argparse.Namespace) -> int:
     try:
         return asyncio.run(_submit(args, recipe, release, folder))
     except KeyboardInterrupt:
-        told = f"the run is not stopped\n  watch   {release.watching}\n  remove  {release.removing}"
+        told = f"what is installed stays, and a run goes on\n  watch   {release.watching}\n  remove  {release.removing}"
         print(f"\npipelinerl: interrupted; {told}", file=sys.stderr)
         raise
 
@@ -83,19 +83,21 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
                 report = await submission.fetch(release, seen, folder, show)
             except PipelineRLError as error:
                 raise ServiceError(f"{error}\nnothing was removed; fetch the results again with: {release.watching}") from error
-            if not args.keep:
+            keep = args.keep or not seen.was_submitted  # another release may be meant to stay
+            if not keep:
                 show("removing the release")
                 await submission.remove(release)
             state.on_end("done")
             lines = ["the run is finished", f"  report      {report}", f"  checkpoint  {folder / 'checkpoint'}"]
-            display.note("\n".join([*lines, *([f"  remove      {release.removing}"] if args.keep else [])]))
+            display.note("\n".join([*lines, *([f"  remove      {release.removing}"] if keep else [])]))
     return 0
 
 
 def chart_values(recipe: Recipe, run: str) -> dict[str, Any]:
     """Return the values of a release for one run. The trainer stays after the end, since its pod reads the volume."""
     inline = recipe.model_dump(mode="json", exclude_unset=True)
-    return {"recipe": {"inline": inline}, "run": run, "trainer": {"onCompletion": "keep"}}
+    labels = {submission.SUBMITTED: "true"}
+    return {"recipe": {"inline": inline}, "run": run, "trainer": {"onCompletion": "keep"}, "commonLabels": labels}
 
 
 def _chart(given: str | None) -> str:

@@ -136,7 +136,8 @@ class PersonClient(KubeClient):
                     socket = await (await call(pod, self.namespace, **options))
             except (ClientError, OSError) as error:
                 status = error.status if isinstance(error, WSServerHandshakeError) else 0
-                raise KubeError(permission, status, "the connection was refused" if status else error) from error
+                detail = {0: error, 404: "the pod is gone"}.get(status, "the connection was refused")
+                raise KubeError(permission, status, detail) from error
             async with socket:
                 yield socket
 

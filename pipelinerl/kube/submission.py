@@ -34,6 +34,8 @@ Object = dict[str, Any]
 COMPONENT, INSTANCE = "app.kubernetes.io/component", "app.kubernetes.io/instance"
 RUNS = f"app.kubernetes.io/part-of=pipelinerl,{COMPONENT}=trainer"
 """Selector of the ConfigMaps with the states of runs, and of the trainers."""
+SUBMITTED = "pipelinerl/submitted"
+"""Label of what this command has installed, and may remove."""
 STATE = "-run"
 """End of the name of such a ConfigMap. The part before it begins the names of the release's objects."""
 _LOOK_S, _LAST_STEPS_S = 2.0, 5.0
@@ -202,6 +204,7 @@ class Look:
     prefix: str
     data: Mapping[str, str]
     pods: Sequence[Object]
+    was_submitted: bool = True
 
     @property
     def trainer(self) -> Object | None:
@@ -237,7 +240,7 @@ async def look(release: Release) -> Look:
         fix = "pipelinerl runs lists them; a release without kubernetesApi.enabled cannot be watched"
         raise ServiceError(f"no run of a release {release.name} in namespace {release.namespace}: {fix}")
     pods = await release.client.items(LIST_PODS, release.selector)
-    return Look(name_of(found[0]).removesuffix(STATE), found[0].get("data") or {}, pods)
+    return Look(name_of(found[0]).removesuffix(STATE), found[0].get("data") or {}, pods, SUBMITTED in labels_of(found[0]))
 
 
 async def watch(release: Release, state: RunState, display: Display, began_s: float) -> Look:

@@ -87,8 +87,10 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
         asyncio.timeout(120),
     ):  # another one, which waits for actors
         stop = asyncio.Event()
+        del api.configs["rl-run"]["steps"]
         running = asyncio.create_task(run.run(stop))
         await api.until(lambda: api.configs["rl-run"]["phase"] == "Running" and "actors" not in api.configs["rl-run"])
+        await api.until(lambda: api.configs["rl-run"].get("steps") == "4")  # the progress
         assert api.scales["rl-actor"]["replicas"] == 8
         stop.set()
         await running

@@ -317,6 +317,16 @@ async def test_results_come_whole_over_connections_that_drop(
         assert (tmp_path / "here" / name).read_bytes() == (run_dir / name).read_bytes()
 
 
+async def test_a_release_that_was_not_submitted_is_not_removed(
+    api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(api, phase="Finished", run="volume", steps="0")
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 0
+    assert "remove      helm uninstall own -n train" in capsys.readouterr().out
+    assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
+    assert Path("runs", "own", "report.html").is_file()
+
+
 async def test_results_that_cannot_be_fetched_remove_nothing(
     api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
