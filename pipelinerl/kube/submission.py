@@ -41,6 +41,7 @@ STATE = "-run"
 _LOOK_S, _LAST_STEPS_S = 2.0, 5.0
 """Seconds between two looks at a release, and for the records of the last steps to arrive after the end."""
 _GRPC_PORT = 50051
+_RECONNECTS = [("grpc.max_reconnect_backoff_ms", 5000)]
 _HELM_FIX = "install Helm 3.14 or newer (https://helm.sh/docs/intro/install) and put it on PATH"
 
 
@@ -259,6 +260,12 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
                 try:
                     seen = await look(release)
                     seen.update(state)
+                    if seen.process and seen.process != process:
+                        certificates, name = await _identity(release, seen)
+                        process = seen.process
+                        following.cancel()
+                        channel = open_channel(target, certificates, name, _RECONNECTS)
+                        following = asyncio.create_task(follow_calls(channel, state, elapsed_s))
                 except KubeError as error:
                     refused += [error] if error.denied else []
                     state.phase = f"waiting for the Kubernetes API: {error.detail}"
@@ -269,10 +276,6 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
                     raise refused[0]
                 if following.done():
                     following.result()
-                if seen.process and seen.process != process:
-                    process = seen.process
-                    following.cancel()
-                    following = asyncio.create_task(_follow(release, seen, target, state, elapsed_s))
                 if seen.data.get("phase") == FINISHED:
                     finished_s = finished_s or elapsed_s()
                     if state.step >= state.total_steps or elapsed_s() - finished_s > _LAST_STEPS_S:
@@ -283,16 +286,14 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
             await asyncio.wait({following})
 
 
-async def _follow(release: Release, seen: Look, target: str, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Follow the trainer's process over the forwarded port. With TLS, show the trainer its own certificate."""
+async def _identity(release: Release, seen: Look) -> tuple[Certificates | None, str]:
+    """Return the certificates with which to call the trainer, and the name in its own: with TLS, it accepts its own ones."""
+    name = f"{seen.prefix}-trainer"
     volumes = {volume["name"]: volume for volume in (seen.trainer or {})["spec"].get("volumes") or ()}
-    certificates = None
-    if "tls" in volumes:
-        secret = await release.client.secret(volumes["tls"]["secret"]["secretName"])
-        certificates = Certificates(secret[CERTIFICATE], secret[KEY], secret[CA])
-    options = [("grpc.max_reconnect_backoff_ms", 5000)]
-    async with open_channel(target, certificates, f"{seen.prefix}-trainer", options) as channel:
-        await follow_calls(channel, state, elapsed_s)
+    if "tls" not in volumes:
+        return None, name
+    secret = await release.client.secret(volumes["tls"]["secret"]["secretName"])
+    return Certificates(secret[CERTIFICATE], secret[KEY], secret[CA]), name
 
 
 # --- fetching ---------------------------------------------------------------------------------------------------------

@@ -52,17 +52,17 @@ async def follow_trainer(
         with contextlib.suppress(ServiceDied):
             address = await process.address(timeout_s=math.inf)
             on_up(address)
-            # An error in the group ends the run at once.
-            async with open_channel(address.grpc, certificates) as channel, asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as group:  # an error in it ends the run at once
+                channel = open_channel(address.grpc, certificates)
                 following = group.create_task(follow_calls(channel, state, elapsed_s))
                 await process.wait()
                 following.cancel()
 
 
-async def follow_calls(channel: grpc.aio.Channel, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Follow the steps and the status of one trainer's process until cancelled."""
-    trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-    async with asyncio.TaskGroup() as group:
+async def follow_calls(opened: grpc.aio.Channel, state: RunState, elapsed_s: Callable[[], float]) -> None:
+    """Follow the steps and the status of one trainer's process until cancelled, and close the channel."""
+    async with opened as channel, asyncio.TaskGroup() as group:
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         group.create_task(_follow_status(trainer, state))
         group.create_task(_follow_steps(trainer, state, elapsed_s))
 
