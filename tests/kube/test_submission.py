@@ -1,6 +1,7 @@
 """A run that is submitted to a cluster: from an API server that helm uses, without pods. tests/cluster has the pods."""
 
 import asyncio
+import base64
 import json
 import os
 import sys
@@ -25,9 +26,11 @@ from pipelinerl.kube.submission import Look, Release, failure_of, fetch, sizes_o
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe, recipe_names
+from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from tests.chart.rendering import CPU_VALUES, HELM, NAMESPACE, Object, Rendered
 from tests.cluster.api_server import ApiServer
+from tests.support.certificates import Authority
 
 INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 SUBMIT = ("submit", "arithmetic", "-n", NAMESPACE, "--release", "own", "--values", str(CPU_VALUES))
@@ -183,10 +186,12 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 @asynccontextmanager
-async def trainer_served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Trainer]:
-    trainer, server = Trainer(), grpc.server(futures.ThreadPoolExecutor(4))
+async def trainer_served(monkeypatch: pytest.MonkeyPatch, tls_dir: Path | None) -> AsyncIterator[Trainer]:
+    trainer, server, credentials = Trainer(), grpc.server(futures.ThreadPoolExecutor(4)), server_credentials(tls_dir)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)
-    monkeypatch.setattr(submission, "_GRPC_PORT", server.add_insecure_port("127.0.0.1:0"))
+    address = "127.0.0.1:0"
+    port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    monkeypatch.setattr(submission, "_GRPC_PORT", port)
     monkeypatch.setattr(submission, "_LOOK_S", 0.05)
     server.start()
     try:
@@ -210,13 +215,19 @@ async def until(condition: Callable[[], bool], running: asyncio.Task[Any]) -> No
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("tls", [False, True])
 async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_new_trainer(
-    api: ApiServer, release: Release, monkeypatch: pytest.MonkeyPatch
+    api: ApiServer, release: Release, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tls: bool
 ) -> None:
-    state, shown = RunState("own", 0), StringIO()
+    state, shown, tls_dir = RunState("own", 0), StringIO(), None
     trainer_pod = pod("own-pipelinerl-trainer-0", "trainer", **READY)
+    if tls:
+        tls_dir = Authority().issue(tmp_path / "tls", "own-pipelinerl-trainer")
+        trainer_pod["spec"]["volumes"] = [{"name": "tls", "secret": {"secretName": "its-tls"}}]
+        data = {file.name: base64.b64encode(file.read_bytes()).decode() for file in tls_dir.iterdir()}
+        api._rendered.objects.append({"kind": "Secret", "metadata": {"name": "its-tls"}, "data": data})
     no_node = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
-    async with trainer_served(monkeypatch) as trainer:
+    async with trainer_served(monkeypatch, tls_dir) as trainer:
         publish(api, steps="4")
         add(api, pod("own-pipelinerl-trainer-0", "trainer", phase="Pending", conditions=[no_node]))
         watching = asyncio.create_task(watch(release, state, Display(shown, 0.0), 0.0))
@@ -229,7 +240,7 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
         trainer.taken = [1, 2, 3]
         await until(lambda: state.step == 3, watching)
         await api.stop()
-        await until(lambda: "waiting for the Kubernetes API" in state.phase or api.port == 0, watching)
+        await until(lambda: "waiting for the Kubernetes API" in state.phase, watching)
         await api.start("127.0.0.1", api.port)
         trainer.version, trainer.taken = 1, [1]
         add(api, trainer_pod | {"metadata": trainer_pod["metadata"] | {"uid": "another"}})
@@ -239,6 +250,7 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
         publish(api, steps="4", phase="Finished")
         assert (await watching).data["phase"] == "Finished"
     assert "step 4/4" in shown.getvalue()
+    assert "\x1b" not in shown.getvalue()
 
 
 async def test_a_run_that_failed_is_told_with_its_reason_and_stays(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
