@@ -81,7 +81,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
             state.stopping = True  # from here on, every phase is shown
             try:
                 report = await submission.fetch(release, seen, folder, show)
-            except PipelineRLError as error:
+            except (PipelineRLError, OSError) as error:
                 raise ServiceError(f"{error}\nnothing was removed; fetch the results again with: {release.watching}") from error
             keep = args.keep or not seen.was_submitted  # another release may be meant to stay
             if not keep:
@@ -103,9 +103,7 @@ def chart_values(recipe: Recipe, run: str) -> dict[str, Any]:
 def _chart(given: str | None) -> str:
     chart = Path(pipelinerl.__file__).resolve().parents[1] / "deploy" / "helm"
     if given is None and not (chart / "Chart.yaml").is_file():
-        raise FieldError(
-            "--chart", "", "this installation has no chart; name its folder, or an address such as oci://HOST/CHART"
-        )
+        raise FieldError("--chart", "", "there is no chart here; name its folder, or an address such as oci://HOST/CHART")
     return given or str(chart)
 
 

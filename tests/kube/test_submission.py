@@ -322,6 +322,7 @@ async def test_results_come_whole_over_connections_that_drop(
 
     report = await fetch(release, FINISHED_RUN, tmp_path / "here", drop_once)
     assert dropped
+    assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700  # prompts and completions are for the user alone
     assert report.read_text().startswith("<!doctype html>")
     got = {path.relative_to(tmp_path / "here") for path in (tmp_path / "here").rglob("*") if path.is_file()}
     assert {str(path) for path in got} == {"recipe.yaml", "report.html", "checkpoint/model.safetensors", "checkpoint/empty"}
