@@ -359,14 +359,11 @@ async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[
 
 
 def sizes_of(listed: bytes) -> dict[str, int]:
-    """Parse the list of files by name, with their bytes. Raises `ServiceError` if it is none, or lacks the recipe."""
+    """Parse the list of files by name, with their bytes. Raises `ServiceError` if it is none."""
     try:
-        sizes = {str(name): int(size) for name, size in json.loads(listed).items()}
+        return {str(name): int(size) for name, size in json.loads(listed).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ServiceError(f"the trainer's pod lists no files: {error}") from error
-    if FILES[0] not in sizes:
-        raise ServiceError(f"the folder of the run has no {FILES[0]}")
-    return sizes
 
 
 def target_of(folder: Path, name: str) -> Path:
