@@ -189,7 +189,7 @@ class KubeClient:
         """Yield an iterator over the changes after `resource_version`. The iterator ends when the server ends the watch;
         leaving the block closes the connection. An error with status 410 means that the server no longer has that version: list
         again."""
-        with _as_kube_error(WATCH_PODS):
+        with as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):
                 response = await self._respond(
                     WATCH_PODS,
@@ -223,7 +223,7 @@ class KubeClient:
         return self._api
 
     async def _ask(self, permission: Permission, method: str, **arguments: Any) -> dict[str, Any]:
-        with _as_kube_error(permission):
+        with as_kube_error(permission):
             response = await self._respond(permission, method, **arguments, _request_timeout=self._request_s)
             return _parsed(permission, await response.read())
 
@@ -255,7 +255,7 @@ def in_cluster(settings: TrainerSettings) -> KubeClient | None:
 
 async def _changes(response: ClientResponse) -> AsyncIterator[PodChange]:
     while True:
-        with _as_kube_error(WATCH_PODS):
+        with as_kube_error(WATCH_PODS):
             async with asyncio.timeout(SILENCE_S):
                 line = await response.content.readline()
         if not line:
@@ -275,7 +275,8 @@ def _resource_version(raw: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _as_kube_error(permission: Permission) -> Iterator[None]:
+def as_kube_error(permission: Permission) -> Iterator[None]:
+    """Convert errors of the libraries to `KubeError`."""
     try:
         yield
     except KubeError:

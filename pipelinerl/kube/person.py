@@ -11,7 +11,7 @@ import json
 import logging
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from aiohttp import ClientError, WSMsgType, WSServerHandshakeError
 from aiohttp import ClientWebSocketResponse as Socket
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.kube.client import LIST_PODS, KubeClient, KubeError, Permission
+from pipelinerl.kube.client import LIST_PODS, KubeClient, KubeError, Permission, as_kube_error
 
 log = logging.getLogger(__name__)
 
@@ -127,19 +127,19 @@ class PersonClient(KubeClient):
         from kubernetes.aio import client
         from kubernetes.aio.stream import WsApiClient
 
-        configuration = (await self._core_api()).api_client.configuration
-        async with WsApiClient(configuration, heartbeat=_PING_EVERY_S) as api:
-            call = getattr(client.CoreV1Api(api), f"connect_get_namespaced_pod_{what}_without_preload_content")
-            try:
+        async with AsyncExitStack() as stack:
+            with as_kube_error(permission):
                 async with asyncio.timeout(self._request_s):
+                    configuration = (await self._core_api()).api_client.configuration
                     await self._load_account(configuration)  # its token may have expired meanwhile
-                    socket = await (await call(pod, self.namespace, **options))
-            except (ClientError, OSError) as error:
-                status = error.status if isinstance(error, WSServerHandshakeError) else 0
-                detail = {0: error, 404: "the pod is gone"}.get(status, "the connection was refused")
-                raise KubeError(permission, status, detail) from error
-            async with socket:
-                yield socket
+                    api = client.CoreV1Api(await stack.enter_async_context(WsApiClient(configuration, heartbeat=_PING_EVERY_S)))
+                    call = getattr(api, f"connect_get_namespaced_pod_{what}_without_preload_content")
+                    try:
+                        socket = await stack.enter_async_context(await call(pod, self.namespace, **options))
+                    except WSServerHandshakeError as error:
+                        detail = "the pod is gone" if error.status == 404 else "the connection was refused"
+                        raise KubeError(permission, error.status, detail) from error
+            yield socket
 
 
 async def _send(reader: asyncio.StreamReader, socket: Socket) -> None:
