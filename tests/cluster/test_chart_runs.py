@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -23,6 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.recipe.model_folder import SMALL_MODELS
 from tests.chart.rendering import CPU_VALUES, HELM, NAMESPACE, ROOT, Object, Rendered, render
 from tests.cluster.cluster import Cluster, mini_cluster
@@ -310,7 +312,7 @@ class Person:
         log = self.folder / f"{command}.log"
         with log.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "pipelinerl.cli", command, "--namespace", NAMESPACE, *arguments),
+                *guarded([sys.executable, "-m", "pipelinerl.cli", command, "--namespace", NAMESPACE, *arguments], signal.SIGKILL),
                 cwd=self.folder, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=file, stderr=file,
             )  # fmt: skip
 
