@@ -309,10 +309,10 @@ class Person:
         """Starts a command of pipelinerl. Returns a function that waits for its exit code and output."""
         kubeconfig = self.cluster.api.kubeconfig(self.folder / "kubeconfig", f"https://{self.cluster.builder.api_ip}")
         environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PATH": f"{HELM.parent}:{os.environ['PATH']}"}
-        log = self.folder / f"{command}.log"
+        log, module = self.folder / f"{command}.log", [sys.executable, "-m", "pipelinerl.cli"]
         with log.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
-                *guarded([sys.executable, "-m", "pipelinerl.cli", command, "--namespace", NAMESPACE, *arguments], signal.SIGKILL),
+                *guarded([*module, command, "--namespace", NAMESPACE, *arguments], signal.SIGKILL),
                 cwd=self.folder, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=file, stderr=file,
             )  # fmt: skip
 
