@@ -116,6 +116,34 @@ def _scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds to wait until all serve (300)")
 
 
+def _submit(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "example:\n  pipelinerl submit gsm -n rl --values gpus.yaml --set trainer.steps=500 --watch"
+    _recipe(parser, nargs="?")
+    _namespace(parser)
+    parser.add_argument("--release", metavar="NAME", help="name of the release and of the run (default: the recipe's name)")
+    parser.add_argument(
+        "--values", metavar="FILE", type=Path, action="append", default=[],
+        help="file with values of the chart, which override those that this command sets (repeatable)",
+    )  # fmt: skip
+    watch = "show the run, fetch its report and checkpoint at its end, and remove the release with its claims"
+    parser.add_argument("--watch", action="store_true", help=watch)
+    parser.add_argument("--attach", metavar="RELEASE", help="do as --watch with a release that was submitted before")
+    parser.add_argument("--keep", action="store_true", help="remove nothing after the results were fetched")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="folder for the results (default: runs/<name>)")
+    parser.add_argument("--chart", metavar="PATH|URL", help="folder, archive or oci:// address (default: deploy/helm)")
+
+
+def _runs(parser: argparse.ArgumentParser) -> None:
+    _namespace(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
+
+
+def _namespace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--namespace", metavar="NAMESPACE", required=True, help="namespace in the cluster")
+    parser.add_argument("--context", metavar="NAME", default="", help="context of the kubeconfig (default: the current one)")
+
+
 def _validate(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
     parser.add_argument(
@@ -210,6 +238,8 @@ def _kept(**_: Any) -> list[str]:
 
 COMMANDS = {
     "run": ("train a model on this machine, as a recipe says", _run, "run:run"),
+    "submit": ("train a model in a Kubernetes cluster, as one release of the Helm chart", _submit, "submit:submit"),
+    "runs": ("list the runs of a namespace in a Kubernetes cluster", _runs, "submit:runs"),
     "scale": ("change the number of actors of a running local run (in a cluster: kubectl scale)", _scale, "run:scale"),
     "validate": ("check a recipe and print a summary of it", _validate, "validate:validate"),
     "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", _plan, "plan:plan"),

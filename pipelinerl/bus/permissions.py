@@ -1,8 +1,8 @@
 """Permissions on a run's NATS: the subjects to which each service may publish or subscribe, as lists for nats-server.
 
-The functions are pure. For people who bring their own NATS, `python -m pipelinerl.bus.permissions RUN` prints the users. The
-lists are for one run only: the run's name is part of stream names such as `PROMPTS_<run>`, a stream's name is a single token of
-a subject, and NATS has no wildcards inside a token. Nothing here sets up passwords or accounts, or changes a server.
+The functions are pure. For people who bring their own NATS, `python -m pipelinerl.bus.permissions RUN ...` prints the users.
+Each list is for one run only: the run's name is part of stream names such as `PROMPTS_<run>`, a stream's name is a single token
+of a subject, and NATS has no wildcards inside a token. Nothing here sets up passwords or accounts, or changes a server.
 docs/security.md says what NATS does not check.
 """
 
@@ -12,14 +12,15 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACTOR, Subjects
 from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
-"""The users: one per service, and one with full access for people."""
+"""The users: one per service, and one with full access for people. If several runs share a server, each has its own users for
+the services, whose names begin with the run's: `lr-1-trainer`."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 
@@ -34,23 +35,23 @@ def inbox_prefix(user: str) -> str:
     return f"_INBOX_{user}" if _TOKEN.fullmatch(user) else "_INBOX"
 
 
-def permissions(run: str) -> dict[str, Permissions]:
-    """Return the permissions of each user of `run`. Raises `FieldError` for a name that no run can have."""
-    subjects = Subjects(run)
-    return {
-        TRAINER: {"publish": _trainer(subjects), "subscribe": [f"{inbox_prefix(TRAINER)}.>"]},
-        ACTOR: {"publish": _actor(subjects), "subscribe": [f"{inbox_prefix(ACTOR)}.>"]},
-        ADMIN: {"publish": [">"], "subscribe": [">"]},
-    }
+def permissions(*runs: str) -> dict[str, Permissions]:
+    """Return the permissions of each user of the runs. Raises `FieldError` for a name that no run can have."""
+    found = dict[str, Permissions]()
+    for run in runs:
+        subjects, prefix = Subjects(run), f"{run}-" if len(runs) > 1 else ""
+        for user, publish in ((f"{prefix}{TRAINER}", _trainer(subjects)), (f"{prefix}{ACTOR}", _actor(subjects))):
+            found[user] = {"publish": publish, "subscribe": [f"{inbox_prefix(user)}.>"]}
+    return found | {ADMIN: {"publish": [">"], "subscribe": [">"]}}
 
 
-def authorization(run: str, passwords: Mapping[str, str]) -> dict[str, Any]:
-    """Return the `authorization` block of nats-server's configuration, as JSON-compatible data (nats-server reads JSON). Users
-    without an entry in `passwords` are left out."""
+def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> dict[str, Any]:
+    """Return, for one or several runs, the `authorization` block of nats-server's configuration, as JSON-compatible data
+    (nats-server reads JSON). Users without an entry in `passwords` are left out."""
     return {
         "users": [
             {"user": user, "password": passwords[user], "permissions": allowed}
-            for user, allowed in permissions(run).items()
+            for user, allowed in permissions(*([runs] if isinstance(runs, str) else runs)).items()
             if user in passwords
         ]
     }
@@ -103,11 +104,11 @@ def _reading(stream: str) -> tuple[str, ...]:
 def main() -> int:
     """Print an `authorization` block for nats-server, with a placeholder for each password."""
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.bus.permissions", description=main.__doc__)
-    parser.add_argument("run", metavar="RUN", help="name of the run")
-    run = parser.parse_args().run
-    passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in (TRAINER, ACTOR, ADMIN)}
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run; the users of several have its name in theirs")
+    runs = parser.parse_args().runs
     try:
-        print(json.dumps({"authorization": authorization(run, passwords)}, indent=2))
+        passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in permissions(*runs)}
+        print(json.dumps({"authorization": authorization(runs, passwords)}, indent=2))
     except FieldError as error:
         parser.error(str(error))
     return 0

@@ -69,7 +69,7 @@ def dead_letters(args: argparse.Namespace) -> int:
         for letter in letters:
             print(json.dumps(letter))
     elif letters:
-        print(_table([_row(letter) for letter in letters]))
+        print(table([_COLUMNS, *map(_row, letters)]))
     else:
         print("no prompt group was given up", file=sys.stderr)
     return 0
@@ -125,9 +125,9 @@ def _cut(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
-    lines = [_COLUMNS, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+def table(lines: list[tuple[str, ...]]) -> str:
+    """Return the lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
     return "\n".join(line.rstrip() for line in padded)
 

@@ -1,2 +1,2 @@
-"""The trainer's calls to the Kubernetes API, a release's page, and checks of the chart's values. Other modules decide what a
-pod's end means for a run."""
+"""Calls to the Kubernetes API, by the trainer and by people who submit runs; a release's page; checks of the chart's values.
+Other modules decide what a pod's end means for a run."""

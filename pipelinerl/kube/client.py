@@ -1,4 +1,5 @@
-"""Calls to the Kubernetes API from inside a pod, through the official asyncio client, with bounded times and one typed error.
+"""Calls to the Kubernetes API through the official asyncio client, with bounded times and one typed error. Those of a pod are
+here, with its ServiceAccount; `person` adds those of a person with a kubeconfig.
 
 The trainer's permissions are listed here as data: the chart's Role grants exactly these, and the error of a refusal names the
 missing one. Token and CA are read from the files that the kubelet provides. The library reads the token again every minute, and
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -67,10 +69,10 @@ class KubeError(PipelineRLError):
         answer = f"status {status}" if status else "no answer"
         fix = ""
         if status == 401:
-            fix = ". The API does not accept the ServiceAccount's token"
+            fix = ". The API does not accept the account's token"
         elif status == 403:
             fix = (
-                f'. Bind the pod\'s ServiceAccount to a Role with apiGroups ["{permission.group}"], resources '
+                f'. Bind the account to a Role with apiGroups ["{permission.group}"], resources '
                 f"[{permission.resource}], verbs [{permission.verb}]"
             )
         super().__init__(f"cannot {permission}: {answer}: {self.detail}{fix}")
@@ -187,7 +189,7 @@ class KubeClient:
         """Yield an iterator over the changes after `resource_version`. The iterator ends when the server ends the watch;
         leaving the block closes the connection. An error with status 410 means that the server no longer has that version: list
         again."""
-        with _as_kube_error(WATCH_PODS):
+        with as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):
                 response = await self._respond(
                     WATCH_PODS,
@@ -204,17 +206,30 @@ class KubeClient:
         finally:
             response.close()
 
+    async def _load_account(self, configuration: Any) -> None:
+        """Read the server's address and CA, and the account's token."""
+        from kubernetes.aio.config.incluster_config import InClusterConfigLoader
+
+        loader = InClusterConfigLoader(str(self._service_account / "token"), str(self._service_account / "ca.crt"))
+        loader.load_and_set(configuration)
+
+    async def _core_api(self) -> Any:
+        """Return the `CoreV1Api`, and make it first if there is none."""
+        if self._api is None:
+            client = await asyncio.to_thread(importlib.import_module, "kubernetes.aio.client")  # takes about a second
+            configuration = client.Configuration()
+            await self._load_account(configuration)
+            self._api = self._api or client.CoreV1Api(client.ApiClient(configuration))
+        return self._api
+
     async def _ask(self, permission: Permission, method: str, **arguments: Any) -> dict[str, Any]:
-        with _as_kube_error(permission):
+        with as_kube_error(permission):
             response = await self._respond(permission, method, **arguments, _request_timeout=self._request_s)
             return _parsed(permission, await response.read())
 
     async def _respond(self, permission: Permission, method: str, **arguments: Any) -> ClientResponse:
         """Return the response to an accepted call. If the token is refused, read its file again and repeat the call once."""
-        if self._api is None:
-            api = await asyncio.to_thread(_core_api, self._service_account)
-            self._api = self._api or api
-        group = self._api
+        group = await self._core_api()
         if permission.group:
             from kubernetes.aio import client
 
@@ -225,7 +240,7 @@ class KubeClient:
         response: ClientResponse = await call(**arguments)
         if response.status == 401:
             response.release()
-            _load_account(self._service_account, self._api.api_client.configuration)
+            await self._load_account(self._api.api_client.configuration)
             response = await call(**arguments)
         if response.status >= 300:
             body = await response.read()
@@ -238,25 +253,9 @@ def in_cluster(settings: TrainerSettings) -> KubeClient | None:
     return KubeClient(settings.pod_namespace, settings.service_account_dir) if settings.pod_namespace else None
 
 
-def _core_api(service_account: Path) -> Any:
-    """Make a `CoreV1Api`. Importing it takes about a second of CPU time, too long for an event loop."""
-    from kubernetes.aio import client
-
-    configuration = client.Configuration()
-    _load_account(service_account, configuration)
-    return client.CoreV1Api(client.ApiClient(configuration))
-
-
-def _load_account(service_account: Path, configuration: Any) -> None:
-    from kubernetes.aio.config.incluster_config import InClusterConfigLoader
-
-    loader = InClusterConfigLoader(str(service_account / "token"), str(service_account / "ca.crt"))
-    loader.load_and_set(configuration)
-
-
 async def _changes(response: ClientResponse) -> AsyncIterator[PodChange]:
     while True:
-        with _as_kube_error(WATCH_PODS):
+        with as_kube_error(WATCH_PODS):
             async with asyncio.timeout(SILENCE_S):
                 line = await response.content.readline()
         if not line:
@@ -276,7 +275,8 @@ def _resource_version(raw: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _as_kube_error(permission: Permission) -> Iterator[None]:
+def as_kube_error(permission: Permission) -> Iterator[None]:
+    """Convert errors of the libraries to `KubeError`."""
     try:
         yield
     except KubeError:

@@ -1,10 +1,10 @@
 """The end of a run on a cluster: publish a state that others can wait for, free the GPUs, and keep the report.
 
 Nothing here decides that a run is finished. The state is a ConfigMap of the release, whose `data.phase` is `Running`,
-`Finished` or `Failed`. A finished run is scaled to zero: first its actors, whose number is stored in that ConfigMap until the
-run continues, then the trainer. Scaling through the subresource leaves no field manager, so an upgrade can set the replicas
-again without a conflict. If the process is stopped too early, the next one begins again, so an action may run twice. All calls
-are repeated until the API accepts them.
+`Finished` or `Failed`, and which shows the progress. A finished run is scaled to zero: first its actors, whose number is stored
+in that ConfigMap until the run continues, then the trainer. Scaling through the subresource leaves no field manager, so an
+upgrade can set the replicas again without a conflict. If the process is stopped too early, the next one begins again, so an
+action may run twice. All calls are repeated until the API accepts them, but for those that show the progress.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +34,7 @@ SEEN_WITHIN_S = 30.0
 """Seconds that the trainer stays after the end, so that alerts and open pages notice it."""
 FAILURE_TOLD_WITHIN_S = 30.0
 _MOST_REASON = 2000
+PROGRESS_EVERY_S = 30.0
 _ACTORS = "actors"
 _Answer = TypeVar("_Answer")
 
@@ -51,12 +52,27 @@ async def run_goes_on(settings: TrainerSettings, version: int) -> None:
             await _insist(lambda: client.patch_config(f"{settings.release}-run", {_ACTORS: None}))
 
 
-async def complete(settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]]) -> None:
+async def publish_progress(settings: TrainerSettings, progress: Callable[[], Mapping[str, str]]) -> None:
+    """Write the run's progress, for people who list runs, every `PROGRESS_EVERY_S` until cancelled. An error is no reason to
+    repeat a call, since the next one comes soon."""
+    async with _cluster(settings) as client:
+        while client is not None:
+            try:
+                await client.patch_config(f"{settings.release}-run", progress())
+            except KubeError as error:
+                log.debug("%s", error)
+            await asyncio.sleep(PROGRESS_EVERY_S)
+
+
+async def complete(
+    settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]], progress: Mapping[str, str]
+) -> None:
     """Free the resources of a finished run, as `on_completion` says, and publish that it has finished. The trainer is scaled to
     zero last, after `uploaded` has returned, because that ends this process."""
     async with _cluster(settings) as client:
         if client is None:
             return
+        await _insist(lambda: client.patch_config(f"{settings.release}-run", progress))
         if settings.on_completion == "keep":
             await _tell_phase(client, settings, FINISHED, version)
             return

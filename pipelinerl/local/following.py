@@ -22,6 +22,7 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.local.processes import Service, ServiceDied, ServiceProcess
 from pipelinerl.local.progress import RunState
 from pipelinerl.service.grpc import open_channel
+from pipelinerl.service.logs import printable
 from pipelinerl.service.settings import ServiceAddress, read_address
 from pipelinerl.service.tls import Certificates
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -51,21 +52,26 @@ async def follow_trainer(
         with contextlib.suppress(ServiceDied):
             address = await process.address(timeout_s=math.inf)
             on_up(address)
-            async with open_channel(address.grpc, certificates) as channel:
-                trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-                async with asyncio.TaskGroup() as group:  # an error in one of them ends the run at once
-                    status = group.create_task(_follow_status(trainer, state))
-                    steps = group.create_task(_follow_steps(trainer, state, elapsed_s))
-                    await process.wait()
-                    status.cancel()
-                    steps.cancel()
+            async with asyncio.TaskGroup() as group:  # an error in it ends the run at once
+                channel = open_channel(address.grpc, certificates)
+                following = group.create_task(follow_calls(channel, state, elapsed_s))
+                await process.wait()
+                following.cancel()
+
+
+async def follow_calls(opened: grpc.aio.Channel, state: RunState, elapsed_s: Callable[[], float]) -> None:
+    """Follow the steps and the status of one trainer's process until cancelled, and close the channel."""
+    async with opened as channel, asyncio.TaskGroup() as group:
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        group.create_task(_follow_status(trainer, state))
+        group.create_task(_follow_steps(trainer, state, elapsed_s))
 
 
 async def _follow_status(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState) -> None:
     while True:
         if (status := await _status(trainer)) is not None:
             phase = trainer_pb2.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
-            state.phase = status.message or phase.replace("_", " ")
+            state.phase = printable(status.message or phase.replace("_", " "))
             counts = status.sequences
             state.failures = dict(status.failures)
             state.sequences = {field.name: getattr(counts, field.name) for field in counts.DESCRIPTOR.fields}

@@ -20,7 +20,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, NotPermitted, PipelineRLError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import PodWatch, in_cluster
-from pipelinerl.kube.completion import complete, run_goes_on
+from pipelinerl.kube.completion import complete, publish_progress, run_goes_on
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.ledger import SequenceTracker
@@ -143,6 +143,7 @@ class TrainingRun:
                     watch_actor_pods(self._settings, self.updater),
                     self.loop.heartbeat(),
                     self.recorder.publish_state(),
+                    publish_progress(self._settings, lambda: self.recorder.progress),
                 )
             ]
             stopping = tasks.create_task(stop.wait())
@@ -201,7 +202,8 @@ class TrainingRun:
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
-            completing = tasks.create_task(complete(self._settings, self.loop.version, self.uploads.all_done))
+            progress, uploaded = self.recorder.progress, self.uploads.all_done
+            completing = tasks.create_task(complete(self._settings, self.loop.version, uploaded, progress))
             await stop.wait()
             heartbeat.cancel()
             completing.cancel()

@@ -17,13 +17,13 @@ KINDS = {
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
     "batch/v1": ("Job",),
 }
-VERBS = ["get", "list"]
+VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 
 
 @contextmanager
 def api_server(objects: Iterable[Object]) -> Iterator[str]:
     """Serves these on a free port of loopback meanwhile. Yields its URL."""
-    stored = {(_plural(item["kind"]), item["metadata"]["name"]): item for item in objects}
+    stored = {(plural(item["kind"]), item["metadata"]["name"]): item for item in objects}
 
     def found(path: str) -> Object | None:
         resource, _, name = path.rpartition("/namespaces/")[2].partition("/")[2].partition("/")
@@ -42,7 +42,7 @@ def api_server(objects: Iterable[Object]) -> Iterator[str]:
         yield url
 
 
-def _plural(kind: str) -> str:
+def plural(kind: str) -> str:
     return "networkpolicies" if kind == "NetworkPolicy" else f"{kind.lower()}s"
 
 
@@ -57,9 +57,25 @@ def discovery(path: str) -> Object | None:
             {"name": one["groupVersion"].partition("/")[0], "versions": [one], "preferredVersion": one} for one in versions
         ]
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    if path.startswith("/openapi/v3"):
+        return _openapi(path.removeprefix("/openapi/v3"))
     group_version = path.removeprefix("/apis/").removeprefix("/api/")
     resources: list[Object] = [
-        {"name": _plural(kind), "singularName": kind.lower(), "kind": kind, "namespaced": kind != "Namespace", "verbs": VERBS}
+        {"name": plural(kind), "singularName": kind.lower(), "kind": kind, "namespaced": kind != "Namespace", "verbs": VERBS}
         for kind in KINDS.get(group_version, ())
     ]
     return {"kind": "APIResourceList", "groupVersion": group_version, "resources": resources} if resources else None
+
+
+def _openapi(path: str) -> Object | None:
+    """That the server checks the fields of every kind itself: helm then downloads no schemas to do so."""
+    roots = {f"apis/{name}" if "/" in name else f"api/{name}": name for name in KINDS}
+    if not path:
+        return {"paths": {root: {"serverRelativeURL": f"/openapi/v3/{root}"} for root in roots}}
+    if (version := roots.get(path.lstrip("/"))) is None:
+        return None
+    group, _, number = version.rpartition("/")
+    checks = [{"name": "fieldValidation", "in": "query"}]
+    kinds = {kind: {"group": group, "version": number, "kind": kind} for kind in KINDS[version]}
+    patches = {kind: {"patch": {"x-kubernetes-group-version-kind": of, "parameters": checks}} for kind, of in kinds.items()}
+    return {"openapi": "3.0.0", "paths": {f"{path}/{kind}/{{name}}": patch for kind, patch in patches.items()}}

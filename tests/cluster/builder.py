@@ -87,7 +87,8 @@ class PodBuilder:
         return volumes
 
     def refresh_secrets(self, pods: Iterable[Pod]) -> None:
-        for pod in pods:
+        """A pod that is being deleted keeps what it has: its Secrets may be gone already."""
+        for pod in [pod for pod in pods if not pod.deleting]:
             for volume in pod.manifest["spec"].get("volumes", []):
                 folder = self.volume_folder(pod, volume["name"])
                 if "secret" in volume and (files := self._files(volume)) != _shown(folder):

@@ -4,9 +4,9 @@
         cluster.start()
         await cluster.until(lambda: cluster.all_ready("actor"), 60, "actors are ready")
 
-What a Deployment, a StatefulSet, a Pod, a Service and RBAC mean is modelled; HorizontalPodAutoscaler, NetworkPolicy (but see
-policies.py), PodDisruptionBudget, rolling updates, ordered StatefulSets, cluster IPs, resources and scheduling are not. Linux,
-root and iproute2 only.
+What a Deployment, a StatefulSet, a Job of one pod, a Pod, a Service and RBAC mean is modelled; HorizontalPodAutoscaler,
+NetworkPolicy (but see policies.py), PodDisruptionBudget, rolling updates, ordered StatefulSets, cluster IPs, resources and
+scheduling are not. Linux, root and iproute2 only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -47,7 +48,11 @@ class Cluster:
     connections: set[tuple[Peer, Peer, int]] = field(default_factory=set)
     """All that pods have opened so far: both ends and the port."""
     _workloads: list[Object] = field(default_factory=list)
+    _jobs: dict[str, Object] = field(default_factory=dict)
+    """Those that were made over the API, by the names of their pods."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _unused: set[str] = field(default_factory=set)
+    """Claims that were deleted."""
     _deletions: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -73,6 +78,52 @@ class Cluster:
         for pod in self.rendered.of_kind("Pod"):
             self.create(pod)
         self._reconcile()
+
+    def appeared(self, item: Object) -> None:
+        """The controllers and the provisioner of volumes see a new object of the API."""
+        if item["kind"] in WORKLOADS:
+            self._workloads.append(item)
+        elif item["kind"] == "PersistentVolumeClaim":
+            self._make_claim(name_of(item))
+        elif item["kind"] == "Job":
+            name = f"{name_of(item)}-{secrets.token_hex(3)}"
+            self._jobs[name] = item
+            self.create(pod_manifest(item["spec"]["template"], name, {"batch.kubernetes.io/job-name": name_of(item)}))
+        self._reconcile()
+
+    def vanished(self, item: Object) -> None:
+        """Pods go with what owns them. The claims of a StatefulSet stay."""
+        if item["kind"] in WORKLOADS:
+            for pod in self._owned(item):
+                self._delete(pod)
+            self._workloads.remove(item)
+        elif item["kind"] == "Job":
+            for name in [name for name, job in self._jobs.items() if job is item]:
+                del self._jobs[name]
+                if name in self.pods:
+                    self._delete(self.pods[name])
+        elif item["kind"] == "PersistentVolumeClaim":
+            self._unused.add(name_of(item))
+        self._reconcile()
+
+    def _tell_jobs(self) -> None:
+        for name, job in self._jobs.items():
+            if (pod := self.pods.get(name)) and pod.finished and "status" not in job:
+                done = "Complete" if pod.phase == "Succeeded" else "Failed"
+                conditions = [{"type": done, "status": "True", "reason": "BackoffLimitExceeded" if done == "Failed" else ""}]
+                job["status"] = {"conditions": conditions, "succeeded" if done == "Complete" else "failed": 1}
+                self.api.notify("MODIFIED", job)
+
+    def _remove_claims(self) -> None:
+        """A claim that was deleted goes with its volume when no pod uses it."""
+        volumes = [volume for pod in self.pods.values() for volume in pod.manifest["spec"].get("volumes", [])]
+        used = {volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume}
+        for name in self._unused - used:
+            self._unused.remove(name)
+            shutil.rmtree(self.folder / "claims" / name)
+
+    async def execute(self, pod: str, container: str, command: list[str]) -> asyncio.subprocess.Process:
+        return await self.pods[pod].containers[container].spawn(command)
 
     def scale(self, name: str, replicas: int) -> None:
         """`kubectl scale`."""
@@ -177,6 +228,8 @@ class Cluster:
 
     def _reconcile(self) -> None:
         """Makes pods that workloads lack, and deletes the newest where they have too many."""
+        self._tell_jobs()
+        self._remove_claims()
         for workload in self._workloads:
             while not self.failures and (manifest := self._lacking(workload)):
                 self.create(manifest)
@@ -201,6 +254,9 @@ class Cluster:
         for template in spec.get("volumeClaimTemplates") or []:
             claim = f"{name_of(template)}-{name}"
             self._make_claim(claim)
+            if self.rendered.find("PersistentVolumeClaim", claim) is None:
+                metadata = {**template["metadata"], "name": claim}
+                self.rendered.objects.append({"kind": "PersistentVolumeClaim", "apiVersion": "v1", "metadata": metadata})
             volume = {"name": name_of(template), "persistentVolumeClaim": {"claimName": claim}}
             manifest["spec"].setdefault("volumes", []).append(volume)
         return manifest
@@ -246,6 +302,7 @@ async def mini_cluster(folder: Path, rendered: Rendered, namespace: str, images:
         api = ApiServer(rendered, namespace)
         (folder / "claims").mkdir(parents=True)
         cluster = Cluster(PodBuilder(rendered, namespace, folder, network, api, api_ip, images))
+        api.appeared, api.vanished, api.execute = cluster.appeared, cluster.vanished, cluster.execute
         await stack.enter_async_context(serve_names(cluster.addresses, network.host))
         await stack.enter_async_context(api.serve(api_ip, API_PORT, folder / "api"))
         stack.push_async_callback(cluster.stop)

@@ -25,6 +25,7 @@ SHOWN = (
     "requirements/images",
     "services/*/Dockerfile",
     "services/*/__main__.py",
+    "pipelinerl/commands/submit.py",
     "pipelinerl/kube",
     "pipelinerl/service/settings.py",
     "tests/cluster",

@@ -25,6 +25,7 @@ from tests.cluster.objects import ClusterError, Object, container_port
 
 _TICK_S = 0.01
 _KILL_S = 5.0
+_MOST_MESSAGE = 2048
 LEAST_TERM_S = 2.0
 """What SIGTERM gets where preStop has used up the grace period."""
 SHIM = Path(__file__).with_name("shim.py")
@@ -82,7 +83,18 @@ class Container:
             "restartCount": self.restarts,
             "image": self.entry["image"],
             "imageID": "",
+            "state": self._now(),
         }
+
+    def _now(self) -> Mapping[str, Any]:
+        if self.running:
+            return {"running": {}}
+        if not self.exit_codes:
+            return {"waiting": {"reason": "ContainerCreating"}}
+        ended: dict[str, Any] = {"exitCode": self.exit_codes[-1]}
+        if self.entry.get("terminationMessagePolicy") == "FallbackToLogsOnError" and ended["exitCode"]:
+            ended |= {"message": self.logs()[-_MOST_MESSAGE:]}
+        return {"terminated": ended}
 
     def logs(self) -> str:
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
@@ -113,23 +125,25 @@ class Container:
             await asyncio.sleep(min(grace_s, hook["sleep"]["seconds"]))
         await self._end(max(LEAST_TERM_S, deadline - time.monotonic()) if grace_s else 0)
 
+    async def spawn(self, command: list[str]) -> asyncio.subprocess.Process:
+        """Starts a command inside, with pipes for its output."""
+        inside = ["nsenter", f"--target={self.pid}", "--all", "setpriv", *self.privileges]
+        argv = [*inside, "env", f"--chdir={self.launch['workdir']}", *command]
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(*argv, stdout=pipe, stderr=pipe, env=self.launch["env"])
+
     async def execute(self, command: list[str], timeout_s: float) -> tuple[int, str]:
         """Exit code and output of a command inside. Raises `TimeoutError`."""
-        inside = ["nsenter", f"--target={self.pid}", "--all", "setpriv", *self.privileges]
-        output = self.folder / "exec.out"
-        with output.open("wb") as file:
-            process = await asyncio.create_subprocess_exec(
-                *inside, "env", f"--chdir={self.launch['workdir']}", *command,
-                stdout=file, stderr=file, env=self.launch["env"],
-            )  # fmt: skip
+        process = await self.spawn(command)
         try:
             async with asyncio.timeout(timeout_s):
-                code = await process.wait()
+                output, errors = await process.communicate()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        return code, output.read_text(errors="replace")
+        assert process.returncode is not None
+        return process.returncode, (output + errors).decode(errors="replace")
 
     async def _start(self) -> None:
         """Returns when the program runs and takes signals, or has ended already."""

@@ -6,10 +6,14 @@ rendered.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import os
 import re
-from collections.abc import AsyncIterator, Callable
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +24,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.recipe.model_folder import SMALL_MODELS
-from tests.chart.rendering import CPU_VALUES, NAMESPACE, Object, Rendered, render
+from tests.chart.rendering import CPU_VALUES, HELM, NAMESPACE, ROOT, Object, Rendered, render
 from tests.cluster.cluster import Cluster, mini_cluster
 from tests.cluster.images import product_images
-from tests.cluster.objects import labels_of, name_of, pod_manifest
+from tests.cluster.objects import labels_of, name_of
 from tests.cluster.pod import Pod
 from tests.cluster.policies import Peer
 from tests.support.certificates import Authority
@@ -58,7 +63,17 @@ RELEASE = {
 """Episodes, for which verifiers call actors. Plenty of prompts, few sequences at a time, and completions that stay as long as
 those of an untrained model. So actors are slower than the trainer and have work in hand, also one that gets no new versions
 because the trainer's pod is being deleted."""
-OWN_REWARD = {**HELM_TEST, "reward": {"scorer": "my_rewards:score"}}
+OWN_RECIPE = {
+    "task.heldout_problems": 32,
+    "actor.sequences_in_progress": 12,
+    "actor.engine.kv_cache_gib": 0.25,
+    "trainer.steps": 30,
+    "trainer.batch_size": 32,
+    "trainer.warmup_steps": 0,
+    "reward.scorer": "my_rewards:score",
+}
+SUBMITTED = "own-pipelinerl-trainer"
+OWN_VALUES = ("--values", str(CPU_VALUES))
 REWARDS = {"files": {"my_rewards.py": "def score(item):\n    return float(len(item.completion) % 2)\n"}}
 CERTIFICATES = {
     "grpc": {"enabled": True},
@@ -283,36 +298,84 @@ async def release_test_succeeds(release: Release) -> None:
     await release.cluster.delete(pod.name)
 
 
-async def checked(release: Release, recipe: dict[str, Any], name: str, **values: Any) -> Pod:
-    """The pod of the hook before an install or upgrade to this recipe and these values, at its end."""
-    rendered, cluster = release.render(recipe, **values), release.cluster
-    (job,) = rendered.of_kind("Job")
-    config = name_of(job)
-    cluster.rendered.one("ConfigMap", config).update(rendered.one("ConfigMap", config))
-    pod = cluster.create(pod_manifest(job["spec"]["template"], name, {}))
-    assert pod is not None, cluster.failures
-    await cluster.until(lambda: pod.finished, STARTS_S, f"{name} ends")
-    return pod
+@dataclass
+class Person:
+    """Somebody on another machine who may do everything in the namespace."""
+
+    cluster: Cluster
+    folder: Path
+
+    async def start(self, command: str, *arguments: str) -> Callable[[], Awaitable[tuple[int, str]]]:
+        """Starts a command of pipelinerl. Returns a function that waits for its exit code and output."""
+        kubeconfig = self.cluster.api.kubeconfig(self.folder / "kubeconfig", f"https://{self.cluster.builder.api_ip}")
+        environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PATH": f"{HELM.parent}:{os.environ['PATH']}"}
+        log, module = self.folder / f"{command}.log", [sys.executable, "-m", "pipelinerl.cli"]
+        with log.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *guarded([*module, command, "--namespace", NAMESPACE, *arguments], signal.SIGKILL),
+                cwd=self.folder, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=file, stderr=file,
+            )  # fmt: skip
+
+        async def ended() -> tuple[int, str]:
+            what = f"pipelinerl {command} ends"
+            await self.cluster.until(lambda: process.returncode is not None, STARTS_S + TRAINS_S, what)
+            assert process.returncode is not None
+            return process.returncode, log.read_text()
+
+        return ended
 
 
-async def test_a_recipe_is_checked_its_reward_loaded_and_helm_test_succeeds(install: Install) -> None:
-    async with install(OWN_REWARD, rewards=REWARDS) as release:
-        cluster = release.cluster
-        fits = await checked(release, OWN_REWARD, "fits")
-        assert fits.phase == "Succeeded", fits.logs()
-        cluster.strict = False
-        refused = await checked(release, {**OWN_REWARD, "trainer": {**HELM_TEST["trainer"], "batch_size": 7}}, "refused")
-        assert (refused.phase, "trainer.batch_size" in refused.logs()) == ("Failed", True), refused.logs()
-        refused = await checked(release, OWN_REWARD, "contradicts", nats={"sequencesMaxGib": 25})
-        assert (refused.phase, "nats.sequencesMaxGib = 25: is more than" in refused.logs()) == ("Failed", True), refused.logs()
-        cluster.strict = True
-        template = cluster.rendered.one("Deployment", "pipelinerl-verifier")["spec"]["template"]
-        verifier = cluster.create(pod_manifest(template, "pipelinerl-verifier-0", {}))
-        assert verifier is not None, cluster.failures
-        await cluster.until(lambda: verifier.ready, STARTS_S, "a verifier has loaded the reward of rewards.files")
-        await cluster.delete(verifier.name)
+async def test_a_recipe_is_submitted_checked_trained_and_brought_back_and_helm_test_succeeds(
+    install: Install, tmp_path: Path
+) -> None:
+    async with install(HELM_TEST) as release:
+        cluster, person = release.cluster, Person(release.cluster, tmp_path)
+        before = [*cluster.rendered.objects]
+        for item in before:
+            item["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"  # as if they had been made over the API
+        await is_refused(person)
+        await is_trained_and_brought_back(person)
+        await cluster.until(lambda: not cluster.pods, 120, "all pods are gone")
+        left = [f"{item['kind']} {name_of(item)}" for item in cluster.rendered.objects if item not in before]
+        assert (left, [*(cluster.folder / "claims").glob("*own*")]) == ([], [])
+        cluster.check()
         pod = cluster.create(release.tests["pipelinerl-test"])
         assert pod is not None, cluster.failures
         await cluster.until(lambda: pod.finished, STARTS_S + TRAINS_S, "the test pod ends")
         assert pod.phase == "Succeeded", pod.logs()
         assert "run ended" in pod.containers["trainer"].logs()
+
+
+async def is_refused(person: Person) -> None:
+    """By the Job before the installation, since only the chart's values break the recipe, or each other."""
+    values = person.folder / "refused.yaml"
+    for wrong, reason in (
+        ({"recipe": {"set": {"trainer": {"batch_size": 7}}}}, "trainer.batch_size"),
+        ({"nats": {"sequencesMaxGib": 1000}}, "nats.sequencesMaxGib = 1000: is more than"),
+    ):
+        values.write_text(json.dumps(wrong))
+        ended = await person.start("submit", "arithmetic", "--release", "own", *OWN_VALUES, "--values", str(values), "--watch")
+        code, said = await ended()
+        assert (code, reason in said, "nothing is left installed" in said) == (2, True, True), said
+        assert person.cluster.rendered.find("StatefulSet", SUBMITTED) is None
+
+
+async def is_trained_and_brought_back(person: Person) -> None:
+    """With a reward of the user's own, although the trainer's pod is replaced amid the run."""
+    values, cluster = person.folder / "own.yaml", person.cluster
+    values.write_text(json.dumps({"rewards": REWARDS, "actor": {"threads": 1}, "trainer": {"threads": 1}}))
+    sets = [part for name, value in OWN_RECIPE.items() for part in ("--set", f"{name}={value}")]
+    command = ("submit", "arithmetic", "--release", "own", *OWN_VALUES, "--values", str(values), *sets, "--watch")
+    ended, steps = await person.start(*command), OWN_RECIPE["trainer.steps"]
+    metrics = cluster.folder / "claims" / SUBMITTED / "runs" / "own" / "metrics.jsonl"
+    await cluster.until(lambda: metrics.exists() and metrics.stat().st_size > 0, STARTS_S, "a step is taken")
+    await cluster.delete(f"{SUBMITTED}-0")
+    code, listed = await (await person.start("runs", "--json"))()
+    (row,) = (row for row in json.loads(listed) if row["release"] == "own")
+    assert (code, row["run"], row["phase"], row["steps"]) == (0, "own", "Running", str(steps))
+    code, said = await ended()
+    folder = person.folder / "runs" / "own"
+    assert (code, f"step {steps}/{steps}" in said) == (0, True), said
+    assert '<script type="application/json" id="data">' in (folder / "report.html").read_text()
+    assert json.loads((folder / "summary.json").read_text())["policy_version"] == steps
+    assert load_file(folder / "checkpoint" / "model.safetensors")

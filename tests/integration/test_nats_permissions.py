@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import nats
@@ -15,7 +15,7 @@ from nats.js.api import ConsumerConfig, StreamConfig
 from benchmarks.nats_server import NatsServer, delete_streams
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
-from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
+from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization, permissions
 from pipelinerl.bus.protocol import FROM_TRAINER, Subjects
 from pipelinerl.errors import BusError, FieldError, NotPermitted
 from pipelinerl.messages.sequences import decode_group, encode_group
@@ -238,6 +238,45 @@ async def test_answers_sent_elsewhere_neither_delete_nor_acknowledge(server: Nat
         info = await js.stream_info("CONTROL_demo", subjects_filter=">")
         assert commit not in (info.state.subjects or {})
     assert any("with reply of" in error for error in errors)
+
+
+async def test_runs_that_share_a_server_cannot_touch_each_other(tmp_path: Path) -> None:
+    """Each run works with its own users; those of another run can neither speak, read nor change anything in it."""
+    passwords = {user: f"{user}-secret" for user in permissions("one", "two")}
+    for user, password in passwords.items():
+        (tmp_path / user).write_text(f"{user}:{password}\n")
+
+    def bus_of(user: str, run: str) -> AbstractAsyncContextManager[Bus]:
+        return jetstream.connect(server.url, run, credentials=tmp_path / user, request_timeout_s=REQUEST_TIMEOUT_S)
+
+    with guarded(tmp_path, RUN, authorization=authorization(("one", "two"), passwords)) as server:
+        for run in ("one", "two"):
+            async with bus_of(f"{run}-trainer", run) as trainer, bus_of(f"{run}-actor", run) as actor:
+                await trainer.create_streams()
+                assert await trainer.publish_prompt(b"a prompt", "g1") == 1
+                delivery = await actor.next_prompt(SOON_S)
+                assert delivery.payload == b"a prompt"
+                await actor.publish_sequence(b"a sequence", "s1")
+        async with bus_of("one-trainer", "two") as intruder:
+            calls = (intruder.publish_prompt(b"x", "g2"), intruder.publish_control("commit", b"x"), intruder.create_streams())
+            for call in (*calls, intruder.purge_sequences(2), _first(intruder.read_sequences(1)), intruder.prompts_info()):
+                assert (await refused(call)).user == "one-trainer"
+        async with bus_of("one-actor", "two") as intruder:
+            calls = (intruder.publish_sequence(b"x", "s2"), intruder.publish_control("serving", b"x", "actor-1"))
+            for call in (*calls, intruder.next_prompt(REQUEST_TIMEOUT_S), intruder.put_member("actor-1", b"x")):
+                assert (await refused(call)).user == "one-actor"
+        login = {"user": "one-trainer", "password": passwords["one-trainer"], "inbox_prefix": "_INBOX_one-trainer"}
+        errors: list[str] = []
+
+        async def keep(error: Exception) -> None:
+            errors.append(str(error))
+
+        async with await nats.connect(server.url, error_cb=keep, **login) as client:
+            overheard = ("_INBOX_two-trainer.>", "two.>", "_INBOX_one-trainer-actor.>")
+            for subject in overheard:
+                await client.subscribe(subject)
+            await settled(client)
+        assert [any(subject.lower() in error.lower() for error in errors) for subject in overheard] == [True] * 3
 
 
 # --- passwords

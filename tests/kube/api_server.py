@@ -22,6 +22,7 @@ NAMESPACE = "train"
 LABELS = {"app.kubernetes.io/component": "actor"}
 SELECTOR = "app.kubernetes.io/component=actor"
 SOON_S = 60.0
+_MOST_BODY_BYTES = 3 * 1024**2
 REFUSALS = {
     401: web.HTTPUnauthorized,
     403: web.HTTPForbidden,
@@ -40,6 +41,7 @@ class _Watcher:
     selector: str
     lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     """None: the end."""
+    kind: str = "Pod"
     request: web.Request | None = None
 
 
@@ -69,7 +71,15 @@ class ApiServer:
     # --- what a test does ----------------------------------------------------------------------------------------
 
     async def start(self, address: str = "127.0.0.1", port: int = 0) -> None:
-        app = web.Application()
+        app = web.Application(client_max_size=_MOST_BODY_BYTES)
+        self._add_routes(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, address, self.port or port, ssl_context=self.context)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    def _add_routes(self, app: web.Application) -> None:
         app.router.add_post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review_access)
         namespace = "/api/v1/namespaces/{namespace}"
         app.router.add_get(namespace + "/pods", self._get_pods)
@@ -80,11 +90,6 @@ class ApiServer:
             apps = namespace.replace("/api/v1", "/apis/apps/v1")
             app.router.add_patch(f"{apps}/{kind}/{{name}}/scale", functools.partial(self._patch_scale, kind))
             app.router.add_get(f"{apps}/{kind}/{{name}}/scale", functools.partial(self._get_scale, kind))
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, address, self.port or port, ssl_context=self.context)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         self.drop_watches()
@@ -154,8 +159,12 @@ class ApiServer:
         self.pods[name] = pod
         if kind == "DELETED":
             del self.pods[name]
-        self._history.append((self._version, kind, pod))
-        self._send(kind, pod, lambda watcher: selects(watcher.selector, pod))
+        self._tell(kind, pod)
+
+    def _tell(self, kind: str, raw: dict[str, Any]) -> None:
+        """Keep a change of an object, whose version is `_version`, and send it to those who watch such objects."""
+        self._history.append((self._version, kind, raw))
+        self._send(kind, raw, lambda watcher: watches(watcher, raw))
         self._changed.set()
 
     def _send(self, kind: str, raw: dict[str, Any], to: Callable[[_Watcher], bool]) -> None:
@@ -205,19 +214,22 @@ class ApiServer:
         items = [pod for pod in self.pods.values() if selects(selector, pod)]
         return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": items})
 
-    async def _watch(self, request: web.Request, selector: str) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, selector: str, kind: str = "Pod") -> web.StreamResponse:
         since = int(request.query["resourceVersion"])
         assert request.query["allowWatchBookmarks"] == "true"
         assert int(request.query["timeoutSeconds"]) > 0
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
+        try:
+            await response.prepare(request)
+        except ConnectionError:  # the client has gone
+            return response
         if since < self._kept_from:
             await response.write(line("ERROR", status(410, "Expired", "too old resource version")))
             return response
-        watcher = _Watcher(selector, request=request)
-        for version, kind, pod in self._history:
-            if version > since and selects(selector, pod):
-                watcher.lines.put_nowait(line(kind, pod))
+        watcher = _Watcher(selector, request=request, kind=kind)
+        for version, change, raw in self._history:
+            if version > since and watches(watcher, raw):
+                watcher.lines.put_nowait(line(change, raw))
         self._watchers.append(watcher)
         self._changed.set()
         try:
@@ -273,10 +285,15 @@ def line(kind: str, raw: dict[str, Any]) -> bytes:
     return json.dumps({"type": kind, "object": raw}).encode() + b"\n"
 
 
+def watches(watcher: _Watcher, raw: dict[str, Any]) -> bool:
+    return raw.get("kind", "Pod") == watcher.kind and selects(watcher.selector, raw)
+
+
 def selects(selector: str, pod: dict[str, Any]) -> bool:
     labels = pod["metadata"].get("labels") or {}
     wanted = [term.split("=", 1) for term in selector.split(",") if term]
-    return all(labels.get(name) == value for name, value in wanted)
+    fields = {**labels, "metadata.name": pod["metadata"]["name"]}
+    return all(fields.get(name) == value for name, value in wanted)
 
 
 @asynccontextmanager

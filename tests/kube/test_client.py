@@ -32,7 +32,7 @@ async def test_a_token_that_is_no_longer_accepted_is_read_again_at_once(api: Api
     async with kube_client(folder) as client:
         await client.list_pods(SELECTOR)
         api.rights = {"second-token": TRAINER}
-        with pytest.raises(KubeError, match="does not accept the ServiceAccount's token"):
+        with pytest.raises(KubeError, match="does not accept the account's token"):
             await client.list_pods(SELECTOR)
         (folder / "token").write_text("second-token")
         _, version = await client.list_pods(SELECTOR)

@@ -52,6 +52,7 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
     pod = {"pod_namespace": NAMESPACE, "service_account_dir": account("trainer-token")}
     settings = {"linger": True, "on_completion": mode, "release": "rl", **pod}
     finished = {"theirs": "stays", "phase": "Finished", "run": RUN, "policyVersion": "4"}
+    finished |= {"steps": "4", "step": "4", "lag": "0.50"}  # the progress
     finished |= {"actors": "8"} if mode != "keep" else {}
     (tmp_path / "recipe.yaml").write_text(recipe_yaml(make_recipe()))
     for most_bytes in (0, completion.MOST_REPORT_BYTES):  # a trainer that starts again, amid this or after it, does the same
@@ -59,6 +60,7 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
         api.scales["rl-trainer"]["replicas"], api.configs["rl-run"]["phase"] = 1, "Running"
         async with training_run(tmp_path, settings=settings) as (run, policy), asyncio.timeout(120):
             run.loop.version, policy.version, stop = 4, 4, asyncio.Event()
+            run.recorder.progress |= {"step": "4", "lag": "0.50"}
             running = asyncio.create_task(run.run(stop))
             await until_logged(caplog, LINGERS)
             await api.until(lambda: 403 in api.refused)  # a Role that comes late is waited for
@@ -85,8 +87,10 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
         asyncio.timeout(120),
     ):  # another one, which waits for actors
         stop = asyncio.Event()
+        del api.configs["rl-run"]["steps"]
         running = asyncio.create_task(run.run(stop))
         await api.until(lambda: api.configs["rl-run"]["phase"] == "Running" and "actors" not in api.configs["rl-run"])
+        await api.until(lambda: api.configs["rl-run"].get("steps") == "4")  # the progress
         assert api.scales["rl-actor"]["replicas"] == 8
         stop.set()
         await running

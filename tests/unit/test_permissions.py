@@ -19,11 +19,21 @@ def test_answers_go_to_a_place_of_the_users_own(user: str, prefix: str) -> None:
     assert inbox_prefix(user) == prefix
 
 
-def test_the_command_prints_users_for_nats_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["permissions", "demo"])
+@pytest.mark.parametrize("runs", [("demo",), ("one", "two")])
+def test_the_command_prints_users_for_nats_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runs: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["permissions", *runs])
     assert main() == 0
     users = json.loads(capsys.readouterr().out)["authorization"]["users"]
-    assert {user["user"]: user["permissions"] for user in users} == permissions("demo")
+    assert {user["user"]: user["permissions"] for user in users} == permissions(*runs)
+
+
+def test_users_of_several_runs_have_the_permissions_of_one_and_their_runs_name() -> None:
+    several = permissions("one", "two")
+    assert list(several) == ["one-trainer", "one-actor", "two-trainer", "two-actor", "admin"]
+    assert several["two-actor"]["publish"] == permissions("two")["actor"]["publish"]
+    assert several["two-actor"]["subscribe"] == ["_INBOX_two-actor.>"]
 
 
 def test_a_name_that_no_run_can_have_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,8 @@ class Recorder:
         self._loads: dict[str, ActorState] = {}
         """Newest state of each actor by name, including actors that have left."""
         self.totals = RunTotals()
+        self.progress = {"steps": str(recipe.trainer.steps)}
+        """Figures of the newest step and evaluation, as text, for the run's ConfigMap."""
         self.feed = StepFeed(files.kept)
         self._tell_page(
             lambda board: board.begin(
@@ -133,6 +135,8 @@ class Recorder:
         self._trackers.step(record)
         self._tell_page(lambda board: board.step(record))
         self._set_version(record["policy_version"])
+        lag = (record.get("lag") or {}).get("mean")
+        self.progress |= {"step": str(record["step"])} | ({} if lag is None else {"lag": f"{lag:.2f}"})
         shown = {key: record.get(key) for key in ("reward_mean", "heldout_accuracy", "ess", "loss")}
         log.info("step %d", record["step"], extra=shown)
         return record
@@ -147,6 +151,7 @@ class Recorder:
             "heldout_sets": {name: accuracy.to_json() for name, accuracy in result.sets.items()},
         }
         self._arrived |= figures
+        self.progress["heldoutAccuracy"] = f"{result.overall.mean.value:.4f}"
         self.totals.add_events(figures)
         for sample in result.samples:
             self._sample(heldout_sample(result.version, sample, self._tokenizer))

@@ -1,0 +1,141 @@
+"""`pipelinerl submit` and `pipelinerl runs`: one command for one run in a cluster, and the list of a namespace's runs.
+
+A run is a release of the Helm chart under the run's name. Nothing of it depends on this process: if the command is interrupted,
+the run goes on, and `--attach` watches it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pipelinerl
+from pipelinerl.bus.protocol import check_run_name
+from pipelinerl.commands.run_folder import table
+from pipelinerl.errors import FieldError, MissingPackage, PipelineRLError, ServiceError
+from pipelinerl.kube import submission
+from pipelinerl.kube.person import LIST_SETS, PersonClient
+from pipelinerl.kube.submission import INSTANCE, RUNS, STATE, Object, Release, labels_of, name_of
+from pipelinerl.local.progress import RunState, duration, open_display
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe, understood
+from pipelinerl.service.logs import printable
+
+_COLUMNS = ("RELEASE", "RUN", "PHASE", "STEP", "ACCURACY", "LAG", "AGE")
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Return the exit code. Raises `UserError` for a mistake that is found before anything is installed."""
+    if (args.recipe is None) == (args.attach is None):
+        raise FieldError("RECIPE", args.recipe or "", "give either a recipe, or --attach RELEASE to watch what runs already")
+    recipe = load_recipe(args.recipe, args.overrides) if args.recipe is not None else None
+    name = check_run_name(args.attach or args.release or (recipe.name if recipe else ""), "--release")
+    folder = args.output or Path("runs", name)
+    if recipe is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FieldError("--output", str(folder), "is not empty; give another folder, or --release another name")
+    for file in args.values:
+        if not file.is_file():
+            raise FieldError("--values", str(file), "no such file")
+    release = Release(name, args.namespace, args.context, _client(args))
+    try:
+        return asyncio.run(_submit(args, recipe, release, folder))
+    except KeyboardInterrupt:
+        told = f"what is installed stays, and a run goes on\n  watch   {release.watching}\n  remove  {release.removing}"
+        print(f"\npipelinerl: interrupted; {told}", file=sys.stderr)
+        raise
+
+
+def _client(args: argparse.Namespace) -> PersonClient:
+    if importlib.util.find_spec("kubernetes") is None:
+        raise MissingPackage("the package kubernetes is missing: pip install 'pipelinerl[cluster]'")
+    return PersonClient(args.namespace, args.context)
+
+
+async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Release, folder: Path) -> int:
+    state, began_s = RunState(release.name, recipe.trainer.steps if recipe else 0), time.monotonic()
+    async with release.client:
+        await submission.check_helm(release)
+        with open_display() as display:
+
+            def show(phase: str) -> None:
+                state.phase = printable(phase)
+                display.show(state, time.monotonic() - began_s)
+
+            if recipe is not None:
+                await submission.check_absent(release)
+                display.note(printable("\n".join([f"submitting {release.name}", *understood(args.overrides)])))
+                await submission.install(release, _chart(args.chart), args.values, chart_values(recipe, release.name), show)
+            if recipe is not None and not args.watch:
+                told = f"submitted {release.name}; its pods stay after the end of the run, until its results are fetched"
+                display.note(f"{told}\n  watch and fetch  {release.watching}\n  remove           {release.removing}")
+                return 0
+            seen = await submission.watch(release, state, display, began_s)
+            state.stopping = True  # from here on, every phase is shown
+            try:
+                report = await submission.fetch(release, seen, folder, show)
+            except (PipelineRLError, OSError) as error:
+                raise ServiceError(f"{error}\nnothing was removed; fetch the results again with: {release.watching}") from error
+            keep = args.keep or not seen.was_submitted  # another release may be meant to stay
+            if not keep:
+                show("removing the release")
+                await submission.remove(release)
+            state.on_end("done")
+            lines = ["the run is finished", f"  report      {report}", f"  checkpoint  {folder / 'checkpoint'}"]
+            display.note("\n".join([*lines, *([f"  remove      {release.removing}"] if keep else [])]))
+    return 0
+
+
+def chart_values(recipe: Recipe, run: str) -> dict[str, Any]:
+    """Return the values of a release for one run. The trainer stays after the end, since its pod reads the volume."""
+    inline = recipe.model_dump(mode="json", exclude_unset=True)
+    labels = {submission.SUBMITTED: "true"}
+    return {"recipe": {"inline": inline}, "run": run, "trainer": {"onCompletion": "keep"}, "commonLabels": labels}
+
+
+def _chart(given: str | None) -> str:
+    chart = Path(pipelinerl.__file__).resolve().parents[1] / "deploy" / "helm"
+    if given is None and not (chart / "Chart.yaml").is_file():
+        raise FieldError("--chart", "", "there is no chart here; name its folder, or an address such as oci://HOST/CHART")
+    return given or str(chart)
+
+
+def runs(args: argparse.Namespace) -> int:
+    """List the runs of a namespace. Raises `KubeError` with the right that is missing."""
+
+    async def listed() -> tuple[list[Object], list[Object]]:
+        async with _client(args) as client:
+            return await submission.run_states(client), await client.items(LIST_SETS, RUNS)
+
+    rows = rows_of(*asyncio.run(listed()), datetime.now(UTC))
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    elif rows:
+        print(printable(table([_COLUMNS, *map(_cells, rows)])))
+    else:
+        print(f"no runs in namespace {args.namespace}", file=sys.stderr)
+    return 0
+
+
+def rows_of(states: list[Object], sets: list[Object], now: datetime) -> list[dict[str, Any]]:
+    """Return one row for each release, the newest first: its name, its age and what its run publishes, as text. `states`: the
+    ConfigMaps of runs. `sets`: the StatefulSets of trainers, which also exist for runs that publish nothing. Pure."""
+    rows = []
+    for release, item in {labels_of(item).get(INSTANCE, ""): item for item in (*sets, *states)}.items():
+        data = (item.get("data") or {}) if name_of(item).endswith(STATE) else {}
+        age = now - datetime.fromisoformat(item["metadata"]["creationTimestamp"])
+        rows.append({**data, "release": release, "age_s": round(age.total_seconds())})
+    return sorted(rows, key=lambda row: row["age_s"])
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    step = f"{row.get('step', 0)} of {row['steps']}" if "steps" in row else "-"
+    shown = [row.get(key) or "-" for key in ("heldoutAccuracy", "lag")]
+    return row["release"], row.get("run") or "-", row.get("phase") or "Starting", step, *shown, duration(row["age_s"])

@@ -1,0 +1,450 @@
+"""A run that is submitted to a cluster: from an API server that helm uses, without pods. tests/cluster has the pods."""
+
+import asyncio
+import base64
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from concurrent import futures
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pipelinerl.cli import main
+from pipelinerl.commands.submit import chart_values, rows_of
+from pipelinerl.errors import ServiceError
+from pipelinerl.kube import submission
+from pipelinerl.kube.client import Permission
+from pipelinerl.kube.person import PersonClient
+from pipelinerl.kube.submission import Look, Release, failure_of, fetch, sizes_of, target_of, watch, why_not_ready
+from pipelinerl.local.progress import Display, RunState
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import load_recipe, recipe_names
+from pipelinerl.service.tls import server_credentials
+from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+from tests.chart.rendering import CPU_VALUES, HELM, NAMESPACE, Object, Rendered
+from tests.cluster.api_server import ApiServer
+from tests.support.certificates import Authority
+
+INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
+SUBMIT = ("submit", "arithmetic", "-n", NAMESPACE, "--release", "own", "--values", str(CPU_VALUES))
+
+
+@pytest.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
+    server = ApiServer(Rendered([]), NAMESPACE)
+    monkeypatch.setenv("PATH", f"{HELM.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    async with server.serve("127.0.0.1", 0, tmp_path / "api"):
+        kubeconfig = server.kubeconfig(tmp_path / "kubeconfig", f"https://127.0.0.1:{server.port}")
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))  # helm reads it; the library has read it when it was imported
+        monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+        yield server
+
+
+@pytest.fixture
+async def release(api: ApiServer) -> AsyncIterator[Release]:
+    client = PersonClient(NAMESPACE)
+    yield Release("own", NAMESPACE, "", client)
+    await client.close()
+
+
+async def pipelinerl(*arguments: str) -> int:
+    async with asyncio.timeout(300):
+        return await asyncio.to_thread(main, arguments)
+
+
+def pod(name: str, component: str, **status: Any) -> Object:
+    labels = {INSTANCE: "own", COMPONENT: component}
+    return {"kind": "Pod", "metadata": {"name": name, "uid": name, "labels": labels}, "spec": {}, "status": status}
+
+
+def add(api: ApiServer, item: Object) -> None:
+    api.put(item)
+
+
+READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+
+
+def job_ends(api: ApiServer, message: str = "") -> None:
+    """Each Job ends at once: it fails if its pod says something."""
+
+    def end(item: Object) -> None:
+        if item["kind"] == "Job":
+            item["status"] = {"conditions": [{"type": "Failed" if message else "Complete", "status": "True"}]}
+            if message:
+                ended = {"terminated": {"exitCode": 2, "message": message}}
+                add(api, pod("own-validation-x", "validation", phase="Failed", containerStatuses=[{"state": ended}]))
+            asyncio.get_running_loop().call_later(0.1, api.notify, "MODIFIED", item)
+
+    api.appeared = end
+
+
+async def test_a_run_is_installed_once_and_its_name_is_taken_until_all_of_it_is_removed(
+    api: ApiServer, release: Release, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_ends(api)
+    assert await pipelinerl(*SUBMIT, "--set", "trainer.steps=7") == 0
+    assert "pipelinerl submit --attach own -n train" in capsys.readouterr().out
+    recipe = api._rendered.one("ConfigMap", "own-pipelinerl-recipe")["data"]["recipe.yaml"]
+    assert "steps: 7" in recipe
+    trainer = api._rendered.one("StatefulSet", "own-pipelinerl-trainer")["spec"]["template"]["spec"]["containers"][0]
+    told = {entry["name"]: entry.get("value") for entry in trainer["env"]}
+    assert (told["PIPELINERL_RUN"], told["PIPELINERL_ON_COMPLETION"]) == ("own", "keep")
+
+    assert await pipelinerl(*SUBMIT) == 2
+    said = capsys.readouterr().err
+    assert "--release = 'own': this release exists" in said
+    assert "helm uninstall own -n train && kubectl -n train delete pvc -l app.kubernetes.io/instance=own" in said
+    await submission.helm(release, "uninstall", "own")
+    assert await pipelinerl(*SUBMIT) == 2
+    assert "left the claims own-pipelinerl-trainer" in capsys.readouterr().err
+    await submission.remove(release)
+    assert api._rendered.objects == []
+    state = {"kind": "ConfigMap", "data": {"run": "own"}}
+    labels = {INSTANCE: "other", COMPONENT: "trainer", "app.kubernetes.io/part-of": "pipelinerl"}
+    api._rendered.objects.append(state | {"metadata": {"name": "other-run", "labels": labels}})
+    assert await pipelinerl(*SUBMIT) == 2
+    assert "the release other has a run of this name" in capsys.readouterr().err
+
+
+async def test_a_recipe_that_the_job_refuses_is_told_with_its_reason_and_leaves_nothing(
+    api: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_ends(api, "trainer.batch_size = 7: \x1b[31mno")
+    assert await pipelinerl(*SUBMIT) == 2
+    said = capsys.readouterr()
+    assert "trainer.batch_size = 7" in said.err
+    assert "\x1b" not in said.err + said.out
+    kinds = {item["kind"] for item in api._rendered.objects}
+    assert kinds <= {"Job", "ConfigMap", "ServiceAccount"}  # of the check, which the next installation replaces
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("submit", "-n", "x"), "give either a recipe, or --attach"),
+        ((*SUBMIT, "--attach", "own"), "give either a recipe, or --attach"),
+        ((*SUBMIT, "--values", "absent.yaml"), "--values = 'absent.yaml': no such file"),
+        (("submit", "arithmetic", "-n", "x", "--release", "a.b"), "--release = 'a.b': use 1-40"),
+        ((*SUBMIT, "--output", "."), "is not empty"),
+        (("submit", "arithmetic", "-n", "x", "--set", "trainer.batch_size=7"), "trainer.batch_size"),
+    ],
+)
+async def test_mistakes_are_found_before_anything_is_installed(
+    api: ApiServer, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+) -> None:
+    assert await pipelinerl(*arguments) == 2
+    assert told in capsys.readouterr().err
+    assert api._rendered.objects == []
+
+
+async def test_without_helm_the_error_says_how_to_get_it(
+    api: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert await pipelinerl(*SUBMIT) == 2
+    assert "helm was not found: install Helm 3.14 or newer" in capsys.readouterr().err
+    (tmp_path / "helm").write_text(f"#!{sys.executable}\nprint('v3.9.1')\n")
+    (tmp_path / "helm").chmod(0o755)
+    assert await pipelinerl(*SUBMIT) == 2
+    assert "helm is v3.9.1, which is too old" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipelinerl.commands.submit._submit", interrupted)
+    assert main(["submit", "--attach", "own", "-n", "train", "--context", "lab"]) == 130
+    said = capsys.readouterr().err
+    assert "pipelinerl submit --attach own -n train --context lab" in said
+    assert "helm uninstall own -n train --kube-context lab && kubectl -n train --context lab delete pvc" in said
+
+
+# --- watching
+
+
+class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Takes the steps that a test tells it to."""
+
+    def __init__(self) -> None:
+        self.version, self.taken = 0, list[int]()
+
+    def GetStatus(self, request: Any, context: Any) -> trainer_pb2.TrainerStatus:
+        return trainer_pb2.TrainerStatus(policy_version=self.version, message="waiting for \x1b sequences")
+
+    def StreamMetrics(self, request: Any, context: Any) -> Any:
+        for step in [step for step in self.taken if step >= request.from_step]:
+            yield trainer_pb2.StepMetrics(step=step, json=json.dumps({"step": step, "policy_version": step}))
+
+
+@asynccontextmanager
+async def trainer_served(monkeypatch: pytest.MonkeyPatch, tls_dir: Path | None) -> AsyncIterator[Trainer]:
+    trainer, server, credentials = Trainer(), grpc.server(futures.ThreadPoolExecutor(4)), server_credentials(tls_dir)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)
+    address = "127.0.0.1:0"
+    port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    monkeypatch.setattr(submission, "_GRPC_PORT", port)
+    monkeypatch.setattr(submission, "_LOOK_S", 0.05)
+    server.start()
+    try:
+        yield trainer
+    finally:
+        server.stop(None)
+
+
+def publish(api: ApiServer, **data: str) -> None:
+    labels = {INSTANCE: "own", COMPONENT: "trainer", "app.kubernetes.io/part-of": "pipelinerl"}
+    metadata = {"name": "own-pipelinerl-run", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    others = [item for item in api._rendered.objects if item["kind"] != "ConfigMap"]
+    api._rendered.objects[:] = [*others, {"kind": "ConfigMap", "metadata": metadata, "data": data}]
+
+
+async def until(condition: Callable[[], bool], running: asyncio.Task[Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            if running.done():
+                running.result()
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_new_trainer(
+    api: ApiServer, release: Release, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tls: bool
+) -> None:
+    state, shown, tls_dir = RunState("own", 0), StringIO(), None
+    trainer_pod = pod("own-pipelinerl-trainer-0", "trainer", **READY)
+    if tls:
+        tls_dir = Authority().issue(tmp_path / "tls", "own-pipelinerl-trainer")
+        trainer_pod["spec"]["volumes"] = [{"name": "tls", "secret": {"secretName": "its-tls"}}]
+        data = {file.name: base64.b64encode(file.read_bytes()).decode() for file in tls_dir.iterdir()}
+        api._rendered.objects.append({"kind": "Secret", "metadata": {"name": "its-tls"}, "data": data})
+    no_node = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
+    async with trainer_served(monkeypatch, tls_dir) as trainer:
+        publish(api, steps="4")
+        add(api, pod("own-pipelinerl-trainer-0", "trainer", phase="Pending", conditions=[no_node]))
+        watching = asyncio.create_task(watch(release, state, Display(shown, 0.0), 0.0))
+        await until(lambda: state.phase == "trainer-0: Pending: 0/3 nodes are available", watching)
+        trainer.taken = [1, 2]
+        trainer_pod["status"]["podIP"] = "127.0.0.1"
+        add(api, trainer_pod)
+        await until(lambda: state.step == 2, watching)
+        api.drop_sockets()
+        trainer.taken = [1, 2, 3]
+        await until(lambda: state.step == 3, watching)
+        await api.stop()
+        await until(lambda: "waiting for the Kubernetes API" in state.phase, watching)
+        await api.start("127.0.0.1", api.port)
+        trainer.version, trainer.taken = 1, [1]
+        add(api, trainer_pod | {"metadata": trainer_pod["metadata"] | {"uid": "another"}})
+        await until(lambda: state.step == 1, watching)  # a restart undid steps
+        trainer.taken = [1, 2, 3, 4]
+        await until(lambda: state.step == 4, watching)
+        publish(api, steps="4", phase="Finished")
+        assert (await watching).data["phase"] == "Finished"
+    assert "step 4/4" in shown.getvalue()
+    assert "\x1b" not in shown.getvalue()
+
+
+async def test_a_run_that_failed_is_told_with_its_reason_and_stays(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(api, phase="Failed", reason="reward.scorer = 'x': no such module")
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
+    said = capsys.readouterr().err
+    assert "the run failed: reward.scorer = 'x': no such module" in said
+    assert "kubectl -n train logs -l app.kubernetes.io/instance=own" in said
+    assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
+    assert await pipelinerl("submit", "--attach", "other", "-n", NAMESPACE) == 1
+    assert "no run of a release other in namespace train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("withheld", "command"),
+    [
+        (Permission("configmaps", "list"), ("runs", "-n", NAMESPACE)),
+        (Permission("statefulsets", "list", "apps"), ("runs", "-n", NAMESPACE)),
+        (Permission("pods", "list"), ("submit", "--attach", "own", "-n", NAMESPACE)),
+        (Permission("pods/portforward", "get"), ("submit", "--attach", "own", "-n", NAMESPACE)),
+    ],
+)
+async def test_a_right_that_is_missing_is_named(
+    api: ApiServer, capsys: pytest.CaptureFixture[str], withheld: Permission, command: tuple[str, ...]
+) -> None:
+    api.withheld = {withheld}
+    publish(api, steps="4", phase="Running")
+    add(api, pod("own-pipelinerl-trainer-0", "trainer", **READY))
+    assert await pipelinerl(*command) == 1
+    assert f"resources [{withheld.resource}], verbs [{withheld.verb}" in capsys.readouterr().err
+
+
+# --- fetching
+
+
+FINISHED_RUN = Look("own-pipelinerl", {"run": "volume"}, [])
+
+
+@pytest.fixture
+def run_dir(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The volume of a pod whose commands run here."""
+    monkeypatch.setattr(submission, "_FOLDER", tmp_path)
+    folder = tmp_path / "volume"
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(json.dumps(chart_values(load_recipe("arithmetic"), "own")["recipe"]["inline"]))
+    (folder / "checkpoint" / "model.safetensors").write_bytes(bytes(range(256)) * 4096)
+    (folder / "checkpoint" / "empty").touch()
+    (folder / "checkpoint" / "secret").symlink_to("/etc/hostname")
+    add(api, pod("own-pipelinerl-trainer-0", "trainer"))
+
+    async def execute(name: str, container: str, command: list[str]) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+
+    api.execute = execute
+    return folder
+
+
+async def test_results_come_whole_over_connections_that_drop(
+    api: ApiServer, release: Release, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "BACKOFF", submission.BACKOFF.__class__(0.01, 0.01))
+    dropped = list[str]()
+
+    def drop_once(phase: str) -> None:
+        if "model.safetensors" in phase and not dropped:
+            dropped.append(phase)
+            api.drop_sockets()
+
+    report = await fetch(release, FINISHED_RUN, tmp_path / "here", drop_once)
+    assert dropped
+    assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700  # prompts and completions are for the user alone
+    assert report.read_text().startswith("<!doctype html>")
+    got = {path.relative_to(tmp_path / "here") for path in (tmp_path / "here").rglob("*") if path.is_file()}
+    assert {str(path) for path in got} == {"recipe.yaml", "report.html", "checkpoint/model.safetensors", "checkpoint/empty"}
+    for name in ("recipe.yaml", "checkpoint/model.safetensors"):
+        assert (tmp_path / "here" / name).read_bytes() == (run_dir / name).read_bytes()
+
+
+async def test_a_release_that_was_not_submitted_is_not_removed(
+    api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(api, phase="Finished", run="volume", steps="0")
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 0
+    assert "remove      helm uninstall own -n train" in capsys.readouterr().out
+    assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
+    assert Path("runs", "own", "report.html").is_file()
+
+
+async def test_results_that_cannot_be_fetched_remove_nothing(
+    api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    publish(api, phase="Finished", run="volume", steps="0")
+    (run_dir / "recipe.yaml").unlink()
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
+    said = capsys.readouterr().err
+    assert "has no recipe.yaml" in said
+    assert "nothing was removed; fetch the results again with: pipelinerl submit --attach own -n train" in said
+    api.withheld = {Permission("pods/exec", "get")}
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
+    assert "resources [pods/exec], verbs [get, create]" in capsys.readouterr().err
+    assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
+
+
+async def test_a_file_that_changed_its_size_is_an_error(
+    api: ApiServer, release: Release, run_dir: Path, tmp_path: Path
+) -> None:
+    execute = api.execute
+
+    async def grows(name: str, container: str, command: list[str]) -> asyncio.subprocess.Process:
+        if command[0] == "tail":
+            Path(command[-1]).write_bytes(b"x" * (Path(command[-1]).stat().st_size + 1))
+        return await execute(name, container, command)
+
+    api.execute = grows
+    with pytest.raises(ServiceError, match=r"has [\d,]+ bytes instead of"):
+        await fetch(release, FINISHED_RUN, tmp_path / "here", lambda phase: None)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "checkpoint/../../x", "", ".", "other", "checkpoint/\0", "checkpoint/a/b"]
+)
+def test_no_file_is_written_outside_of_the_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "a").symlink_to("/tmp")
+    with pytest.raises(ServiceError, match="which has no place in"):
+        target_of(tmp_path, name)
+
+
+@pytest.mark.parametrize("listed", [b"", b"[]", b'{"recipe.yaml": "many"}'])
+def test_a_list_of_files_that_is_none_is_refused(listed: bytes) -> None:
+    with pytest.raises(ServiceError):
+        sizes_of(listed)
+
+
+# --- pure
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (READY, ""),
+        ({"phase": "Succeeded"}, ""),
+        ({"phase": "Pending"}, "Pending"),
+        ({"phase": "Running"}, "starting"),
+        (
+            {"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}]},
+            "ErrImagePull: no",
+        ),
+        (
+            {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 1, "message": "x"}}}]},
+            "exit code 1: x",
+        ),
+    ],
+)
+def test_what_a_pod_waits_for(status: Object, told: str) -> None:
+    assert why_not_ready(pod("p", "trainer", **status)) == told
+
+
+def test_a_run_failed_where_its_state_or_its_trainer_says_so() -> None:
+    def ended(code: int, where: str) -> Object:
+        return pod("t", "trainer", containerStatuses=[{where: {"terminated": {"exitCode": code, "message": "why"}}}])
+
+    assert failure_of({"phase": "Failed", "reason": "r"}, None) == "r"
+    assert failure_of({}, ended(2, "lastState")) == failure_of({}, ended(2, "state")) == "why"
+    assert failure_of({"phase": "Running"}, ended(1, "lastState")) is failure_of({}, None) is None
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_chart_gets_the_same_recipe(name: str) -> None:
+    recipe = load_recipe(name, ["trainer.steps=3"])
+    assert Recipe.model_validate(chart_values(recipe, "r")["recipe"]["inline"]) == recipe
+
+
+def test_runs_are_listed_with_what_is_known_of_them() -> None:
+    def item(name: str, release: str, created: str, **data: str) -> Object:
+        return {"metadata": {"name": name, "labels": {INSTANCE: release}, "creationTimestamp": created}, "data": data}
+
+    full = {"run": "a", "phase": "Running", "step": "3", "steps": "8", "heldoutAccuracy": "0.5", "lag": "1.25"}
+    states = [item("a-run", "a", "2026-01-01T00:00:00Z", **full), item("b-run", "b", "2026-01-01T01:00:00Z", lag="?")]
+    sets = [item(f"{name}-trainer", name, "2026-01-01T00:00:00Z") for name in ("a", "silent")]
+    rows = rows_of(states, sets, datetime(2026, 1, 1, 2, tzinfo=UTC))
+    assert rows == [
+        {"release": "b", "age_s": 3600, "lag": "?"},
+        {"release": "a", "age_s": 7200, **full},
+        {"release": "silent", "age_s": 7200},
+    ]
+
+
+async def test_the_list_is_a_table_for_people(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await pipelinerl("runs", "-n", NAMESPACE) == 0
+    assert "no runs in namespace train" in capsys.readouterr().err
+    publish(api, run="own\x1b[2J", phase="Running", steps="8", step="3", heldoutAccuracy="0.5", lag="1.25")
+    assert await pipelinerl("runs", "-n", NAMESPACE) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split() == ["RELEASE", "RUN", "PHASE", "STEP", "ACCURACY", "LAG", "AGE"]
+    assert line.split()[:7] == ["own", "own\\x1b[2J", "Running", "3", "of", "8", "0.5"]
