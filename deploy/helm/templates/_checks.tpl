@@ -53,6 +53,8 @@
 {{- $networks := and (has "443" (join " " $api.ports | splitList " ")) (regexReplaceAll "[0-9.]+/32|[^ ]+/128" (join " " $api.cidrs) "" | trim) -}}
 {{- $store := and (not $networks) (include "pipelinerl.storeWithoutRule" .) -}}
 {{- include "pipelinerl.refuse" (list
+  (list (dig "actor" "colocate" false $recipe)
+    "recipe.set.actor.colocate: true is for a trainer and an actor on one GPU of one machine (pipelinerl run); set it to false")
   (list (and .Values.nats.enabled .Values.nats.url)
     (printf "nats.url: %s is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty" .Values.nats.url))
   (list (and .Values.nats.enabled .Values.nats.tlsSecret)
