@@ -202,7 +202,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tuple[str, str]], list[FieldError]]:
     """Return the rows of `memory_outline`, and what does not fit GPUs of `memory_gib`."""
     if recipe.actor.colocate:
-        gpu = Device(uuid="0", name="such a GPU", total_bytes=int(memory_gib * GIB), free_bytes=int(memory_gib * GIB))
+        gpu = Device(uuid="0", name="a GPU of that size", total_bytes=int(memory_gib * GIB), free_bytes=int(memory_gib * GIB))
         try:
             recipe = placement.place(recipe, [gpu], int(model.parameters), model.active_share).recipe
         except FieldError as problem:

@@ -74,7 +74,8 @@ class Placement(BaseModel):
         starts again. `takes_turns`: after its turn, torch must give back all unused pages, even those between used ones."""
         variables = self._environment(self.trainer)
         if self.trainer_share < 1:
-            limit, pages = f"per_process_memory_fraction:{self.trainer_share}", takes_turns and "expandable_segments:True"
+            limit = f"per_process_memory_fraction:{self.trainer_share}"
+            pages = "expandable_segments:True" if takes_turns else ""
             variables[ALLOCATOR] = ",".join(filter(None, (inherited.get(ALLOCATOR), pages, limit)))
         return variables
 
