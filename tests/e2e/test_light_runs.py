@@ -137,8 +137,7 @@ async def test_in_turns_on_one_gpu_an_actor_killed_asleep_and_a_trainer_killed_i
                 await asyncio.sleep(0.02)
             os.kill(json.loads(run_dir.pids.read_text())[service], signal.SIGKILL)
         ending = await running
-    assert ending.exit_code == 0, out.getvalue()
+    assert (ending.exit_code, ending.restarts) == (0, {"actor-0": 1, "trainer": 1}), out.getvalue()
     summary = json.loads(run_dir.summary.read_text())
     assert (summary["steps"], summary["sequences_multi_version_fraction"], summary["parity_failures"]) == (60, 0, 0)
-    assert ending.restarts == {"actor-0": 1, "trainer": 1}
     audit(run_dir.path)

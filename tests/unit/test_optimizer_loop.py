@@ -337,8 +337,7 @@ async def test_a_phase_is_computed_while_the_engine_sleeps_which_an_evaluation_d
     engine = GpuTurn(tmp_path / "turn")
     await engine.take()
     phases: dict[str, Any] = {"mode": "conventional", "algorithm": {"max_lag": None, "conventional_g": 2}}
-    settings = {"gpu_turn": tmp_path / "turn"}
-    async with bench(tmp_path, actor={"colocate": True}, settings=settings, **phases) as one:
+    async with bench(tmp_path, actor={"colocate": True}, settings={"gpu_turn": tmp_path / "turn"}, **phases) as one:
         updater, offer, generated = cast("Any", one.run.updater), one.run.updater.offer, asyncio.Event()
 
         async def order_sleep() -> None:

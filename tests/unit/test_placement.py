@@ -157,16 +157,14 @@ def test_in_turns_vllm_gets_what_the_states_leave_and_the_trainer_what_stays_of_
     # By hand, in GiB: 8.28 of states, 1 of cache, 1 of contexts and 2.92 for an update leave 9.80 of 23, 40 % of 24.
     assert placed.recipe.actor.engine.gpu_memory_utilization == 0.4
     # Without vLLM's 3 and 1 of contexts, 19 of 24 are left to torch.
-    variables = placed.placement.trainer_environment({}, takes_turns=True)
-    assert variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True,per_process_memory_fraction:0.79"
+    variables, limit = placed.placement.trainer_environment({}, takes_turns=True), "per_process_memory_fraction:0.79"
+    assert variables["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{limit}"
     assert pinned(recipe(*TURNS), here, placed.placement.model_dump_json(), SMALL) == placed
     with pytest.raises(FieldError, match="name it for both"):
         pinned(recipe(*TURNS), here, '{"trainer": ["0"], "actors": [["1"]]}', SMALL)
     # 2.98e9 parameters: 50 of states take 71.4 with their activations and 1 of contexts; vLLM keeps 3 of the 75 that are free.
     said = refusal(recipe(*TURNS), [gpu(0, free=75)], 2_982_616_178)
     assert "72.4 GiB for the trainer and 3 that the engine keeps while it sleeps do not fit the 75.0 GiB" in said
-    assert place(recipe(*TURNS), [gpu(0, free=76)], 2_982_616_178).recipe.actor.engine.gpu_memory_utilization == 0.2
-    assert place(recipe(*TURNS), here, 0).placement.trainer_share == 0.79
 
 
 def test_without_a_gpu_nothing_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,16 +90,13 @@ class ScriptedReceiver:
     joined: list[tuple[str, int, int]] = field(default_factory=list)
     discards: int = 0
     refuses: Exception | None = None
-    asleep: bool = False
     sleeps: list[str] = field(default_factory=list)
 
     async def sleep(self) -> None:
-        self.asleep = True
         self.sleeps.append("asleep")
 
     async def wake_weights(self) -> None:
-        if self.asleep:
-            self.sleeps.append("weights awake")
+        self.sleeps.append("weights awake")
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         if self.refuses is not None:
@@ -119,7 +116,6 @@ class ScriptedReceiver:
         if self.commit_error is not None:
             raise self.commit_error
         self.served.append(version)
-        self.asleep = False
         return 0.002
 
     async def discard(self) -> None:
@@ -581,15 +577,22 @@ async def test_an_engine_sleeps_until_the_trainer_leaves_the_gpu_and_serves_noth
 
         def receive(version: PolicyVersion) -> int:
             open_when_received.append(actor.gate.opened.is_set())
-            return CHECKSUM + (len(open_when_received) == 2)  # the first attempt at version 1 is aborted
+            return CHECKSUM + (len(open_when_received) == 1)  # the first attempt at version 2 is aborted
 
-        actor.receiver.on_receive = receive
         await one.send(0)
+        actor.receiver.may_receive.clear()
+        await one.updater.offer(1, "snapshot-1")
+        await one.until(lambda: actor.listener.staging_state == "receiving")
+        await one.updater.order_sleep()
+        actor.receiver.may_receive.set()
+        await one.updater.all_served()
+        assert actor.receiver.sleeps == ["weights awake"] * 2, "no engine sleeps during a transfer"
+        actor.receiver.sleeps, actor.receiver.on_receive = [], receive
         for _ in range(2):  # NATS may store an order twice
             await one.updater.order_sleep()
         await trainer.take()
         assert "sleeps" in actor.gate.reason
-        await one.updater.offer(1, "snapshot-1")
+        await one.updater.offer(2, "snapshot-2")
         await one.until(lambda: actor.listener.staging_state == "receiving")
         for _ in range(100):
             await asyncio.sleep(0)
@@ -599,8 +602,8 @@ async def test_an_engine_sleeps_until_the_trainer_leaves_the_gpu_and_serves_noth
         await actor.register()
         await one.updater.all_served()
         assert actor.receiver.sleeps == ["asleep", "weights awake", "weights awake"]
-        assert open_when_received == [False, False, False], "the first one is of version 0"
-        assert (one.served("a"), actor.gate.opened.is_set(), engine.is_held) == ([0, 1], True, True)
+        assert (open_when_received, actor.gate.opened.is_set()) == ([False, False], True)
+        assert (one.served("a"), engine.is_held) == ([0, 1, 2], True)
 
 
 async def test_an_engine_that_starts_again_before_the_trainers_turn_sleeps_once_it_serves(tmp_path: Path) -> None:
@@ -613,4 +616,4 @@ async def test_an_engine_that_starts_again_before_the_trainers_turn_sleeps_once_
         taking = asyncio.create_task(trainer.take())
         actor = await one.join("a", process="p2", turn=engine)
         await taking
-        assert (one.served("a"), actor.receiver.sleeps) == ([0], ["asleep"])
+        assert (one.served("a"), actor.receiver.sleeps) == ([0], ["weights awake", "asleep"])

@@ -111,6 +111,7 @@ class UpdateListener:
                 if self._in_epoch(decoded):
                     log.warning("version %d of epoch %d is aborted: %s", decoded.version, decoded.epoch, decoded.reason)
                     await self._stop_receiving()
+                    await self._sleep_if_due()
             case RunEnd():
                 log.info("the trainer ended the run at version %d: %s", decoded.version, decoded.reason or "done")
 
@@ -231,8 +232,9 @@ class UpdateListener:
 
     async def _sleep_if_due(self) -> None:
         """If the trainer has ordered sleep for the served version, perhaps before an engine that restarted served it, put the
-        engine to sleep and release the turn. Waits for a running probe."""
-        if self._turn is None or self._gate.asleep or self._sleep_at is None or self._sleep_at != self._gate.served:
+        engine to sleep and release the turn, but not during a transfer, which uses the GPU. Waits for a running probe."""
+        is_due = self._sleep_at is not None and self._sleep_at == self._gate.served
+        if self._turn is None or not is_due or self._gate.asleep or self.staging_state != "idle":
             return
         self._gate.sleep()
         async with self.serving:
