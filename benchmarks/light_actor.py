@@ -66,6 +66,7 @@ class LightEngine:
         self._running: dict[str, Running] = {}
         self._wake = asyncio.Event()
         self._model_lock = threading.Lock()
+        self._is_asleep = False
         self.version = PolicyVersion(0, 0)
         self.vocab_size = int(self._model.config.vocab_size)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
@@ -75,8 +76,9 @@ class LightEngine:
         """Runs until cancelled."""
         while True:
             self._wake.clear()
-            if not self._running:
+            if self._is_asleep or not self._running:
                 await self._wake.wait()
+                continue
             started = time.monotonic()
             for one, finish_reason in await asyncio.to_thread(self._step, list(self._running.values())):
                 if not one.done.done():
@@ -121,8 +123,15 @@ class LightEngine:
             for name, parameter in self._model.named_parameters():
                 if name in weights:
                     parameter.copy_(weights[name])
-            self.version = version
+            self.version, self._is_asleep = version, False
             return time.monotonic() - started
+
+    def sleep(self) -> None:
+        """Until `install`, there are no weights to step with."""
+        self._is_asleep = True
+        with self._model_lock, torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.fill_(torch.nan)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         if len(request.prompt_token_ids) >= self._max_context:
@@ -137,6 +146,9 @@ class LightEngine:
             self._running.pop(request.request_id, None)
 
     def _admit(self, one: Running) -> None:
+        self.wake()
+
+    def wake(self) -> None:
         self._wake.set()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -180,7 +192,15 @@ class ModelReceiver(TensorReceiver):
 
     async def commit(self, version: PolicyVersion) -> float:
         await super().commit(version)
-        return await asyncio.to_thread(self._engine.install, self.weights, version)
+        stall_s = await asyncio.to_thread(self._engine.install, self.weights, version)
+        self._engine.wake()
+        return stall_s
+
+    async def sleep(self) -> None:
+        await asyncio.to_thread(self._engine.sleep)
+
+    async def wake_weights(self) -> None:
+        return
 
 
 @asynccontextmanager

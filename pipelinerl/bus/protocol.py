@@ -133,7 +133,7 @@ class Subjects:
         return f"$KV.{self.members_bucket}.{actor}"
 
 
-FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "abort", "end")
+FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "sleep", "abort", "end")
 FROM_ACTOR = ("joined", "staged", "serving", "failed")
 TO_ONE_ACTOR = ("epoch", "announce", "commit", "abort")
 """Orders that the trainer may also address to single actors, those of a side group."""

@@ -16,12 +16,15 @@ from pipelinerl.commands.plan import size_of
 from pipelinerl.errors import FieldError, Lacking, counted, first_line, one_of
 from pipelinerl.kube import checks
 from pipelinerl.local.placing import placed_here
+from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import RecipeError, load_recipe, parse_yaml, understood
 from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
+from pipelinerl.rl import placement
 from pipelinerl.rl.memory import (
+    CONTEXTS_GIB,
     ENGINE_GIB,
     GIB,
     Model,
@@ -31,6 +34,7 @@ from pipelinerl.rl.memory import (
     kv_cache_gib,
     loads_paused,
     ranks_of_a_copy,
+    shared_gib,
     snapshot_gib,
     state_bytes,
     trainer_problem,
@@ -63,11 +67,8 @@ def validate(args: argparse.Namespace) -> int:
     if args.chart_values is not None:
         mistakes += chart_problems(args.chart_values, recipe)
     if args.gpu_memory is not None:
-        model, memory_gib = model_of(recipe, args.parameters), gib_of(args.gpu_memory)
-        memory = memory_outline(recipe, model, memory_gib)
-        ranks = ranks_of_a_copy(recipe, model, memory_gib)
-        told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
-        mistakes += [problem for problem in told if problem is not None]
+        memory, told = memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
+        mistakes += told
     if mistakes:
         raise RecipeError(recipe.name, mistakes)
     data, warned = data_outline(recipe, examined.sources)
@@ -230,6 +231,20 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
     return Model.of(recipe, size, active_share=active_share(recipe.model, size))
 
 
+def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tuple[str, str]], list[FieldError]]:
+    """Return the rows of `memory_outline`, and what does not fit GPUs of `memory_gib`."""
+    if recipe.actor.colocate:
+        gpu = Device(uuid="0", name="a GPU of that size", total_bytes=int(memory_gib * GIB), free_bytes=int(memory_gib * GIB))
+        try:
+            recipe = placement.place(recipe, [gpu], int(model.parameters), model.active_share).recipe
+        except FieldError as problem:
+            return [], [problem]
+        return memory_outline(recipe, model, memory_gib), []
+    ranks = ranks_of_a_copy(recipe, model, memory_gib)
+    told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
+    return memory_outline(recipe, model, memory_gib), [problem for problem in told if problem is not None]
+
+
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
     """Return what fills one GPU of an actor and one of the trainer, as (name, value) rows. Pure."""
     engine, trainer = recipe.actor.engine, recipe.trainer
@@ -238,15 +253,18 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     each = kv_gib * GIB / model.kv_bytes / in_progress
     ranks = ranks_of_a_copy(recipe, model, memory_gib)
     state_gib, snapshots = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
+    kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
     on_host = f", and {model.weights_bytes / GIB:.1f} of host memory for each actor" if loads_paused(recipe) else ""
     on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
+    if recipe.actor.colocate:
+        snapshots, on_device = ENGINE_GIB + CONTEXTS_GIB, f"; {ENGINE_GIB + CONTEXTS_GIB:g} for the engine, which sleeps"
     return [
         ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_bytes / 1024:.0f} KiB of KV cache a token"),
         (
             "actor GPU",
             f"{in_share:.1f} GiB for vLLM: weights {engine_bytes(recipe, model) / GIB / size:.1f}, KV cache "
             f"{kv_gib / size:.1f} ({each:,.0f} tokens for each of {in_progress} sequences), the rest {ENGINE_GIB:g}; "
-            f"{memory_gib - in_share:.1f} outside vLLM, of which updates need {update_gib(recipe, model):.1f}{on_host}",
+            f"{memory_gib - in_share:.1f} outside vLLM, of which updates need {update_gib(recipe, model):.1f}{kept}{on_host}",
         ),
         (
             "trainer GPU",

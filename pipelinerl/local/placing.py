@@ -26,6 +26,8 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
     if not found.devices:
         if wanted:
             raise FieldError(OPTION, wanted, f"{found.problem}; leave it out")
+        if recipe.actor.colocate:
+            raise FieldError("actor.colocate", True, f"needs a GPU: {found.problem}; use false here")
         return numbered(recipe), None, [f"note: the run uses the CPU: {found.problem}"] if has_gpu() else []
     parameters = known_parameters(recipe.model) or hub_parameters(recipe.model)
     devices, size = found.devices, (parameters, active_share(recipe.model, parameters))

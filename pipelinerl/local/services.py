@@ -167,7 +167,8 @@ class ServiceLaunches:
             "http_port": port,
         }
         threads = _thread_env(max(1, self.threads.trainer // self.recipe.trainer.ranks))  # of each rank
-        gpus = self.placement.trainer_environment(self.environment) if self.placement else {}
+        turns = self.recipe.actor.colocate
+        gpus = self.placement.trainer_environment(self.environment, takes_turns=turns) if self.placement else {}
         return self._launch("trainer", self._of_policy(TRAINER) | settings, threads | gpus)
 
     def actor(self, index: int) -> Launch:
@@ -182,7 +183,8 @@ class ServiceLaunches:
         credentials = self.run_dir.credentials
         login, trusted = str(credentials.nats(user).resolve()), str(credentials.tls_dir.resolve())
         nats = {"nats_url": self.nats_url, "nats_credentials": login, "nats_tls_dir": trusted}
-        return {**nats, "verifier": self.verifier_address, "model_dir": self.model_dir}
+        turn = {"gpu_turn": str(Path(self.environment["TMPDIR"], "gpu-turn"))} if self.recipe.actor.colocate else {}
+        return {**nats, **turn, "verifier": self.verifier_address, "model_dir": self.model_dir}
 
     def _launch(self, name: str, settings: Mapping[str, str], threads: Mapping[str, str]) -> Launch:
         address_file = self.run_dir.address(name).resolve()

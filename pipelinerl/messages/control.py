@@ -13,9 +13,8 @@ from pipelinerl.v1 import control_pb2 as pb
 
 Phase = Literal["starting", "joining", "serving", "draining"]
 Backend = Literal["gloo", "nccl"]
-Control = (
-    pb.Registration | pb.EpochStart | pb.EpochJoined | pb.Announce | pb.Staged | pb.Commit | pb.Serving | pb.Abort | pb.RunEnd
-)
+Order = pb.EpochStart | pb.Announce | pb.Commit | pb.Sleep | pb.Abort | pb.RunEnd
+Control = Order | pb.Registration | pb.EpochJoined | pb.Staged | pb.Serving
 
 _Control = TypeVar("_Control", bound=Control)
 

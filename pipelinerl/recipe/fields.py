@@ -541,6 +541,11 @@ class ActorConfig(Section):
     episodes_in_progress: Changeable[int | None] = Field(
         None, ge=1, le=100_000, description="Episodes in progress on each actor, of which at most H decode at once; null = 2 H."
     )
+    colocate: Changeable[bool] = Field(
+        False,
+        description="In conventional mode, one GPU serves the actor and the trainer in turns: vLLM sleeps while the trainer "
+        "computes. Only in a local run of one actor and one rank.",
+    )
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
     publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or NATS.")
     engine: EngineConfig = EngineConfig()

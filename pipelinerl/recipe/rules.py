@@ -236,6 +236,11 @@ def _others(recipe: Recipe) -> Broken:
     max_lag, last_lag = recipe.algorithm.max_lag, recipe.algorithm.conventional_g - 1
     if recipe.mode == "conventional" and max_lag is not None and max_lag < last_lag:
         yield "algorithm.max_lag", f"would drop all data of step {last_lag + 1} of each phase; use null, or at least {last_lag}"
+    if recipe.actor.colocate and recipe.mode != "conventional":
+        yield "actor.colocate", f"needs turns, and mode = {recipe.mode!r} generates while it trains; use conventional there"
+    for name in ("actor.count", "actor.engine.tensor_parallel_size", "trainer.nproc") if recipe.actor.colocate else ():
+        if value_at(recipe, name) not in (None, 1):
+            yield name, "actor.colocate is for one actor and one rank on one GPU; use 1 here, or false there"
     if recipe.trainer.context_parallel > 1 and recipe.model.attention != "auto":
         yield "trainer.context_parallel", "needs model.attention = 'auto'; use that, or 1 here"
     lora = recipe.trainer.lora

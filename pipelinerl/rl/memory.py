@@ -28,6 +28,12 @@ MOST_SNAPSHOTS = 3
 """Number of the trainer's snapshots: one each for the served version, the version in transfer and the version that waits."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
+LEAST_ACTIVATIONS_GIB = 4.0
+"""Memory for activations of a rank on a shared GPU, if `MODEL_STATE_SHARE` leaves less."""
+CONTEXTS_GIB = 1.0
+"""Memory of the CUDA contexts of two processes."""
+CACHED_GIB = 1.0
+"""Memory that torch caches in the trainer while it does not compute, for probes and checkpoints."""
 ADAPTERS = 0.9
 """Parameters of adapters on all linear layers, divided by their rank and by the model's active parameters to the power of 2/3.
 The quotient is between 0.65 and 0.9 for Qwen2.5 of 0.5B to 7B and Llama of 8B and 70B."""
@@ -197,6 +203,15 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
     if recipe.trainer.lora is not None:
         return model.weights_bytes + adapter_parameters(recipe, model) * each
     return model.parameters * each + model.weights_bytes * (recipe.algorithm.kl_coefficient > 0)
+
+
+def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
+    """Return the memory that a rank on an actor's GPU needs while it computes, and what it keeps while the actor generates. The
+    two are equal without `actor.colocate`. Snapshots are in host memory. The numbers hold for a trainer that recomputes
+    activations (`trainer.gradient_checkpointing`)."""
+    held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
+    computing = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + CONTEXTS_GIB
+    return computing, held + CACHED_GIB + CONTEXTS_GIB if recipe.actor.colocate else computing
 
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:

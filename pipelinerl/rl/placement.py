@@ -1,7 +1,7 @@
 """Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
 
-A GPU belongs to one process, with one exception: on a single GPU, the trainer's only rank and the only actor share it, and vLLM
-gets the memory that the trainer and weight updates leave. Pure.
+A GPU belongs to one process, with one exception: on a single GPU, or with `actor.colocate`, the trainer's only rank and the
+only actor share it, and vLLM gets the memory that the trainer and weight updates leave. Pure.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
 from pipelinerl.rl.memory import (
+    CONTEXTS_GIB,
     ENGINE_GIB,
     GIB,
-    MODEL_STATE_SHARE,
     UPDATE_GIB,
     Model,
     accelerator_named,
     engine_bytes,
     fewest_ranks,
-    state_bytes,
+    shared_gib,
     trainer_problem,
     update_gib,
 )
@@ -36,10 +36,6 @@ FREE_SHARE = 0.5
 """Share of a GPU's memory that must be free, or the GPU counts as used by another process."""
 SHARED_UNKNOWN = 0.4
 """vLLM's share of a GPU that the trainer also uses, if the model's size is unknown."""
-CONTEXTS_GIB = 1.0
-"""Memory of the CUDA contexts of two processes."""
-LEAST_ACTIVATIONS_GIB = 4.0
-"""Memory for activations of a rank on a shared GPU, if `MODEL_STATE_SHARE` leaves less."""
 OPTION = "--placement"
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 AUTOMATIC = ("trainer.nproc", "actor.count", "actor.engine.gpu_memory_utilization", "weights.backend")
@@ -73,13 +69,14 @@ class Placement(BaseModel):
     def actor_environment(self, index: int) -> dict[str, str]:
         return self._environment(self.groups[index])
 
-    def trainer_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+    def trainer_environment(self, inherited: Mapping[str, str], *, takes_turns: bool = False) -> dict[str, str]:
         """Return the trainer's variables. On a shared GPU, torch's cache must leave the memory that an engine needs when it
-        starts again."""
+        starts again. `takes_turns`: after its turn, torch must give back all unused pages, even those between used ones."""
         variables = self._environment(self.trainer)
         if self.trainer_share < 1:
             limit = f"per_process_memory_fraction:{self.trainer_share}"
-            variables[ALLOCATOR] = ",".join(filter(None, (inherited.get(ALLOCATOR), limit)))
+            pages = "expandable_segments:True" if takes_turns else ""
+            variables[ALLOCATOR] = ",".join(filter(None, (inherited.get(ALLOCATOR), pages, limit)))
         return variables
 
     def _environment(self, group: Sequence[str]) -> dict[str, str]:
@@ -116,9 +113,9 @@ def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_sha
         raise FieldError(
             "trainer.nproc", _shown(recipe.trainer.nproc), f"other processes use every GPU here ({used}); end them"
         )
-    if len(free) == 1:
+    if len(free) == 1 or recipe.actor.colocate:
         _check_alone(recipe, len(devices))
-        only = (free[0].uuid,)
+        only = (max(free, key=lambda device: device.free_bytes).uuid,)
         return _with_numbers(recipe, Placement(trainer=only, actors=(only,)), devices, model)
     ranks, actors = _numbers(recipe, free, len(devices), model)
     size, left = recipe.actor.engine.tensor_parallel_size, list(free)
@@ -147,6 +144,8 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int
 
     actors, spare = (tuple(map(named, groups)) for groups in (given.actors, given.spare))
     placement = Placement(trainer=named(given.trainer), actors=actors, spare=spare)
+    if recipe.actor.colocate and (len(placement.trainer) != 1 or placement.groups != (placement.trainer,)):
+        raise FieldError(OPTION, text, "actor.colocate is for one rank and one actor on the same GPU; name it for both")
     size = recipe.actor.engine.tensor_parallel_size
     of_actors = [uuid for group in placement.groups for uuid in group]
     if not placement.trainer or not placement.actors:
@@ -293,7 +292,8 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
 
 @dataclass(frozen=True)
 class _Room:
-    """Shares of a GPU's memory that vLLM needs (`least`) and may take (`most`), and the GiB of trainer, update and vLLM."""
+    """Shares of a GPU's memory that vLLM needs (`least`) and may take (`most`), and the GiB of trainer, update and vLLM.
+    `turn_gib`: with `actor.colocate`, what the engine leaves to the trainer while it sleeps."""
 
     device: Device
     least: float
@@ -301,9 +301,12 @@ class _Room:
     trainer_gib: float = 0.0
     update_gib: float = 0.0
     engine_gib: float = 0.0
+    turn_gib: float = 0.0
 
     @property
     def trainer_share(self) -> float:
+        if self.turn_gib:
+            return math.floor(100 * (self.turn_gib - CONTEXTS_GIB) * GIB / self.device.total_bytes) / 100
         return math.ceil(100 * self.trainer_gib * GIB / self.device.total_bytes) / 100 if self.trainer_gib else 1.0
 
     def problem(self, recipe: Recipe) -> FieldError:
@@ -316,21 +319,26 @@ class _Room:
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. The numbers hold for a trainer that
-    recomputes activations (`trainer.gradient_checkpointing`)."""
+    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if that lacks room
+    for its turn (`actor.colocate`)."""
     total, free = device.total_bytes / GIB, device.free_bytes / GIB
+    turn = free - ENGINE_GIB if recipe.actor.colocate else 0.0
     if model is None:
         cap = SHARED_UNKNOWN if shared else VLLM_SHARE
-        return _Room(device, 0.01, min(cap, math.floor(100 * free / total) / 100), shared * ((1 - cap) * total - UPDATE_GIB))
-    states, update = 0.0, update_gib(recipe, model)
-    if shared:
-        # Snapshots of the weights are in host memory.
-        held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
-        states = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + CONTEXTS_GIB
+        most = min(cap, math.floor(100 * free / total) / 100)
+        return _Room(device, 0.01, most, shared * ((1 - cap) * total - UPDATE_GIB), turn_gib=turn)
+    computing, kept = shared_gib(recipe, model)
+    if recipe.actor.colocate and computing > turn:
+        fix = (
+            f"{computing:.1f} GiB for the trainer and {ENGINE_GIB:g} that the engine keeps while it sleeps do not fit the "
+            f"{free:.1f} GiB that are free on {device.name}; {_smaller(recipe)}"
+        )
+        raise FieldError("model.name", recipe.model.name, fix)
+    states, update = kept if shared else 0.0, update_gib(recipe, model)
     longest = model.kv_bytes * recipe.model.max_context / GIB
     engine = ENGINE_GIB + (engine_bytes(recipe, model) / GIB + longest) / recipe.actor.engine.tensor_parallel_size
     most = min(VLLM_SHARE, math.floor(100 * (free - update - states) / total) / 100)
-    return _Room(device, math.ceil(100 * engine / total) / 100, most, states, update, engine)
+    return _Room(device, math.ceil(100 * engine / total) / 100, most, states, update, engine, turn)
 
 
 def _smaller(recipe: Recipe) -> str:

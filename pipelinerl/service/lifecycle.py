@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -15,11 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from pipelinerl.errors import PipelineRLError, ServiceError, UserError
+from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.logs import LogContext, configure_logging
-from pipelinerl.service.settings import ServiceSettings, read_settings
+from pipelinerl.service.settings import PolicySettings, ServiceSettings, read_settings
 from pipelinerl.telemetry.tracing import tracing
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,8 @@ EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR = 0, 1, 2
 MISTAKE = "error: "
 """Beginning of the line that reports a user's mistake."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TURN_S = 0.02
+"""Seconds between two attempts to take a GPU's turn."""
 MARK_EVERY_S = 0.25
 """Seconds between two signs of life of a watched event loop."""
 
@@ -89,6 +94,39 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
         stopping.cancel()
         await asyncio.wait((working, stopping))
     raise StartStopped("stopped before it was up")
+
+
+class GpuTurn:
+    """The right to use a GPU that a trainer and an actor share in turns (`actor.colocate`): the lock of a file. The kernel
+    releases the lock when the process and the children that it forked have ended, so that no message is needed from one that
+    died. `is_held` says whether this process has the turn."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self.is_held = False
+
+    @classmethod
+    def of(cls, recipe: Recipe, settings: PolicySettings) -> GpuTurn | None:
+        """Return the turn of a service, or None if the recipe has no `actor.colocate`. Raises `FieldError` if nothing says
+        which GPU is shared."""
+        if not recipe.actor.colocate:
+            return None
+        if settings.gpu_turn is None:
+            raise FieldError("actor.colocate", True, "works only in a local run (pipelinerl run), on one GPU; use false here")
+        return cls(settings.gpu_turn)
+
+    async def take(self) -> None:
+        """Wait until the other process has released its turn or has ended, unless this process already has the turn."""
+        while not self.is_held:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.is_held = True
+            except BlockingIOError:
+                await asyncio.sleep(TURN_S)
+
+    def release(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self.is_held = False
 
 
 def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:

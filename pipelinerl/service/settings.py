@@ -72,6 +72,7 @@ class PolicySettings(BusSettings):
     model_cache: Path | None = Field(
         None, description="Folder for initial policies that the run itself builds; used if model_dir is empty."
     )
+    gpu_turn: Path | None = Field(None, description="File whose lock says which process uses the GPU, with `actor.colocate`.")
     verifier: str = Field(description="host:port of the verifier, or dns:///name:port to use all addresses of a name.")
 
 

@@ -156,6 +156,14 @@ class Commit(_message.Message):
     version: int
     def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
+class Sleep(_message.Message):
+    __slots__ = ("incarnation", "version")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    version: int
+    def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
 class Serving(_message.Message):
     __slots__ = ("actor", "incarnation", "epoch", "version", "stall_s")
     ACTOR_FIELD_NUMBER: _ClassVar[int]

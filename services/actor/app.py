@@ -37,7 +37,7 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.grpc import serve_calls
 from pipelinerl.service.http import health_app, serve_http
-from pipelinerl.service.lifecycle import Readiness, StartStopped, watch_loop
+from pipelinerl.service.lifecycle import GpuTurn, Readiness, StartStopped, unless_stopped, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings, host_port
 from pipelinerl.tasks.source import Split
@@ -81,6 +81,10 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         http_port = await stack.enter_async_context(serve_http(app, settings.http_host, settings.http_port))
         reporting = asyncio.create_task(report_start(settings, stop))
         stack.callback(reporting.cancel)
+        if (turn := GpuTurn.of(recipe, settings)) is not None:
+            readiness.reason = "waiting for the GPU, which the trainer uses"
+            await unless_stopped(turn.take(), stop)
+            readiness.reason = "vLLM is starting"
         started = start(
             recipe, model_source(recipe, settings), stop, on_step=metrics.engine_step, bind_host=settings.advertise_host
         )
@@ -106,7 +110,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
             episode_port = await stack.enter_async_context(serving)
             episodes.address = host_port(settings.advertise_host, episode_port)
             log.info("environments can request turns at %s", episodes.address)
-        actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes)
+        actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes, turn)
         register = partial(actor_pb2_grpc.add_ActorServiceServicer_to_server, actor)
         address = await stack.enter_async_context(serve_calls(settings, register, SERVICE, http_port))
         await actor.run(address.grpc, readiness)
@@ -125,6 +129,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     context: LogContext
     stop: asyncio.Event
     episodes: Episodes | None = None
+    turn: GpuTurn | None = None
     _process: str = field(default_factory=lambda: uuid.uuid4().hex[:12], init=False)
     _started_s: float = field(default_factory=time.monotonic, init=False)
 
@@ -145,7 +150,9 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         self._generation = GenerationLoop(
             bus, self.training, self._finisher, held, gate, metrics, instance=instance, samples_in_progress=most
         )
-        self._updates = updates = UpdateListener(bus, engine.weights, gate, metrics, instance=instance, process=self._process)
+        self._updates = updates = UpdateListener(
+            bus, engine.weights, gate, metrics, instance=instance, process=self._process, turn=self.turn
+        )
         metrics.version.read(lambda: gate.served.number if gate.served else None)
         metrics.ready.read(lambda: float(gate.opened.is_set()))
         metrics.held_groups.read(lambda: len(held))
@@ -242,8 +249,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         async with self._updates.serving:
             served = self.gate.served
-            if served is None:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no policy version is served yet")
+            if served is None or self.gate.asleep:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.gate.reason)
                 raise AssertionError("abort raises")
             try:
                 logprobs = await self.engine.score(tokens)

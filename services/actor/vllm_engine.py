@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import Completion, FinishReason, Logprobs, SamplingParams, TokenIds, VersionSpan
 from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
 from pipelinerl.recipe.model_folder import hub_parameters, parameters_in
@@ -106,6 +107,7 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
     }
     if gpu_gib is not None:
         arguments["gpu_memory_utilization"] = memory_share(recipe, model, gpu_gib)
+        arguments["enable_sleep_mode"] = recipe.actor.colocate
     else:
         arguments |= {
             "enable_chunked_prefill": False,  # it resets seeded random generators, which fails on a CPU
@@ -192,7 +194,8 @@ async def start_engine(
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
-    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError`."""
+    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError`, and `FieldError` if the
+    engine cannot sleep but has to."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
     # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -204,6 +207,11 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
 
     use_known_model_infos(Path(sys.prefix, "share", "vllm"), Path(envs.VLLM_CACHE_ROOT))
     on_cpu = current_platform.is_cpu()
+    if recipe.actor.colocate and not (
+        current_platform.is_sleep_mode_available() and current_platform.is_cumem_allocator_available()
+    ):
+        fix = f"needs vLLM's sleep mode, which this build for {current_platform.device_type} lacks; use false, or an NVIDIA GPU"
+        raise FieldError("actor.colocate", True, fix)
     arguments = engine_arguments(recipe, model, None if on_cpu else current_platform.get_device_total_memory() / GIB)
     if stopped():  # the imports alone take seconds
         raise EngineError("stopped before vLLM was started")

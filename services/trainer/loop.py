@@ -4,7 +4,8 @@ The loop takes batches from `Intake`, and produces policy versions for `WeightUp
 full batches. Before it offers a version, it also waits until all remaining actors serve the previous one. There is one
 exception: if a measurement (an evaluation or probe) keeps actors at an earlier version, the new version is skipped, and actors
 get a later one after the measurement. Except in conventional mode, sending overlaps with the computation of the next batch. A
-single compute thread makes all calls to the model. Checkpoints are taken between two steps.
+single compute thread makes all calls to the model. Checkpoints are taken between two steps. With `actor.colocate`, the steps of
+a phase begin when the engine sleeps, and it wakes up for the version after them.
 
 Before the first step, the loop takes over the state of a checkpoint and the contents of the streams from the run's previous
 trainer. For the next trainer it writes the journal and captures the non-tensor part of checkpoints.
@@ -29,6 +30,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_hash
 from pipelinerl.rl.groups import starts_phase
 from pipelinerl.run_summary import StepRecord
+from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.service.retry import retry_forever
 from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, WrittenCheckpoint
 from services.trainer.checkpoint.run_state import RunState, Start, evaluates_first, group_tokens
@@ -69,7 +71,9 @@ class OptimizerLoop:
         evaluator: Evaluator,
         recorder: Recorder,
         uploads: Uploads,
+        turn: GpuTurn | None = None,
     ) -> None:
+        self._turn = turn
         self._run_dir, self._start, self._bus, self._uploads = run_dir, start, bus, uploads
         self.journal = journal
         self._recipe, self._policy, self._intake, self._feeder = recipe, policy, intake, feeder
@@ -145,7 +149,7 @@ class OptimizerLoop:
             await self._updater.all_served()
             await self._check_policy()
             if evaluates_first(self._start, self._recipe):
-                await self._measure(evaluate=True, probe=False)
+                self._measure(None, evaluate=True)
             while self.version < self._recipe.trainer.steps:
                 await self._step()
             self.waiting_for = "actors to serve the last version"
@@ -202,6 +206,7 @@ class OptimizerLoop:
         held_by_max_lag = self._feeder.held_by_max_lag
         with measured(seconds, "wait"):
             batch, prepared = await (self._next or self._prepared(self.version))
+            await self._take_gpu()
         self.waiting_for = ""
         last_at, self._batch_at = self._batch_at, time.monotonic()
         self._feeder.begin_step(seconds["wait"] / (self._batch_at - last_at), for_max_lag=held_by_max_lag)
@@ -224,11 +229,13 @@ class OptimizerLoop:
         self._feeder.look_again()
         evaluate = self._due(self._recipe.evaluation.every_steps) or self.version == self._recipe.trainer.steps
         measure = evaluate or (not self.measuring and self._due(self._recipe.weights.probe_every))
+        # Before the offer, after which an engine may need the memory of a GPU.
+        probed = await self._probe_scores() if measure else None
         if starts_phase(self._recipe, self.version) or self.version == self._recipe.trainer.steps:
             await self._offer(seconds, measure=measure)
         seconds["total"] = time.monotonic() - began_at
         if measure:
-            await self._measure(evaluate=evaluate)
+            self._measure(probed, evaluate=evaluate)
         if self.version == self._recipe.trainer.steps:
             self.waiting_for = f"the evaluation of version {self.version}"
             await self._measured()  # the last record includes the evaluation of its version
@@ -289,6 +296,9 @@ class OptimizerLoop:
         version = PolicyVersion(self._start.lineage.incarnation, self.version)
         with measured(seconds, "snapshot"):
             snapshot = await self._in_compute(self._policy.snapshot, version)
+            if self._turn is not None:
+                await self._in_compute(self._policy.leave_gpu)
+                self._turn.release()
         before, self.waiting_for = self.waiting_for, "actors to take new weights"
         with measured(seconds, "send"):
             await self._updater.offer(self.version, snapshot)
@@ -296,6 +306,15 @@ class OptimizerLoop:
                 await self._updater.all_served()
         self.waiting_for = before
         self._feeder.look_again()
+
+    async def _take_gpu(self) -> None:
+        """If the engine uses the same GPU in turns, wait until it sleeps, for which a measurement must end first."""
+        if self._turn is None or self._turn.is_held:
+            return
+        self.waiting_for = "the engine to sleep"
+        await self._measured()
+        await self._updater.order_sleep()
+        await self._turn.take()
 
     async def _offer_when_measured(self) -> None:
         """Send the version that `_offer` passed over, if the measurement ends before the next batch is ready."""
@@ -341,9 +360,9 @@ class OptimizerLoop:
         )
         return scores
 
-    async def _measure(self, *, evaluate: bool, probe: bool = True) -> None:
-        """Start to measure the version that was just offered. Training continues, but later versions are not committed."""
-        trained = await self._probe_scores() if probe else None
+    def _measure(self, trained: Logprobs | None, *, evaluate: bool) -> None:
+        """Start to measure the version that was just offered. Training continues, but later versions are not committed.
+        `trained`: the trainer's scores of the probe; None = no probe."""
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
     async def _measured(self) -> None:

@@ -105,6 +105,10 @@ class PolicyTrainer:
         weights = self.learner.gather(WEIGHTS, self.sender.manifest.wire_dtype)
         return self.sender.snapshot(version, as_in_files(self.learner.policy.model, weights, self._converted))
 
+    def leave_gpu(self) -> None:
+        """Give the memory that torch caches, such as that of activations, back to the GPU. Weights and moments stay there."""
+        torch.cuda.empty_cache()
+
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
         """Copy the training state and the export of the current weights, which must be of `version`, on all ranks.
 

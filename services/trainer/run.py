@@ -24,7 +24,7 @@ from pipelinerl.kube.completion import complete, publish_progress, run_goes_on
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.ledger import SequenceTracker
-from pipelinerl.service.lifecycle import StartStopped, unless_stopped
+from pipelinerl.service.lifecycle import GpuTurn, StartStopped, unless_stopped
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1 import trainer_pb2_grpc
 from pipelinerl.v1.actor_pb2 import ActorState, GetStateRequest
@@ -90,7 +90,7 @@ class TrainingRun:
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder.metrics.uploads)
         self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._calls_to)
         parts = (self.intake, self.feeder, updater, self.evaluator, recorder, self.uploads)
-        self.loop = OptimizerLoop(recipe, run_dir, start, journal, bus, policy, *parts)
+        self.loop = OptimizerLoop(recipe, run_dir, start, journal, bus, policy, *parts, GpuTurn.of(recipe, settings))
         self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)
         recorder.watch(self.view)
 

@@ -132,6 +132,9 @@ JUDGE = {
 }
 TO_ANYWHERE = [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}]
 REFUSED: dict[str, dict[str, Any]] = {
+    "recipe.set.actor.colocate: true is for a trainer and an actor on one GPU": {
+        "recipe": {"set": {"mode": "conventional", "actor": {"colocate": True}}}
+    },
     "trainer.onCompletion: release needs kubernetesApi.enabled": {"trainer": {"onCompletion": "release"}, **NO_API},
     "trainer.page.ingress.enabled: needs": {"trainer": {"page": {"ingress": {"enabled": True, "host": "a.b"}}}},
     "trainer.page.ingress.annotations: are empty": {

@@ -68,6 +68,8 @@ def check_kind(old: Path, new: Path, tied: bool) -> None:
         loader, reason = choose(live, config, cpu, False)
         assert loader.mode == "in_place", reason
         assert reason.startswith("CUDA graphs")
+        config.model_config.enforce_eager = config.model_config.enable_sleep_mode = True
+        assert choose(live, config, cpu, False)[0].mode == "in_place", "a swap would leave the memory that sleep frees"
 
         addresses = {name: parameter.data_ptr() for name, parameter in live.named_parameters()}
         for folder in (new, old, new):

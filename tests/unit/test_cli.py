@@ -198,6 +198,10 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     assert "use at most 0.79" in errors
     code, _, errors = pipelinerl(*gsm, "--set", "trainer.nproc=2")
     assert (code, "trainer.nproc = 2" in errors, "use at least 3 ranks" in errors) == (2, True, True)
+    turns = ("mode=conventional", "algorithm.max_lag=null", "actor.colocate=true")
+    shared = ("validate", "gsm8k", "--gpu-memory", "80GiB", "--parameters", "3B")
+    told = pipelinerl(*shared, *(word for one in turns for word in ("--set", one)))
+    assert "updates need 7.6 and the trainer keeps 52.3" in told[1], "50.3 GiB of states stay"
     assert "(trainer.nproc = 4: set it to the ranks of all nodes)" in pipelinerl(*gsm)[1]
     assert "optimizer 43.0 GiB on each of 3;" in pipelinerl(*gsm, "--set", "trainer.nproc=auto")[1], "as many as are needed"
 

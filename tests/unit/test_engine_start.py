@@ -8,20 +8,22 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import AsyncMock, MagicMock, call
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pipelinerl.errors import FieldError, TransferError
+from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.lifecycle import StartStopped
 from services.actor import metrics as actor_metrics
 from services.actor import vllm_engine
 from services.actor.engine import EngineError
 from services.actor.metrics import ActorMetrics, BusyClock
-from services.actor.vllm_engine import build_off_loop, engine_arguments, step_logger, use_known_model_infos
-from services.actor.weight_sync.client import WorkerLink
+from services.actor.vllm_engine import build_llm, build_off_loop, engine_arguments, step_logger, use_known_model_infos
+from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient, WorkerLink
 from tests.unit.builders import make_recipe, write_weights
 
 
@@ -110,6 +112,34 @@ def test_a_share_that_no_placement_has_set_leaves_room_for_weight_updates(
     given = load_recipe("gsm8k", ["actor.engine.gpu_memory_utilization=0.5"])
     assert engine_arguments(given, "a/model", gpu_gib=80.0)["gpu_memory_utilization"] == 0.5
     assert "gpu_memory_utilization" not in engine_arguments(recipe, "a/model", gpu_gib=None)
+
+
+async def test_a_sleeping_engine_goes_on_with_a_whole_new_version_only() -> None:
+    llm = AsyncMock()
+    llm.wake_up.return_value, client = True, WeightUpdateClient(llm)
+    await client.wake_weights()
+    await client.sleep()
+    await client.wake_weights()
+    assert llm.mock_calls == [call.sleep(level=1, mode="keep"), call.wake_up(["weights"])], "only a sleeping one wakes up"
+    llm.update_weights.side_effect = RuntimeError("nothing is staged")
+    with pytest.raises(TransferError, match="cannot be committed"):
+        await client.commit(PolicyVersion(1, 2))
+    llm.resume_generation.assert_not_called()  # without a KV cache
+    llm.update_weights.side_effect = None
+    for ends in ([call.wake_up(["kv_cache"]), call.resume_generation()], [call.resume_generation()]):
+        await client.commit(PolicyVersion(1, 3))
+        assert llm.mock_calls[-len(ends) - 1 :] == [call.finish_weight_update(weight_version="1:3"), *ends]
+    llm.sleep.side_effect = RuntimeError("broken")
+    with pytest.raises(CommitFailed, match="cannot sleep: broken"):
+        await client.sleep()
+
+
+def test_an_engine_sleeps_where_vllm_can() -> None:
+    colocated = make_recipe(mode="conventional", actor={"colocate": True})
+    assert engine_arguments(colocated, "nowhere", gpu_gib=80.0)["enable_sleep_mode"]
+    assert not engine_arguments(make_recipe(), "nowhere", gpu_gib=80.0)["enable_sleep_mode"]
+    with pytest.raises(FieldError, match=r"actor\.colocate = True: needs vLLM's sleep mode, which this build for cpu lacks"):
+        build_llm(colocated, "nowhere", lambda: False)
 
 
 def test_no_two_engines_draw_the_same_random_numbers() -> None:

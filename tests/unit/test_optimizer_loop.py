@@ -14,6 +14,7 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.figures import FIGURES, run_figures
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.run_dir import resumable
+from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.checkpoint.run_state import load_run_state
 from services.trainer.data.evaluation import HeldoutResult
@@ -330,3 +331,34 @@ async def test_a_loop_that_is_stopped_stops_measuring(tmp_path: Path) -> None:
         running.cancel()
         await asyncio.wait((running, task))
         assert task.cancelled()
+
+
+async def test_a_phase_is_computed_while_the_engine_sleeps_which_an_evaluation_delays(tmp_path: Path) -> None:
+    engine = GpuTurn(tmp_path / "turn")
+    await engine.take()
+    phases: dict[str, Any] = {"mode": "conventional", "algorithm": {"max_lag": None, "conventional_g": 2}}
+    async with bench(tmp_path, actor={"colocate": True}, settings={"gpu_turn": tmp_path / "turn"}, **phases) as one:
+        updater, offer, generated = cast("Any", one.run.updater), one.run.updater.offer, asyncio.Event()
+
+        async def order_sleep() -> None:
+            one.policy.calls.append(f"sleep {updater.served_version}")
+            engine.release()
+
+        async def offered(version: int, snapshot: object) -> None:
+            await engine.take()
+            one.policy.calls.append(f"wake for {version}")
+            await offer(version, snapshot)  # type: ignore[arg-type]
+
+        async def evaluate(version: int) -> HeldoutResult:
+            await generated.wait()
+            return HeldoutResult(version, accuracy_at(0.5, 0.5, 0), 9, ())
+
+        updater.order_sleep, updater.offer, one.run.evaluator.evaluate = order_sleep, offered, evaluate  # type: ignore[method-assign]
+        running = asyncio.create_task(one.loop.run())
+        while one.loop.waiting_for != "the engine to sleep":
+            await asyncio.sleep(0)
+        assert one.policy.calls == (sent := ["snapshot 0", "leave the GPU", "wake for 0"])
+        generated.set()
+        await running
+    turns = (f"sleep {v}, step {v}, step {v + 1}, snapshot {v + 2}, leave the GPU, wake for {v + 2}" for v in (0, 2))
+    assert ", ".join(one.policy.calls) == ", ".join((*sent, *turns))

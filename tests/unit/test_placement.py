@@ -147,6 +147,32 @@ def test_on_one_gpu_vllm_gets_what_trainer_and_updates_leave() -> None:
     assert unknown.placement.trainer_share == 0.52, "12.4 of 24 GiB: what vLLM and 2 GiB for updates leave"
 
 
+TURNS = ("mode=conventional", "algorithm.max_lag=null", "actor.colocate=true")
+
+
+def test_in_turns_vllm_gets_what_the_states_leave_and_the_trainer_what_stays_of_a_sleeping_engine() -> None:
+    here = [gpu(0, total=24, free=20, name=RTX), gpu(1, total=24, name=RTX)]
+    placed = place(recipe(*TURNS), here, SMALL)
+    assert (placed.placement.trainer, placed.placement.groups) == (uuids(1), (uuids(1),)), "one GPU, that with more room"
+    # By hand, in GiB: 8.28 of states, 1 of cache, 1 of contexts and 2.92 for an update leave 9.80 of 23, 40 % of 24.
+    assert placed.recipe.actor.engine.gpu_memory_utilization == 0.4
+    # Without vLLM's 3 and 1 of contexts, 19 of 24 are left to torch.
+    variables, limit = placed.placement.trainer_environment({}, takes_turns=True), "per_process_memory_fraction:0.79"
+    assert variables["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{limit}"
+    assert pinned(recipe(*TURNS), here, placed.placement.model_dump_json(), SMALL) == placed
+    with pytest.raises(FieldError, match="name it for both"):
+        pinned(recipe(*TURNS), here, '{"trainer": ["0"], "actors": [["1"]]}', SMALL)
+    # 2.98e9 parameters: 50 of states take 71.4 with their activations and 1 of contexts; vLLM keeps 3 of the 75 that are free.
+    said = refusal(recipe(*TURNS), [gpu(0, free=75)], 2_982_616_178)
+    assert "72.4 GiB for the trainer and 3 that the engine keeps while it sleeps do not fit the 75.0 GiB" in said
+
+
+def test_without_a_gpu_nothing_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda: Devices(problem="this machine has no NVIDIA GPU"))
+    with pytest.raises(FieldError, match=r"actor\.colocate = True: needs a GPU: this machine has no NVIDIA GPU; use"):
+        placed_here(recipe(*TURNS))
+
+
 def test_a_mixture_with_adapters_fits_eight_gpus_and_not_one() -> None:
     """56.9 GiB of weights and 1.1 of adapters' states are too much for 70 % of 80 GiB. An actor holds the weights once."""
     wanted, mixture = load_recipe("math-moe"), (30_532_122_624, 3_353_032_704 / 30_532_122_624)

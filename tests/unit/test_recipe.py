@@ -288,6 +288,8 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
             "the environment gives the reward (",
         ),
         (f"reward.judge={JUDGE}", "reward.judge", "applies only to reward.scorer = 'judge'"),
+        ("actor.colocate=true", "actor.colocate", "needs turns, and mode = 'pipeline' generates while it trains"),
+        ("mode=conventional actor.colocate=true actor.count=2", "actor.count", "2: actor.colocate is for one actor and one"),
         ("evaluation.samples=4", "evaluation.samples", "4: greedy answers to a problem are all the same"),
         ("trainer.value_learning_rate=1e-5", "trainer.value_learning_rate", "'leave_one_out' has no value head"),
     ],

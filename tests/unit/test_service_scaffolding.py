@@ -32,7 +32,7 @@ from pipelinerl.run_dir import write_json
 from pipelinerl.service import http, logs
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
-from pipelinerl.service.lifecycle import Readiness, exit_code, stop_event, watch_loop
+from pipelinerl.service.lifecycle import GpuTurn, Readiness, exit_code, stop_event, watch_loop
 from pipelinerl.service.logs import AGGREGATED, ContextFormatter, LogContext, RepetitionFilter, take_over
 from pipelinerl.service.settings import (
     ServiceAddress,
@@ -44,6 +44,7 @@ from pipelinerl.service.settings import (
     split_host_port,
 )
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from tests.unit.builders import make_recipe
 
 HOST = "127.0.0.1"
 
@@ -411,3 +412,10 @@ def test_lines_that_others_can_cause_are_told_once_a_minute_with_their_number(mo
     now += logs.AGGREGATE_S
     assert passes(last := line("a", bad, "actor-0", "100% wrong", **AGGREGATED))
     assert last.getMessage() == "answer of actor-0 is set aside: 100% wrong (4 lines of this kind were left out before)"
+
+
+def test_a_gpu_is_shared_in_turns_in_a_local_run_alone(tmp_path: Path) -> None:
+    colocated = make_recipe(mode="conventional", actor={"colocate": True})
+    given = {"run": "r", "recipe": tmp_path, "instance": "trainer", "verifier": "nowhere:1", "run_dir": tmp_path}
+    with pytest.raises(FieldError, match=r"actor.colocate = True: works only in a local run \(pipelinerl run\)"):
+        GpuTurn.of(colocated, TrainerSettings(**given))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pipelinerl.kube.client import PodEnd
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.transfer.manifest import GroupSpec, Manifest, TransferResult, build_manifest
 from pipelinerl.v1.control_pb2 import EpochJoined, Registration, Staged
 from services.actor.metrics import ActorMetrics
@@ -88,6 +90,13 @@ class ScriptedReceiver:
     joined: list[tuple[str, int, int]] = field(default_factory=list)
     discards: int = 0
     refuses: Exception | None = None
+    sleeps: list[str] = field(default_factory=list)
+
+    async def sleep(self) -> None:
+        self.sleeps.append("asleep")
+
+    async def wake_weights(self) -> None:
+        self.sleeps.append("weights awake")
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         if self.refuses is not None:
@@ -183,9 +192,11 @@ class Stage:
     async def until_serving(self, *names: str) -> None:
         await self.until(lambda: sorted(self.updater.serving) == list(names))
 
-    async def join(self, name: str, pod_uid: str = "", *, stuck: bool = False) -> RunningActor:
-        """`stuck`: it receives nothing, until it may."""
-        actor = await start_actor(name, self.server, self.stack)
+    async def join(
+        self, name: str, pod_uid: str = "", *, stuck: bool = False, process: str = "p1", turn: GpuTurn | None = None
+    ) -> RunningActor:
+        """`stuck`: it receives nothing, until it may. `turn`: of an engine that sleeps."""
+        actor = await start_actor(name, self.server, self.stack, process=process, turn=turn)
         self.stack.push_async_callback(ended, actor.task)
         self.actors[name] = actor
         if stuck:
@@ -248,11 +259,17 @@ async def stage(
 
 
 async def start_actor(
-    name: str, server: MemoryServer, stack: AsyncExitStack, receiver: ScriptedReceiver | None = None, process: str = "p1"
+    name: str,
+    server: MemoryServer,
+    stack: AsyncExitStack,
+    receiver: ScriptedReceiver | None = None,
+    process: str = "p1",
+    turn: GpuTurn | None = None,
 ) -> RunningActor:
     bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
     receiver, gate = receiver or ScriptedReceiver(), ServingGate(max_lag=None)
-    listener = UpdateListener(bus, receiver, gate, ActorMetrics(CollectorRegistry()), instance=name, process=process)
+    metrics = ActorMetrics(CollectorRegistry())
+    listener = UpdateListener(bus, receiver, gate, metrics, instance=name, process=process, turn=turn)
     return RunningActor(name, bus, receiver, gate, listener, asyncio.create_task(listener.run()), process)
 
 
@@ -548,3 +565,55 @@ async def test_a_joiner_that_goes_while_it_is_being_told_of_its_version_does_not
         await one.until(gone.is_set)
         await one.send(1)
         assert one.served("a")[-1] == 1
+
+
+async def test_an_engine_sleeps_until_the_trainer_leaves_the_gpu_and_serves_nothing_before_a_whole_version(
+    tmp_path: Path,
+) -> None:
+    engine, trainer = GpuTurn(tmp_path / "turn"), GpuTurn(tmp_path / "turn")
+    await engine.take()
+    async with stage() as one, asyncio.timeout(60):
+        actor, open_when_received = await one.join("a", turn=engine), list[bool]()
+
+        def receive(version: PolicyVersion) -> int:
+            open_when_received.append(actor.gate.opened.is_set())
+            return CHECKSUM + (len(open_when_received) == 1)  # the first attempt at version 2 is aborted
+
+        await one.send(0)
+        actor.receiver.may_receive.clear()
+        await one.updater.offer(1, "snapshot-1")
+        await one.until(lambda: actor.listener.staging_state == "receiving")
+        await one.updater.order_sleep()
+        actor.receiver.may_receive.set()
+        await one.updater.all_served()
+        assert actor.receiver.sleeps == ["weights awake"] * 2, "no engine sleeps during a transfer"
+        actor.receiver.sleeps, actor.receiver.on_receive = [], receive
+        for _ in range(2):  # NATS may store an order twice
+            await one.updater.order_sleep()
+        await trainer.take()
+        assert "sleeps" in actor.gate.reason
+        await one.updater.offer(2, "snapshot-2")
+        await one.until(lambda: actor.listener.staging_state == "receiving")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert actor.receiver.sleeps == ["asleep"], "the trainer has not left the GPU"
+        trainer.release()
+        await one.until(lambda: one.updater.updates["aborted"] == 1)
+        await actor.register()
+        await one.updater.all_served()
+        assert actor.receiver.sleeps == ["asleep", "weights awake", "weights awake"]
+        assert (open_when_received, actor.gate.opened.is_set()) == ([False, False], True)
+        assert (one.served("a"), engine.is_held) == ([0, 1, 2], True)
+
+
+async def test_an_engine_that_starts_again_before_the_trainers_turn_sleeps_once_it_serves(tmp_path: Path) -> None:
+    engine, trainer = GpuTurn(tmp_path / "turn"), GpuTurn(tmp_path / "turn")
+    await engine.take()
+    async with stage("a") as one, asyncio.timeout(60):
+        await one.send(0)
+        await ended(one.actors["a"].task)
+        await one.updater.order_sleep()
+        taking = asyncio.create_task(trainer.take())
+        actor = await one.join("a", process="p2", turn=engine)
+        await taking
+        assert (one.served("a"), actor.receiver.sleeps) == ([0], ["weights awake", "asleep"])

@@ -209,6 +209,9 @@ class FakePolicy:
         self._call(f"snapshot {version.number}")
         return f"snapshot {version.number}"
 
+    def leave_gpu(self) -> None:
+        self._call("leave the GPU")
+
     def score(self, token_ids: object, *, adapters: bool = True) -> np.ndarray:
         self._call("score")
         return np.array([-1.0, -2.0], dtype=np.float32)

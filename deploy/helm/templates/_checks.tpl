@@ -41,6 +41,8 @@
 {{- $scaler := or (and $v.actor.autoscaling.enabled "actor") (and $episodic "verifier") -}}
 {{- $own := " (also if a policy of your own already allows this)" -}}
 {{- include "pipelinerl.refuse" (list
+  (list (dig "actor" "colocate" false (include "pipelinerl.recipe" . | fromYaml))
+    "recipe.set.actor.colocate: true is for a trainer and an actor on one GPU of one machine (pipelinerl run); set it to false")
   (list (and $v.nats.enabled $v.nats.url)
     (printf "nats.url: %s is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty" $v.nats.url))
   (list (and $v.nats.enabled $v.nats.tlsSecret) (printf (print "nats.tlsSecret: %s is not used while nats.enabled is true; "

@@ -55,7 +55,8 @@ class StagedWeights:
 
 
 class CommitFailed(TransferError):
-    """A swap failed after it had begun, so it is unknown which weights the engine serves. The process should end."""
+    """A swap, or falling asleep or waking up, failed after it had begun, so it is unknown which weights the engine serves. The
+    process should end."""
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -196,6 +197,7 @@ class WeightUpdateClient:
     before_swap: Callable[[], Awaitable[None]] | None = field(default=None, init=False)
     """Callback that runs while the engine is paused for a commit, before the swap."""
     _link: WorkerLink | None = field(default=None, init=False)
+    _asleep: bool = field(default=False, init=False)
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built. Raises
@@ -248,14 +250,37 @@ class WeightUpdateClient:
                 await self.llm.start_weight_update()
                 await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
             except Exception as error:  # vLLM reports a worker's exception as a bare Exception
-                await self.llm.resume_generation()
+                if not self._asleep:
+                    await self.llm.resume_generation()
                 raise TransferError(f"version {version} cannot be committed: {error}") from error
             try:
                 await self.llm.finish_weight_update(weight_version=str(version))
+                if self._asleep and not await self.llm.wake_up(["kv_cache"]):
+                    raise TransferError("the engine did not wake up")
+                self._asleep = False
                 await self.llm.resume_generation()
             except Exception as error:
                 raise CommitFailed(f"the swap to version {version} failed: {error}") from error
             return time.monotonic() - started
+
+    async def sleep(self) -> None:
+        """Pause the engine and free its GPU memory (vLLM's sleep mode) until the next commit. Unfinished sequences are kept and
+        continue after it; their KV cache is computed again. vLLM copies the weights to host memory (level 1), because weight
+        updates do not bring all of them: adapters leave out the base weights, and layers keep tensors of their own."""
+        async with self.swapping:
+            try:
+                await self.llm.sleep(level=1, mode="keep")
+            except Exception as error:
+                raise CommitFailed(f"the engine cannot sleep: {error}") from error
+            self._asleep = True
+
+    async def wake_weights(self) -> None:
+        """If the engine sleeps, copy its weights back, so that a version can be received. It stays paused until the commit."""
+        if self._asleep:
+            try:
+                await self.llm.wake_up(["weights"])  # a repetition does nothing
+            except Exception as error:
+                raise CommitFailed(f"the engine cannot wake up: {error}") from error
 
     async def discard(self) -> None:
         """Give up a running transfer or a staged version. Wait until the workers have done so, at most the stall timeout."""

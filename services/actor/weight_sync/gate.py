@@ -23,6 +23,8 @@ class ServingGate:
         self.announced: PolicyVersion | None = None
         self.draining = False
         self.swapping = False
+        self.asleep = False
+        """True while the engine sleeps, so that the trainer can use its GPU."""
 
     @property
     def cache_salt(self) -> str:
@@ -43,6 +45,8 @@ class ServingGate:
             return "draining"
         if self.served is None:
             return "no policy version served yet"
+        if self.asleep:
+            return "the engine sleeps while the trainer uses its GPU"
         if self.announced is not None and self._max_lag is not None:
             same = self.served.incarnation == self.announced.incarnation
             if not same or self.announced.number - self.served.number > self._max_lag + 1:
@@ -50,7 +54,11 @@ class ServingGate:
         return ""
 
     def serve(self, version: PolicyVersion) -> None:
-        self.served = version
+        self.served, self.asleep = version, False
+        self._update()
+
+    def sleep(self) -> None:
+        self.asleep = True
         self._update()
 
     def announce(self, version: PolicyVersion) -> None:

@@ -107,6 +107,8 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
             reason = "the model is compiled (set enforce_eager)"
         elif not vllm_config.model_config.enforce_eager:
             reason = "CUDA graphs hold the weights' addresses (set enforce_eager)"
+        elif vllm_config.model_config.enable_sleep_mode:
+            reason = "sleep frees only the memory in which the engine's first weights are"
         else:
             return ShadowLoader(live, vllm_config, device), ""
         in_place = InPlaceLoader(live, vllm_config, device)

@@ -12,19 +12,20 @@ from pipelinerl.bus.protocol import NO_HEADERS, ControlMessage, Headers
 from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, UserError
 from pipelinerl.messages.control import Backend, decode_control
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
-from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, EpochStart, RunEnd, Serving, Staged
+from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, EpochStart, RunEnd, Serving, Sleep, Staged
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
 from services.actor.weight_sync.gate import ServingGate
 
 log = logging.getLogger(__name__)
 
-CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "abort": Abort, "end": RunEnd}
+CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "sleep": Sleep, "abort": Abort, "end": RunEnd}
 REASON_CHARACTERS = 500
 
 
@@ -33,14 +34,25 @@ class UpdateListener:
 
     A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
     Messages are ignored if they are out of order, come from another incarnation, or belong to an epoch without this process.
-    During a NATS outage, the listener waits. `serving` is locked during a commit; other code may lock it to prevent commits.
+    During a NATS outage, the listener waits. `serving` is locked during a commit; other code may lock it to prevent commits and
+    sleep. `turn`: the turn on a GPU that the trainer also uses, which this process has while its engine is awake.
     """
 
     def __init__(
-        self, bus: Bus, receiver: WeightUpdateClient, gate: ServingGate, metrics: ActorMetrics, *, instance: str, process: str
+        self,
+        bus: Bus,
+        receiver: WeightUpdateClient,
+        gate: ServingGate,
+        metrics: ActorMetrics,
+        *,
+        instance: str,
+        process: str,
+        turn: GpuTurn | None = None,
     ) -> None:
         self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
-        self._instance, self._process = instance, process
+        self._instance, self._process, self._turn = instance, process, turn
+        self._sleep_at: PolicyVersion | None = None
+        """Version after which the engine is to sleep."""
         self.manifest_id = ""
         """Id of the manifest for which the model is prepared; empty before the first manifest."""
         self.loader = ""
@@ -92,10 +104,14 @@ class UpdateListener:
                 await self._on_announce(decoded, trace_in(message.headers))
             case Commit():
                 await self._on_commit(decoded, trace_in(message.headers))
+            case Sleep():
+                self._sleep_at = PolicyVersion(decoded.incarnation, decoded.version)
+                await self._sleep_if_due()
             case Abort():
                 if self._in_epoch(decoded):
                     log.warning("version %d of epoch %d is aborted: %s", decoded.version, decoded.epoch, decoded.reason)
                     await self._stop_receiving()
+                    await self._sleep_if_due()
             case RunEnd():
                 log.info("the trainer ended the run at version %d: %s", decoded.version, decoded.reason or "done")
 
@@ -169,10 +185,15 @@ class UpdateListener:
         try:
             about = {attributes.VERSION: announce.version, attributes.EPOCH: announce.epoch}
             with child(trace, "weight_update.receive", attributes=about) as span:
+                if self._turn is not None:
+                    await self._turn.take()
+                    await self._receiver.wake_weights()
                 staged = await self._receiver.receive(version, announce.deadline_s)
                 # Preparation overlaps with receiving. The span of the preparation has its total duration and ends now.
                 span.set_attributes({attributes.BYTES: staged.num_bytes, attributes.RECEIVE_S: staged.receive_s})
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
+        except CommitFailed:
+            raise  # as in `_on_commit`
         except TransferError as error:
             await self._fail(announce, announce.version, error)
             return
@@ -207,6 +228,19 @@ class UpdateListener:
         self._metrics.stall_seconds.observe(stall_s)
         headers = headers_of(trace_of(span))
         await self._answer("serving", Serving, commit, headers, version=commit.version, stall_s=stall_s)
+        await self._sleep_if_due()
+
+    async def _sleep_if_due(self) -> None:
+        """If the trainer has ordered sleep for the served version, perhaps before an engine that restarted served it, put the
+        engine to sleep and release the turn, but not during a transfer, which uses the GPU. Waits for a running probe."""
+        is_due = self._sleep_at is not None and self._sleep_at == self._gate.served
+        if self._turn is None or not is_due or self._gate.asleep or self.staging_state != "idle":
+            return
+        self._gate.sleep()
+        async with self.serving:
+            await self._receiver.sleep()
+        self._turn.release()
+        log.info("the engine sleeps after version %s, and the trainer uses the GPU", self._sleep_at)
 
     async def _stop_receiving(self) -> None:
         """Cancel a running receive and withdraw a staged version. Bounded in time, since a stuck transfer is abandoned."""
@@ -250,7 +284,7 @@ class UpdateListener:
         await retry_forever(lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}")
 
 
-def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Abort | RunEnd:
+def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Sleep | Abort | RunEnd:
     """Decode a control message. Raises `MessageError`."""
     if message.kind == "manifest":
         return Manifest.from_bytes(message.payload)

@@ -330,6 +330,11 @@ class WeightUpdater:
         """Wait until the epoch has no version in transfer."""
         await self._until(lambda: self._under_way is None)
 
+    async def order_sleep(self) -> None:
+        """Order actors that serve `served_version` to sleep until the next version. Nothing may be in transfer."""
+        order = pb.Sleep(incarnation=self.incarnation, version=self.served_version).SerializeToString()
+        await retry_forever(lambda: self.bus.publish_control("sleep", order), "say 'sleep'")
+
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
         """Wait until `version` (already offered) is served. Inside the block, later versions are staged but not committed."""
