@@ -23,7 +23,7 @@ OF_A_POD = {
     "metadata.labels['controller-revision-hash']": "pipelinerl-trainer-5c57d5df6d",
 }
 """What the downward API gives, for every field that the chart may ask of it."""
-LOCAL = {"address_file", "model_dir", "page_key", "private_dir"}
+LOCAL = {"address_file", "gpu_turn", "model_dir", "page_key", "private_dir"}
 """Settings for runs on one machine, which the chart leaves alone."""
 
 

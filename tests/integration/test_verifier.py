@@ -195,9 +195,9 @@ async def test_honest_programs_are_scored_among_hostile_ones(tmp_path: Path, num
 
 
 MISDEEDS = [
-    ("sleep 600", "timeout", "more than reward.timeout_s = 2.4 s"),
-    ("hang_in_c", "timeout", "more than reward.timeout_s = 2.4 s"),
-    ("backtrack", "timeout", "more than reward.timeout_s = 2.4 s"),
+    ("sleep 600", "timeout", "more than 2.4 s (reward.timeout_s)"),
+    ("hang_in_c", "timeout", "more than 2.4 s (reward.timeout_s)"),
+    ("backtrack", "timeout", "more than 2.4 s (reward.timeout_s)"),
     ("raise", "crashed", "RuntimeError: boom"),
     ("sys_exit", "crashed", "SystemExit"),
     ("os_exit", "crashed", "exit code 3"),

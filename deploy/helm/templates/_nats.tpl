@@ -41,7 +41,7 @@
 {{- $run := include "pipelinerl.run" . -}}
 {{- $streams := list (printf "PROMPTS_%s" $run) (printf "SEQUENCES_%s" $run) (printf "CONTROL_%s" $run) (printf "DEAD_%s" $run) (printf "KV_members-%s" $run) -}}
 - {{ $run }}.prompts
-{{- range list "manifest" "epoch" "announce" "commit" "abort" "end" }}
+{{- range list "manifest" "epoch" "announce" "commit" "sleep" "abort" "end" }}
 - {{ $run }}.control.{{ . }}
 {{- end }}
 {{- range list "epoch" "announce" "commit" "abort" }}
