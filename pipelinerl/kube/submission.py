@@ -25,7 +25,6 @@ from pipelinerl.kube.person import LIST_CLAIMS, LIST_CONFIGS, PersonClient
 from pipelinerl.local.ending import write_report
 from pipelinerl.local.following import follow_calls
 from pipelinerl.local.progress import Display, RunState
-from pipelinerl.service.grpc import open_channel
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.logs import printable
 from pipelinerl.service.tls import CA, CERTIFICATE, KEY, Certificates
@@ -264,8 +263,7 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
                         certificates, name = await _identity(release, seen)
                         process = seen.process
                         following.cancel()
-                        channel = open_channel(target, certificates, name, _RECONNECTS)
-                        following = asyncio.create_task(follow_calls(channel, state, elapsed_s))
+                        following = asyncio.create_task(follow_calls(target, state, elapsed_s, certificates, name, _RECONNECTS))
                 except KubeError as error:
                     refused += [error] if error.denied else []
                     state.phase = f"waiting for the Kubernetes API: {error.detail}"

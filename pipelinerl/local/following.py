@@ -53,15 +53,21 @@ async def follow_trainer(
             address = await process.address(timeout_s=math.inf)
             on_up(address)
             async with asyncio.TaskGroup() as group:  # an error in it ends the run at once
-                channel = open_channel(address.grpc, certificates)
-                following = group.create_task(follow_calls(channel, state, elapsed_s))
+                following = group.create_task(follow_calls(address.grpc, state, elapsed_s, certificates))
                 await process.wait()
                 following.cancel()
 
 
-async def follow_calls(opened: grpc.aio.Channel, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Follow the steps and the status of one trainer's process until cancelled, and close the channel."""
-    async with opened as channel, asyncio.TaskGroup() as group:
+async def follow_calls(
+    target: str,
+    state: RunState,
+    elapsed_s: Callable[[], float],
+    certificates: Certificates | None,
+    name: str = "",
+    options: Sequence[tuple[str, int]] = (),
+) -> None:
+    """Follow the steps and the status of one trainer's process until cancelled. Other arguments: as of `open_channel`."""
+    async with open_channel(target, certificates, name, options) as channel, asyncio.TaskGroup() as group:
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         group.create_task(_follow_status(trainer, state))
         group.create_task(_follow_steps(trainer, state, elapsed_s))

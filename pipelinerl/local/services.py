@@ -183,7 +183,7 @@ class ServiceLaunches:
         credentials = self.run_dir.credentials
         login, trusted = str(credentials.nats(user).resolve()), str(credentials.tls_dir.resolve())
         nats = {"nats_url": self.nats_url, "nats_credentials": login, "nats_tls_dir": trusted}
-        turn = {"gpu_turn": str(Path(self.environment["TMPDIR"], "gpu-turn"))} if self.recipe.actor.colocate else {}
+        turn = {"gpu_turn": str(self.run_dir.path.resolve() / ".gpu-turn")} if self.recipe.actor.colocate else {}
         return {**nats, **turn, "verifier": self.verifier_address, "model_dir": self.model_dir}
 
     def _launch(self, name: str, settings: Mapping[str, str], threads: Mapping[str, str]) -> Launch:

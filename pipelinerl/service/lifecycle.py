@@ -99,7 +99,7 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
 class GpuTurn:
     """The right to use a GPU that a trainer and an actor share in turns (`actor.colocate`): the lock of a file. The kernel
     releases the lock when the process and the children that it forked have ended, so that no message is needed from one that
-    died. `is_held` says whether this process has the turn."""
+    died. (An engine process that vLLM spawns instead does not hold it.) `is_held` says whether this process has the turn."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

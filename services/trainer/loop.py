@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ from services.trainer.world import HEARTBEAT
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 30.0
-"""Seconds between two heartbeats from rank 0 to the other ranks."""
+HEARTBEAT_S, SLEEP_AGAIN_S = 30.0, 30.0
+"""Seconds between two heartbeats from rank 0 to the other ranks, and between two orders to sleep."""
 FIRST_PROBES = 3
 """Maximum number of attempts to probe the first version when no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
@@ -229,13 +230,13 @@ class OptimizerLoop:
         self._feeder.look_again()
         evaluate = self._due(self._recipe.evaluation.every_steps) or self.version == self._recipe.trainer.steps
         measure = evaluate or (not self.measuring and self._due(self._recipe.weights.probe_every))
-        # Before the offer, after which an engine may need the memory of a GPU.
-        probed = await self._probe_scores() if measure else None
+        # After the offer, an engine that takes turns on the GPU needs the memory for itself.
+        probed = await self._probe_scores() if measure and self._turn is not None else None
         if starts_phase(self._recipe, self.version) or self.version == self._recipe.trainer.steps:
             await self._offer(seconds, measure=measure)
         seconds["total"] = time.monotonic() - began_at
         if measure:
-            self._measure(probed, evaluate=evaluate)
+            self._measure(probed if self._turn is not None else await self._probe_scores(), evaluate=evaluate)
         if self.version == self._recipe.trainer.steps:
             self.waiting_for = f"the evaluation of version {self.version}"
             await self._measured()  # the last record includes the evaluation of its version
@@ -313,8 +314,11 @@ class OptimizerLoop:
             return
         self.waiting_for = "the engine to sleep"
         await self._measured()
-        await self._updater.order_sleep()
-        await self._turn.take()
+        while not self._turn.is_held:  # repeated, in case an actor could not sleep when it received the order
+            await self._updater.order_sleep()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SLEEP_AGAIN_S):
+                    await self._turn.take()
 
     async def _offer_when_measured(self) -> None:
         """Send the version that `_offer` passed over, if the measurement ends before the next batch is ready."""

@@ -242,7 +242,7 @@ class TokenStatistics:
     """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which is not finite if a log weight
     is not. k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π), and is never negative."""
     moments: NDArray[np.float64]
-    """[2, 3]: `_moments` of returns and of returns − baseline. Without a learned baseline, these are moments of zero values."""
+    """[2, 3]: `_moments` of returns and of returns − baseline. Without a learned baseline, these are moments of no values."""
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
     reported: NDArray[np.float64]
