@@ -12,6 +12,7 @@ import importlib.util
 import json
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,9 +43,10 @@ def submit(args: argparse.Namespace) -> int:
     if recipe is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FieldError("--output", str(folder), "is not empty; give another folder, or --release another name")
     for file in args.values:
-        if not file.is_file():
-            raise FieldError("--values", str(file), "no such file")
-    release = Release(name, args.namespace, args.context, _client(args))
+        if not file.is_file() or "," in str(file):
+            raise FieldError("--values", str(file), "no such file, or a comma in its name, at which Helm splits it")
+    client = _client(args)
+    release = Release(name, args.namespace, client.context, client, args.output)
     try:
         return asyncio.run(_submit(args, recipe, release, folder))
     except KeyboardInterrupt:
@@ -56,7 +58,13 @@ def submit(args: argparse.Namespace) -> int:
 def _client(args: argparse.Namespace) -> PersonClient:
     if importlib.util.find_spec("kubernetes") is None:
         raise MissingPackage("the package kubernetes is missing: pip install 'pipelinerl[cluster]'")
-    return PersonClient(args.namespace, args.context)
+    from kubernetes.aio.config import ConfigException, list_kube_config_contexts
+
+    try:  # named from here on, since the current context may change during a run of hours
+        context = args.context or list_kube_config_contexts()[1]["name"]
+    except (ConfigException, LookupError, TypeError) as error:
+        raise FieldError("--context", "", f"no kubeconfig with a current context ({error}); set KUBECONFIG") from error
+    return PersonClient(args.namespace, context)
 
 
 async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Release, folder: Path) -> int:
@@ -77,6 +85,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
                 told = f"submitted {release.name}; its pods stay after the end of the run, until its results are fetched"
                 display.note(f"{told}\n  watch and fetch  {release.watching}\n  remove           {release.removing}")
                 return 0
+            submission.check_folder(folder, (await submission.look(release)).uid)  # before hours of watching
             seen = await submission.watch(release, state, display, began_s)
             state.stopping = True  # from here on, every phase is shown
             try:
@@ -96,7 +105,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
 def chart_values(recipe: Recipe, run: str) -> dict[str, Any]:
     """Return the values of a release for one run. The trainer stays after the end, since its pod reads the volume."""
     inline = recipe.model_dump(mode="json", exclude_unset=True)
-    labels = {submission.SUBMITTED: "true"}
+    labels = {submission.SUBMITTED: uuid.uuid4().hex}
     return {"recipe": {"inline": inline}, "run": run, "trainer": {"onCompletion": "keep"}, "commonLabels": labels}
 
 

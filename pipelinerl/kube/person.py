@@ -49,7 +49,7 @@ class PersonClient(KubeClient):
 
     def __init__(self, namespace: str, context: str = "") -> None:
         super().__init__(namespace, Path(), request_s=_REQUEST_S)
-        self._context = context
+        self.context = context
 
     async def __aenter__(self) -> PersonClient:
         return self
@@ -60,7 +60,7 @@ class PersonClient(KubeClient):
     async def _load_account(self, configuration: Any) -> None:
         from kubernetes.aio.config import load_kube_config
 
-        await load_kube_config(context=self._context or None, client_configuration=configuration)
+        await load_kube_config(context=self.context or None, client_configuration=configuration)
 
     async def items(self, permission: Permission, selector: str) -> list[dict[str, Any]]:
         """Return the objects that this permission lists, as JSON."""

@@ -34,7 +34,7 @@ COMPONENT, INSTANCE = "app.kubernetes.io/component", "app.kubernetes.io/instance
 RUNS = f"app.kubernetes.io/part-of=pipelinerl,{COMPONENT}=trainer"
 """Selector of the ConfigMaps with the states of runs, and of the trainers."""
 SUBMITTED = "pipelinerl/submitted"
-"""Label of what this command has installed, and may remove."""
+"""Label of what this command has installed, and may remove. Its value identifies the installation."""
 STATE = "-run"
 """End of the name of such a ConfigMap. The part before it begins the names of the release's objects."""
 _LOOK_S, _LAST_STEPS_S = 2.0, 5.0
@@ -56,13 +56,15 @@ class Release:
     """A release, whose name is also that of its run, with the commands to tell people. `context` of the kubeconfig: empty = the
     current one."""
 
-    def __init__(self, name: str, namespace: str, context: str, client: PersonClient) -> None:
+    def __init__(self, name: str, namespace: str, context: str, client: PersonClient, output: Path | None = None) -> None:
         self.name, self.namespace, self.client = name, namespace, client
         self.selector = f"{INSTANCE}={name}"
+        self.claims = f"{self.selector},{COMPONENT} in (nats,trainer)"
         self.options = ["-n", namespace, *(["--kube-context", context] if context else [])]
         kubectl = f"-n {namespace}" + (f" --context {shlex.quote(context)}" if context else "")
         self.watching = f"pipelinerl submit --attach {name} {kubectl}"
-        self.unclaiming = f"kubectl {kubectl} delete pvc -l {self.selector}"
+        self.watching += f" --output {shlex.quote(str(output))}" if output else ""
+        self.unclaiming = f"kubectl {kubectl} delete pvc -l '{self.claims}'"
         self.removing = f"helm uninstall {name} {shlex.join(self.options)} && {self.unclaiming}"
         self.logs = f"kubectl {kubectl} logs -l {self.selector},{COMPONENT}=trainer --tail=100"
 
@@ -99,7 +101,7 @@ async def check_absent(release: Release) -> None:
     with suppress(HelmNotFound):
         await helm(release, "status", release.name)
         found.append(f"this release exists; watch it ({release.watching}), remove it ({release.removing})")
-    if claims := [name_of(claim) for claim in await release.client.items(LIST_CLAIMS, release.selector)]:
+    if claims := [name_of(claim) for claim in await release.client.items(LIST_CLAIMS, release.claims)]:
         found.append(f"an earlier release left the claims {', '.join(claims)}; remove them ({release.unclaiming})")
     others = [labels_of(state)[INSTANCE] for state in states if (state.get("data") or {}).get("run") == release.name]
     found += [f"the release {other} has a run of this name; remove that" for other in others]
@@ -118,7 +120,8 @@ async def install(
     """Install the chart with `values`, and those of `files` over them, and show meanwhile what it waits for. If that fails,
     remove what was installed, and raise `UserError` with what a pod said, or else `HelmError`."""
     given = [part for file in files for part in ("--values", str(file))]
-    arguments = ("install", release.name, chart, "--values", "-", *given, "--timeout", "15m")  # for the Job before it
+    needed = ("--set", "trainer.onCompletion=keep,kubernetesApi.enabled=true")
+    arguments = ("install", release.name, chart, "--values", "-", *given, *needed, "--timeout", "15m")  # for the Job before it
     earlier = {pod["metadata"]["uid"] for pod in await release.client.items(LIST_PODS, release.selector)}
     installing = asyncio.create_task(helm(release, *arguments, text=json.dumps(values)))
 
@@ -127,6 +130,13 @@ async def install(
         waiting = {name_of(pod): why_not_ready(pod) for pod in pods if pod["metadata"]["uid"] not in earlier}
         return [f"{name}: {why}" for name, why in waiting.items() if why]
 
+    async def is_own() -> bool:
+        """False if Helm has stored nothing, or what somebody else installed at the same time."""
+        with suppress(HelmNotFound):
+            stored = json.loads(await helm(release, "get", "values", release.name, "--output", "json"))
+            return bool((stored.get("commonLabels") or {}).get(SUBMITTED) == values["commonLabels"][SUBMITTED])
+        return False
+
     try:
         while not installing.done():
             with suppress(KubeError):  # Helm says what is wrong
@@ -134,11 +144,14 @@ async def install(
             await asyncio.wait({installing}, timeout=_LOOK_S)
         installing.result()
     except HelmError as error:
-        if re.search("cannot re-?use a name", str(error)):
+        if not await is_own():
             raise
-        why = "; ".join(await reasons())
+        why = ""
+        with suppress(KubeError):
+            why = "; ".join(one for one in await reasons() if "-validation" in one.split(":")[0])
         await remove(release)
-        raise (UserError if why else HelmError)(f"nothing is left installed: {why or error}") from error
+        said = f"{why}\nHelm says: {error}" if why else str(error)
+        raise (UserError if why else HelmError)(f"nothing is left installed: {said}") from error
     finally:
         installing.cancel()
         await asyncio.wait({installing})
@@ -148,7 +161,7 @@ async def remove(release: Release) -> None:
     """Uninstall the release and delete its claims."""
     with suppress(HelmNotFound):
         await helm(release, "uninstall", release.name)
-    for claim in await release.client.items(LIST_CLAIMS, release.selector):
+    for claim in await release.client.items(LIST_CLAIMS, release.claims):
         await release.client.delete_claim(name_of(claim))
 
 
@@ -199,12 +212,20 @@ def failure_of(data: Mapping[str, str], trainer: Object | None) -> str | None:
 
 @dataclass
 class Look:
-    """A release at one moment. `prefix` begins the names of its objects; `data`: the state of its run."""
+    """A release at one moment. `prefix` begins the names of its objects; `data`: the state of its run; `uid`: identifies this
+    installation of the release."""
 
     prefix: str
     data: Mapping[str, str]
     pods: Sequence[Object]
     was_submitted: bool = True
+    uid: str = ""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run is finished, as told by the present trainer, and not by the one before an upgrade."""
+        revision = labels_of(self.trainer or {"metadata": {}}).get("controller-revision-hash", "")
+        return self.data.get("phase") == FINISHED and self.data.get("revision", revision) == revision
 
     @property
     def trainer(self) -> Object | None:
@@ -222,7 +243,9 @@ class Look:
         own = [pod for pod in self.pods if labels_of(pod).get(COMPONENT) != "validation"]
         pods = {name_of(pod).removeprefix(f"{self.prefix}-"): pod for pod in own}
         waiting = {name: why_not_ready(pod) for name, pod in sorted(pods.items())}
-        state.actors = {name: why or "serving" for name, why in waiting.items() if labels_of(pods[name])[COMPONENT] == "actor"}
+        state.actors = {
+            name: why or "serving" for name, why in waiting.items() if labels_of(pods[name]).get(COMPONENT) == "actor"
+        }
         counts = {name: sum(one["restartCount"] for one in _status(pod, "containerStatuses")) for name, pod in pods.items()}
         state.restarts = Counter({name: count for name, count in counts.items() if count})
         state.total_steps = int(self.data.get("steps") or state.total_steps)
@@ -235,12 +258,13 @@ class Look:
 
 async def look(release: Release) -> Look:
     """Raises `ServiceError` if there is no such release, or if its run publishes no state."""
-    found = await run_states(release.client, release.selector)
+    found = await run_states(release.client, f"{RUNS},{release.selector}")
     if not found:
         fix = "pipelinerl runs lists them; a release without kubernetesApi.enabled cannot be watched"
         raise ServiceError(f"no run of a release {release.name} in namespace {release.namespace}: {fix}")
     pods = await release.client.items(LIST_PODS, release.selector)
-    return Look(name_of(found[0]).removesuffix(STATE), found[0].get("data") or {}, pods, SUBMITTED in labels_of(found[0]))
+    state, data = found[0], found[0].get("data") or {}
+    return Look(name_of(state).removesuffix(STATE), data, pods, SUBMITTED in labels_of(state), state["metadata"].get("uid", ""))
 
 
 async def watch(release: Release, state: RunState, display: Display, began_s: float) -> Look:
@@ -266,7 +290,7 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
                         following = asyncio.create_task(follow_calls(target, state, elapsed_s, certificates, name, _RECONNECTS))
                 except KubeError as error:
                     refused += [error] if error.denied else []
-                    state.phase = f"waiting for the Kubernetes API: {error.detail}"
+                    state.phase = printable(f"waiting for the Kubernetes API: {error.detail}")
                 display.show(state, elapsed_s())
                 if (reason := failure_of(seen.data, seen.trainer)) is not None:
                     raise ServiceError(f"the run failed: {reason}\n  log     {release.logs}\n  remove  {release.removing}")
@@ -274,7 +298,7 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
                     raise refused[0]
                 if following.done():
                     following.result()
-                if seen.data.get("phase") == FINISHED:
+                if seen.is_finished:
                     finished_s = finished_s or elapsed_s()
                     if state.step >= state.total_steps or elapsed_s() - finished_s > _LAST_STEPS_S:
                         return seen
@@ -303,10 +327,17 @@ _FOLDER = "/var/lib/pipelinerl/runs"
 _LIST = """
 import json, os, sys
 os.chdir(sys.argv[1])
-names = [os.path.join(at, name) for top in sys.argv[2:] for at, _, found in os.walk(top) for name in found]
+def fail(error):
+    raise error
+folders = [top for top in sys.argv[2:] if os.path.isdir(top)]
+names = [os.path.join(at, name) for top in folders for at, _, found in os.walk(top, onerror=fail) for name in found]
 names += [name for name in sys.argv[2:] if os.path.isfile(name)]
 print(json.dumps({name: os.path.getsize(name) for name in names if not os.path.islink(name)}))
 """
+_NEEDED = {"recipe.yaml", "metrics.jsonl", "checkpoint"}
+_MARK = ".submitted"
+"""File in the fetched folder that names the installation from which its files come."""
+_MOST_LISTED_BYTES = 16 * 2**20
 _TRIES = 20
 _SHOWN_BYTES = 16 * 2**20
 """Number of bytes after which the progress is shown again."""
@@ -322,7 +353,7 @@ async def fetch(release: Release, seen: Look, folder: Path, show: Callable[[str]
             return await asyncio.to_thread(write_report, folder)
         except KubeError as error:
             failures += 1
-            if error.status >= 400 or failures == _TRIES:  # a right is missing, or the pod is gone
+            if error.status in (401, 403, 404) or failures == _TRIES:  # a right is missing, or the pod is gone
                 raise
             show(f"fetching again: {error.detail}")
             await asyncio.sleep(BACKOFF.after(error, failures))
@@ -331,10 +362,21 @@ async def fetch(release: Release, seen: Look, folder: Path, show: Callable[[str]
 async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> None:
     pod, root = f"{seen.prefix}-trainer-0", f"{_FOLDER}/{seen.data['run']}"
     run = release.client.execute
-    sizes = sizes_of(b"".join([data async for data in run(pod, "trainer", ["python", "-I", "-c", _LIST, root, *FILES])]))
+    listed = b""
+    async for data in run(pod, "trainer", ["python", "-I", "-c", _LIST, root, *FILES]):
+        listed += data
+        if len(listed) > _MOST_LISTED_BYTES:
+            raise ServiceError(f"the trainer's pod lists more than {_MOST_LISTED_BYTES:,} bytes of file names")
+    sizes = sizes_of(listed)
+    if lacking := _NEEDED - {PurePosixPath(name).parts[0] for name in sizes}:
+        raise ServiceError(f"the run's folder in the trainer's pod lacks {', '.join(sorted(lacking))}")
+    check_folder(folder, seen.uid)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
+    (folder / _MARK).write_text(seen.uid)
     targets = {name: target_of(folder, name) for name in sizes}
     done, total = 0, sum(sizes.values())
+    if total > shutil.disk_usage(folder).free:
+        raise ServiceError(f"the results have {total / 1e9:,.1f} GB, for which the disk of {folder} has no room")
     for name, size in sizes.items():
         target, part = targets[name], targets[name].with_name(f"{targets[name].name}.part")
         if target.is_file() and target.stat().st_size == size:
@@ -347,6 +389,8 @@ async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[
                 async for data in run(pod, "trainer", ["tail", "-c", f"+{file.tell() + 1}", f"{root}/{name}"]):
                     file.write(data)
                     done += len(data)
+                    if file.tell() > size:
+                        break
                     if done - shown >= _SHOWN_BYTES:
                         shown = done
                         show(f"fetching {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
@@ -354,6 +398,15 @@ async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[
             part.unlink()
             raise ServiceError(f"{name} has {found:,} bytes instead of {size:,}")
         part.replace(target)
+
+
+def check_folder(folder: Path, uid: str) -> None:
+    """Raise `ServiceError` if the folder has files of anything else than an interrupted fetch of this installation."""
+    mark = folder / _MARK
+    if not folder.exists() or (mark.is_file() and mark.read_text() == uid):
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise ServiceError(f"{folder} has files of another run; give another --output")
 
 
 def sizes_of(listed: bytes) -> dict[str, int]:

@@ -7,6 +7,7 @@ version is no longer kept. It can be away, drop connections, end watches, refuse
 import asyncio
 import functools
 import json
+import re
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -291,9 +292,12 @@ def watches(watcher: _Watcher, raw: dict[str, Any]) -> bool:
 
 def selects(selector: str, pod: dict[str, Any]) -> bool:
     labels = pod["metadata"].get("labels") or {}
-    wanted = [term.split("=", 1) for term in selector.split(",") if term]
     fields = {**labels, "metadata.name": pod["metadata"]["name"]}
-    return all(fields.get(name) == value for name, value in wanted)
+    sets = re.findall(r"([^, ]+) in \(([^)]*)\)", selector)
+    equal = [term.split("=", 1) for term in re.sub(r"[^, ]+ in \([^)]*\)", "", selector).split(",") if term]
+    return all(fields.get(name) == value for name, value in equal) and all(
+        fields.get(name) in values.split(",") for name, values in sets
+    )
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.kube import submission
 from pipelinerl.kube.client import Permission
 from pipelinerl.kube.person import PersonClient
-from pipelinerl.kube.submission import Look, Release, failure_of, fetch, sizes_of, target_of, watch, why_not_ready
+from pipelinerl.kube.submission import Look, Release, failure_of, fetch, name_of, sizes_of, target_of, watch, why_not_ready
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe, recipe_names
@@ -101,12 +101,15 @@ async def test_a_run_is_installed_once_and_its_name_is_taken_until_all_of_it_is_
     assert await pipelinerl(*SUBMIT) == 2
     said = capsys.readouterr().err
     assert "--release = 'own': this release exists" in said
-    assert "helm uninstall own -n train && kubectl -n train delete pvc -l app.kubernetes.io/instance=own" in said
+    assert "helm uninstall own -n train --kube-context tests && kubectl -n train --context tests delete pvc" in said
+    assert release.claims in said
     await submission.helm(release, "uninstall", "own")
     assert await pipelinerl(*SUBMIT) == 2
     assert "left the claims own-pipelinerl-trainer" in capsys.readouterr().err
+    foreign = {"name": "math-data", "labels": {INSTANCE: "own", COMPONENT: "primary"}}
+    api._rendered.objects.append({"kind": "PersistentVolumeClaim", "metadata": foreign})
     await submission.remove(release)
-    assert api._rendered.objects == []
+    assert [name_of(item) for item in api._rendered.objects] == ["math-data"]
     state = {"kind": "ConfigMap", "data": {"run": "own"}}
     labels = {INSTANCE: "other", COMPONENT: "trainer", "app.kubernetes.io/part-of": "pipelinerl"}
     api._rendered.objects.append(state | {"metadata": {"name": "other-run", "labels": labels}})
@@ -258,7 +261,7 @@ async def test_a_run_that_failed_is_told_with_its_reason_and_stays(api: ApiServe
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
     said = capsys.readouterr().err
     assert "the run failed: reward.scorer = 'x': no such module" in said
-    assert "kubectl -n train logs -l app.kubernetes.io/instance=own" in said
+    assert "kubectl -n train --context tests logs -l app.kubernetes.io/instance=own" in said
     assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
     assert await pipelinerl("submit", "--attach", "other", "-n", NAMESPACE) == 1
     assert "no run of a release other in namespace train" in capsys.readouterr().err
@@ -298,6 +301,7 @@ def run_dir(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (folder / "recipe.yaml").write_text(json.dumps(chart_values(load_recipe("arithmetic"), "own")["recipe"]["inline"]))
     (folder / "checkpoint" / "model.safetensors").write_bytes(bytes(range(256)) * 4096)
     (folder / "checkpoint" / "empty").touch()
+    (folder / "metrics.jsonl").touch()
     (folder / "checkpoint" / "secret").symlink_to("/etc/hostname")
     add(api, pod("own-pipelinerl-trainer-0", "trainer"))
 
@@ -325,7 +329,14 @@ async def test_results_come_whole_over_connections_that_drop(
     assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700  # prompts and completions are for the user alone
     assert report.read_text().startswith("<!doctype html>")
     got = {path.relative_to(tmp_path / "here") for path in (tmp_path / "here").rglob("*") if path.is_file()}
-    assert {str(path) for path in got} == {"recipe.yaml", "report.html", "checkpoint/model.safetensors", "checkpoint/empty"}
+    assert {str(path) for path in got} == {
+        ".submitted",
+        "recipe.yaml",
+        "metrics.jsonl",
+        "report.html",
+        "checkpoint/model.safetensors",
+        "checkpoint/empty",
+    }
     for name in ("recipe.yaml", "checkpoint/model.safetensors"):
         assert (tmp_path / "here" / name).read_bytes() == (run_dir / name).read_bytes()
 
@@ -333,11 +344,30 @@ async def test_results_come_whole_over_connections_that_drop(
 async def test_a_release_that_was_not_submitted_is_not_removed(
     api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    dashboard = {"name": "own-pipelinerl-dashboard-run", "labels": {INSTANCE: "own"}}
+    api._rendered.objects.append({"kind": "ConfigMap", "metadata": dashboard})
     publish(api, phase="Finished", run="volume", steps="0")
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 0
     assert "remove      helm uninstall own -n train" in capsys.readouterr().out
     assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
     assert Path("runs", "own", "report.html").is_file()
+
+    Path("runs", "own", ".submitted").write_text("another installation, whose weights have the same size")
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
+    assert "runs/own has files of another run; give another --output" in capsys.readouterr().err
+
+
+async def test_an_installation_that_helm_did_not_begin_removes_nothing(
+    api: ApiServer, release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else installs a release of this name while this one is refused."""
+    job_ends(api)
+    assert await pipelinerl(*SUBMIT) == 0
+    before = [*api._rendered.objects]
+    values = chart_values(load_recipe("arithmetic"), "own")
+    with pytest.raises(submission.HelmError, match="nosuch"):
+        await submission.install(release, str(tmp_path / "nosuch"), [], values, lambda phase: None)
+    assert api._rendered.objects == before
 
 
 async def test_results_that_cannot_be_fetched_remove_nothing(
@@ -347,7 +377,7 @@ async def test_results_that_cannot_be_fetched_remove_nothing(
     (run_dir / "recipe.yaml").unlink()
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
     said = capsys.readouterr().err
-    assert "has no recipe.yaml" in said
+    assert "lacks recipe.yaml" in said
     assert "nothing was removed; fetch the results again with: pipelinerl submit --attach own -n train" in said
     api.withheld = {Permission("pods/exec", "get")}
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
