@@ -98,7 +98,7 @@ def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
         size = values["trainer"]["persistence"]["size"]  # empty for a claim of the user, whose size is not known
         full = volume_problem(recipe, size) if size else None
         return checks.problems(values, recipe) + ([full] if full else [])
-    except (OSError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         fix = f"give the file values.yaml of the chart's ConfigMap RELEASE-validation ({first_line(error)})"
         raise FieldError("--chart-values", str(file), fix) from error
 
@@ -205,7 +205,9 @@ def gib_of(text: str) -> float:
 
 def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
     """Return why the model and its checkpoints do not fit on the trainer's volume of this size. None if they do, or if neither
-    the model's files nor its name tell its size."""
+    the model's files nor its name on the hub tell its size. (A number in a path may mean anything.)"""
+    if recipe.model.source != "hub" and not known_parameters(recipe.model):
+        return None
     try:
         model = model_of(recipe, None)
     except FieldError:

@@ -74,6 +74,7 @@ async def complete(
             return
         await _insist(lambda: client.patch_config(f"{settings.release}-run", progress))
         if settings.on_completion == "keep":
+            await uploaded()  # whoever fetches the results may then remove the release
             await _tell_phase(client, settings, FINISHED, version)
             return
         actor, run = f"{settings.release}-actor", f"{settings.release}-run"
@@ -138,7 +139,7 @@ async def _cluster(settings: TrainerSettings) -> AsyncIterator[KubeClient | None
 async def _tell_phase(
     client: KubeClient, settings: TrainerSettings, phase: str, version: int | None = None, reason: str | None = None
 ) -> dict[str, str]:
-    state = {"phase": phase, "run": settings.run, "reason": reason}
+    state = {"phase": phase, "run": settings.run, "reason": reason, "revision": settings.revision or None}
     if version is not None:
         state["policyVersion"] = str(version)
     return await _insist(lambda: client.patch_config(f"{settings.release}-run", state))

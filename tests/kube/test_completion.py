@@ -50,8 +50,8 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
     api.configs = {"rl-run": {"theirs": "stays", "reason": "of an earlier failure"}}
     api.secrets = {"rl-report": {}}
     pod = {"pod_namespace": NAMESPACE, "service_account_dir": account("trainer-token")}
-    settings = {"linger": True, "on_completion": mode, "release": "rl", **pod}
-    finished = {"theirs": "stays", "phase": "Finished", "run": RUN, "policyVersion": "4"}
+    settings = {"linger": True, "on_completion": mode, "release": "rl", "revision": "r", **pod}
+    finished = {"theirs": "stays", "phase": "Finished", "run": RUN, "policyVersion": "4", "revision": "r"}
     finished |= {"steps": "4", "step": "4", "lag": "0.50"}  # the progress
     finished |= {"actors": "8"} if mode != "keep" else {}
     (tmp_path / "recipe.yaml").write_text(recipe_yaml(make_recipe()))

@@ -44,7 +44,7 @@
   (list (dig "actor" "colocate" false (include "pipelinerl.recipe" . | fromYaml))
     "recipe.set.actor.colocate: true is for a trainer and an actor on one GPU of one machine (pipelinerl run); set it to false")
   (list (and $v.nats.enabled $v.nats.url)
-    (printf "nats.url: %s is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty" $v.nats.url))
+    "nats.url: is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty")
   (list (and $v.nats.enabled $v.nats.tlsSecret) (printf (print "nats.tlsSecret: %s is not used while nats.enabled is true; "
     "set tls.nats.enabled and tls.secrets.nats for the chart's own NATS") $v.nats.tlsSecret))
   (list (and $v.tls.nats.enabled (not $v.nats.enabled)) (print "tls.nats.enabled: encrypts only the chart's own NATS, but nats.enabled "
