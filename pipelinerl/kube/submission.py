@@ -223,7 +223,7 @@ class Look:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run is finished, as told by the present trainer, and not by the one before an upgrade."""
+        """True if the present trainer says that the run is finished. The one before an upgrade does not count."""
         revision = labels_of(self.trainer or {"metadata": {}}).get("controller-revision-hash", "")
         return self.data.get("phase") == FINISHED and self.data.get("revision", revision) == revision
 

@@ -200,7 +200,7 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
         first, same = answers[0], ", as an empty text does," if is_same else ""
         lost = ", in which reward.answer_pattern finds nothing" if share.reward.answer_pattern and not first.answer else ""
         told = f"task {share.name}: {first}, {first.completion!r:.60}{lost}, earns {first.reward:g}{same} as the completion"
-        fix = "correct the reward, its pattern or the answers, unless it asks for more than an answer"
+        fix = "correct the reward, its pattern or the answers, unless the reward needs more than the bare answer"
         yield FieldError(f"{place}reward.scorer", scorer, f"{told}, and none of the {len(answers)} tried earns more; {fix}")
 
 

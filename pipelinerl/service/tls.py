@@ -101,7 +101,7 @@ class RenewedCertificates:
 
 
 def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """Return values of the files that change with every renewal. A Secret's files are replaced, not rewritten."""
+    """Return a fingerprint of each file that changes with every renewal, even at equal size: a Secret's files are new."""
     stamps = []
     for name in (CERTIFICATE, KEY, CA):
         with contextlib.suppress(OSError):

@@ -167,7 +167,7 @@ class ActorMetrics:
     def _weights(self, metrics: MetricSet) -> None:
         self.updates = metrics.counter(
             "weight_updates_total",
-            "Weight updates by outcome: committed, failed here, discarded before the commit, or refused (the manifest).",
+            "Weight updates by outcome: committed, failed on this actor, discarded before the commit, or refused by manifest.",
             {"outcome": ("committed", "failed", "discarded", "refused")},
             unit="updates",
         )

@@ -249,7 +249,7 @@ def test_the_gate_closes_beyond_max_lag_and_while_draining() -> None:
     gate.announce(PolicyVersion(1, 5))
     assert gate.opened.is_set()
     gate.announce(PolicyVersion(1, 6))
-    assert gate.reason == "serves 1:3, more than max_lag + 1 (2) behind 1:6"
+    assert gate.reason == "serves 1:3, more than max_lag + 1 (2) versions behind 1:6"
     gate.announce(PolicyVersion(2, 3))
     assert not gate.opened.is_set()
     gate.serve(PolicyVersion(2, 3))

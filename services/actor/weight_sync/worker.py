@@ -205,7 +205,7 @@ class Staging:
         return self._loading.result()
 
     def drop(self) -> None:
-        """End a loader that waits for another group, or will. It then has nothing loaded."""
+        """End the loader if it waits for another group, or once it begins to. It ends without having loaded anything."""
         self._resumed.put(False)
         wait([self._loading], ENDING_S)
         self._receiver.regroup = lambda error: False  # no longer refers to this object
