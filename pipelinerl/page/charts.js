@@ -27,12 +27,16 @@ const PrlCharts = (() => {
     return made;
   }
 
-  /* Returns about `count` round values within [low, high]; if `whole` is true, integers. */
-  function ticks(low, high, count, whole = false) {
+  /* Returns the round distance between about `count` values within [low, high]; if `whole` is true, an integer. */
+  function tickStep(low, high, count, whole = false) {
     const rough = Math.max(whole ? 1 : 0, (high - low || 1) / Math.max(1, count));
     const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999 && (!whole || Number.isInteger(s)));
-    const found = [];
+    return [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999 && (!whole || Number.isInteger(s)));
+  }
+
+  /* Returns the multiples of `tickStep` within [low, high]. */
+  function ticks(low, high, count, whole = false) {
+    const step = tickStep(low, high, count, whole), found = [];
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
     return found;
   }
@@ -103,7 +107,7 @@ const PrlCharts = (() => {
   }
 
   function yAxis(svg, width, low, high, y, format) {
-    for (const tick of [low, ...ticks(low, high, 4).filter((one) => one - low > (high - low) / 10)]) { // the lowest value is labelled
+    for (const tick of ticks(low, high, 4)) {
       svg.append(shape("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y(tick), y2: y(tick) }));
       svg.append(shape("text", { x: PAD.left - 8, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
     }
@@ -169,24 +173,31 @@ const PrlCharts = (() => {
     };
   }
 
-  /* Returns the range of a vertical axis; `low` and `high` fix its ends. Equal values get a range from 0 to twice the value. Other
-   * values fill the range, unless labels of three digits would then be equal. */
+  /* Returns the range of a vertical axis, which ends at ticks; `low` and `high` fix its ends. Equal values get a range from 0 to
+   * twice the value. Other values fill the range, from 0 if they are positive and the least is at most half of the largest,
+   * unless labels of three digits would then be equal. */
   function extent(values, low, high) {
     let least = low ?? Infinity, most = high ?? -Infinity;
     for (const value of values) { if (low === undefined && value < least) least = value; if (high === undefined && value > most) most = value; }
-    const lacking = Math.max(0, 0.04 * Math.max(Math.abs(least), Math.abs(most)) - (most - least));
-    if (most > least) return [low ?? least - lacking / 2, high ?? most + lacking / 2];
-    if (high !== undefined) return [high - (Math.abs(high) || 1) * 0.1, high];
-    if (low !== undefined) return [low, low + (Math.abs(low) || 1) * 0.1];
-    return least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
+    if (most <= least) {
+      if (high !== undefined) return [high - (Math.abs(high) || 1) * 0.1, high];
+      if (low !== undefined) return [low, low + (Math.abs(low) || 1) * 0.1];
+      return least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
+    }
+    if (low === undefined && least > 0 && least <= most / 2) least = 0;
+    const lacking = Math.max(0, 0.04 * Math.max(Math.abs(least), Math.abs(most)) - (most - least)) / 2;
+    const step = tickStep(least - lacking, most + lacking, 4);
+    return [low ?? step * Math.floor((least - lacking) / step + 1e-9), high ?? step * Math.ceil((most + lacking) / step - 1e-9)];
   }
 
-  /* Returns the range and tick labels of a horizontal axis of `width` pixels. A single value is in the middle; the labels of
-   * integers are integers. */
+  /* Returns the range and tick labels of a horizontal axis of `width` pixels. Both ends are labelled. A single value is in the
+   * middle. The labels of integers are integers. */
   function across(values, width) {
     const low = Math.min(...values), high = Math.max(...values);
     if (low === high) return { low: low - 0.5, high: high + 0.5, marks: [low] };
-    return { low, high, marks: ticks(low, high, width / 90, values.every(Number.isInteger)) };
+    const apart = (50 * (high - low)) / width;
+    const inner = ticks(low, high, width / 90, values.every(Number.isInteger)).filter((one) => one - low > apart && high - one > apart);
+    return { low, high, marks: [low, ...inner, high] };
   }
 
   /* Draws lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]; yLow, yHigh fix the range. */
@@ -215,7 +226,7 @@ const PrlCharts = (() => {
   function drawSeries(svg, one, points, x, y) {
     const path = points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join("");
     svg.append(shape("path", { d: path, fill: "none", stroke: one.color, "stroke-width": 2, "stroke-linejoin": "round", "stroke-opacity": one.faint ? 0.35 : 1 }));
-    if (one.dots || points.length === 1)
+    if (one.dots || points.length < 8)
       for (const p of points) svg.append(shape("circle", { cx: x(p[0]), cy: y(p[1]), r: 4, fill: one.color, stroke: "var(--card)", "stroke-width": 2 }));
   }
 

@@ -116,8 +116,8 @@ const PrlViews = (() => {
         { name: "max", color: COLOR[2], points: pick(r, axis, (one) => one.lag && one.lag.max) }] }),
       (root) => lines(root, { title: "Effective sample size", sub: "1 = on-policy; unclamped importance weights", series: noisy("ESS", COLOR[0], pick(r, axis, (one) => one.ess)), xName: axis.name, yHigh: 1 }),
       (root) => bars(root, { title: "Effective sample size by lag", sub: "Mean over the run: how much tokens of each lag are still worth", bars: essBars, xName: "lag", yLow: 0, yHigh: 1 }),
-      (root) => bars(root, { title: "Dropped as stale, by length", sub: "Share of the sequences of each length; if it grows with length, training sees too few long ones", bars: staleBars, xName: "completion tokens", format: percent, yLow: 0, yHigh: 1 }),
-      (root) => lines(root, { title: "Mismatch KL", sub: "Between actor and trainer, nats; only for steps that trained on tokens of lag 0", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name }),
+      (root) => bars(root, { title: "Dropped as stale, by length", sub: "Share of the sequences of each length; if it grows with length, training sees too few long ones", bars: staleBars, xName: "completion tokens", format: percent }),
+      (root) => lines(root, { title: "Mismatch KL", sub: "Between actor and trainer, nats; only for steps that trained on tokens of lag 0", series: noisy("KL", COLOR[0], pick(r, axis, (one) => one.mismatch_kl)), xName: axis.name, yLow: 0 }),
     ];
   }
 
