@@ -49,7 +49,7 @@ from tests.chart.rendering import NAMESPACE
 from tests.faults.slow import talks
 from tests.monitoring.catalogue import groups, names_in, samples, shown_alerts
 from tests.support import stranger
-from tests.support.browser import OpenPage, chromium, opened
+from tests.support.browser import OpenPage, barriers, chromium, opened
 from tests.support.collector import Collector, collecting
 from tests.support.runs import (
     PARITY_NATS,
@@ -562,6 +562,7 @@ async def test_the_page_points_to_the_report_which_has_the_same_views(tour: Tour
         assert await report.page.inner_text("[data-ledger=issued] td") == issued
         assert await report.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
         assert await report.page.evaluate(TOO_WIDE) == []
+        assert await barriers(report.page) == []
         assert report.problems == []
 
 

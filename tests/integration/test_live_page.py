@@ -8,10 +8,8 @@ import pytest
 
 from pipelinerl.rl.ledger import MEANINGS
 from services.trainer.reporting.page import PageBoard
-from tests.support.tools import tool
+from tests.support.browser import barriers, chromium
 from tests.unit.test_page import record, sample, served
-
-playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
 ABOUT = {
     "run": "r", "total_steps": 10, "max_lag": 1, "recipe": "name: r", "run_dir": "runs/r", "description": "a run",
@@ -29,14 +27,12 @@ async def shown(board: PageBoard, *samples: dict[str, Any]) -> AsyncIterator[tup
     """The page in a browser whose clock the test moves, and the paths that it asked for."""
     board.begin(ABOUT, [record(1)], [sample(1), *samples])
     board.state(STATE)
-    async with served(board) as client, playwright.async_playwright() as started:
-        browser = await started.chromium.launch(executable_path=tool("chromium"), args=["--no-sandbox"])
+    async with served(board) as client, chromium() as browser:
         page, asked = await browser.new_page(), []
         page.on("request", lambda request: asked.append(request.url.split("?")[0].rpartition("/")[2]))
         await page.clock.install()
         await page.goto(str(client.base_url))
         yield page, asked
-        await browser.close()
 
 
 async def until_step(page: Any, step: int) -> None:
@@ -85,6 +81,7 @@ async def test_an_episode_is_shown_turn_by_turn_with_what_it_observed_in_grey() 
     board = PageBoard()
     async with shown(board, EPISODE) as (page, _):
         await until_step(page, 1)
+        assert await barriers(page) == []
         episode = page.locator(".episode").first
         assert await episode.locator(".head").all_inner_texts() == [
             'Turn 1 · 2 tokens · calls add {"terms":[2,2]}',

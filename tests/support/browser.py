@@ -5,11 +5,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright
 
 from tests.support.tools import tool
 
 WAIT_MS = 120_000
+
+
+async def barriers(page: Page) -> list[str]:
+    """The rules of accessibility that the page breaks in light or dark colours, by axe-core."""
+    found = []
+    for scheme in ("light", "dark"):
+        await page.emulate_media(color_scheme=scheme)
+        found += [f"{scheme}: {one['id']}: {one['nodes'][0]['html']}" for one in (await Axe().run(page)).response["violations"]]
+    return found
 
 
 @dataclass
