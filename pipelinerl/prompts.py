@@ -24,7 +24,7 @@ from pipelinerl.tasks.source import Problem, conversation
 log = logging.getLogger(__name__)
 
 _MARK = f"k{secrets.token_hex(12)}q"
-"""Letters and digits, which JSON and templates leave unchanged. They are random, so that no text can contain them."""
+"""Text to insert into spelled control tokens. JSON and templates keep its letters and digits, and nobody can guess them."""
 _PREFIX = 3
 """Length of the prefixes by which control tokens are first searched for."""
 
@@ -100,7 +100,7 @@ class ControlTokens:
         return (self._all if is_result else self._control).parted(value)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode a text. A spelled control token becomes that token only if no mark splits it."""
+        """Encode a text. A control token in it that a mark splits is encoded as ordinary text."""
         first, *others = text.split(_MARK)
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
         if not others:
@@ -158,7 +158,7 @@ class Spellings:
                     break
 
     def first(self, text: str) -> str:
-        """Return the first token that the text spells; empty if none."""
+        """Return the first token that the text spells, or an empty text."""
         return next((spelled for _, spelled in self.found(text)), "")
 
     def parted(self, value: Any) -> Any:

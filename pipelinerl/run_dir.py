@@ -85,7 +85,7 @@ class RunDir:
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
         """Return the free space that the next checkpoint needs: the newest one's size, or `first_bytes` without one. Return 0
-        while a checkpoint is written, or there are more than `keep`, because removing the oldest then frees the same space."""
+        while a checkpoint is written, or more than `keep` exist, because removing the oldest one frees as much."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 
@@ -309,7 +309,7 @@ def missing_from(run_dir: Path) -> str:
     if state is not None and state["journal_bytes"] > size:
         return (
             f"{JOURNAL} has {size:,} bytes, but the checkpoint of version {state['policy_version']} was written when it had "
-            f"{state['journal_bytes']:,}: restore the file; nothing else tells which sequences are in flight"
+            f"{state['journal_bytes']:,}: restore the file, because nothing else records which sequences are in flight"
         )
     written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
     if state is None and written:

@@ -75,7 +75,7 @@ class PolicySettings(BusSettings):
 
 class ActorSettings(PolicySettings):
     pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not reported.")
-    trainer: str = Field("", description="host:port of the trainer, from which an initial policy that it built is fetched.")
+    trainer: str = Field("", description="host:port of the trainer, which sends the initial policy if the run built one.")
     episode_host: str = Field(
         "127.0.0.1", description="Interface on which environments and agents request turns, if the recipe has any."
     )
@@ -144,7 +144,7 @@ class RankSettings(BaseSettings):
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Number of processes that compute rewards.")
     max_queue: int = Field(4096, ge=1, description="Maximum number of waiting items; more are refused with RESOURCE_EXHAUSTED.")
-    private_dir: Path | None = Field(None, description="Folder that code in a sandbox cannot read: a local run's, or runs/.")
+    private_dir: Path | None = Field(None, description="Folder that sandboxed code cannot read: a local run's, or runs/.")
     max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum number of running episodes; more are refused, too.")
     reward_modules: Path | None = Field(None, description="Folder in which workers look for modules first, before PYTHONPATH.")
 
