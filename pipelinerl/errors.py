@@ -65,7 +65,7 @@ class NotPermitted(UserError):
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action
         super().__init__(
-            f"NATS user {user!r} may not {action} to {subject}; this command prints what each user of a run needs: "
+            f"NATS user {user!r} may not {action} to {subject}; this command prints the permissions that a run needs: "
             "python -m pipelinerl.bus.permissions RUN"
         )
 

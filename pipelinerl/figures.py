@@ -42,7 +42,7 @@ class Figure:
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json, with their rules. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
-    """Key of the weight for `mean` and `rate` in the step's record, in the same form. Empty = weight 1."""
+    """Key of the weight for `mean` and `rate` in the step's record, such as `step_s.compute`. Empty = weight 1."""
     trained: bool = False
     """True if the summary ignores skipped steps."""
 

@@ -353,10 +353,10 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
 
 
 def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str]]:
-    """Return the sequences in flight that are lost, and those that will be published.
+    """Return the sequences in flight that are lost, and those whose group the trainer will publish.
 
-    Neither are on the streams or in the newest checkpoint. A sequence is not lost if the trainer will publish its group: the
-    newest group may be on its way to PROMPTS, and a starting trainer republishes every missing group.
+    Both are missing from the streams and the newest checkpoint. The trainer will publish the newest group, which may be on its
+    way to PROMPTS, and at its start every group that is missing.
     """
     lost: list[str] = []
     waiting: list[str] = []

@@ -396,7 +396,7 @@ class Puller(ABC):
         await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Wait until something happens, and return whether it did in time. Raises the error of a refusal or of the queue."""
+        """Wait for a message or another event, and return whether it came in time. Raises the error that the event reports."""
         self._woken.clear()
         if self._error is None:
             with contextlib.suppress(TimeoutError):

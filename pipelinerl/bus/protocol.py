@@ -101,7 +101,7 @@ def check_actor_name(actor: str) -> str:
 
 
 def group_id_of(msg_id: str) -> str:
-    """Return the group of a message id on PROMPTS: g12 if the id is `g12`, or `g12/...` after a hand-over."""
+    """Return the group of a message id on PROMPTS: g12 for `g12` and, if it was published again, for `g12/...`."""
     return msg_id.partition("/")[0]
 
 

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delays between tries, which double from `first_s` to `most_s`. `jitter`: largest share by which chance shortens each."""
+    """Delays between tries, which double from `first_s` to `most_s`. Each is shortened at random by up to the share `jitter`."""
 
     first_s: float = 0.1
     most_s: float = 5.0
