@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delays between tries, which double from `first_s` to `most_s`. Each is shortened at random by up to the share `jitter`."""
+    """Delays between tries, which double from `first_s` to `most_s`. Each is shortened at random by a share up to `jitter`."""
 
     first_s: float = 0.1
     most_s: float = 5.0
