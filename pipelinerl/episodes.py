@@ -1,11 +1,10 @@
-"""Environments and tools, as users write them (docs/episodes.md). This module only describes them, and needs neither torch nor
-vLLM.
+"""Environments and tools, as users write them (docs/episodes.md).
 
 An environment starts an episode, answers each turn of the policy, and gives the episode's reward. Each episode has its own
-object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode may run again from its
-start. If the environment behaves the same for the same row, seed and turns, the turns already sampled are used again.
+object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode runs again from its
+start. If the environment then behaves as before, the turns already sampled are used again.
 
-A tool is a Python function: its name, type hints and docstring are the schema that the policy reads. Parameters are str, int,
+A tool is a Python function. Its name, type hints and docstring are the schema that the policy reads. Parameters are str, int,
 float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the function's result: text as it
 is, anything else as JSON.
 """
@@ -29,7 +28,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy asked for. `arguments_json` is the policy's own text, which need not be JSON."""
+    """A tool call by the policy. `arguments_json` is the policy's own text, which need not be JSON."""
 
     id: str
     name: str
@@ -45,7 +44,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn that the policy sampled. `messages`: the whole conversation so far, this turn included."""
+    """One turn that the policy sampled. `messages`: the whole conversation so far, including this turn."""
 
     text: str
     tool_calls: tuple[ToolCall, ...]
@@ -56,7 +55,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an episode. `correct` decides whether a held-out problem counts as solved; None: solved if the reward reaches
+    """The end of an episode. `correct`: whether a held-out problem counts as solved; None = if the reward reaches
     `reward.correct`. `metrics` are averaged over episodes."""
 
     reward: float
@@ -66,7 +65,7 @@ class Done:
 
 MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE = "max_turns_exceeded", "context_length_exceeded", "request_too_large"
 POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE)
-"""Error codes with which an actor refuses a turn because the policy went on for too long. The episode then earns 0."""
+"""Codes with which an actor refuses a turn because the policy went on for too long. The episode then earns 0."""
 
 Start = Messages | str
 """First messages of an episode. A plain text stands for one user message."""
@@ -74,9 +73,9 @@ Reply = Messages | str | Done
 
 
 class Environment(Protocol):
-    """Interface of the user's class in `task: {source: environment, name: "package.module:Class"}`. `task.config` goes to its
-    constructor. Both methods may be async. The class may have an attribute `tools`, a list of functions or OpenAI schemas that
-    the policy may call; the environment answers such calls itself."""
+    """Interface of the user's class in `task: {source: environment, name: "package.module:Class"}`. Its constructor takes
+    `task.config`. Both methods may be async. An attribute `tools` may list functions or OpenAI schemas that the policy can
+    call; the environment answers such calls itself."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
         """Return the first messages. `row`: the problem's line of `task.path`, or `{}`."""
@@ -88,7 +87,7 @@ class Environment(Protocol):
 
 
 def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any]) -> None:
-    """Raise `UserError` if a class lacks the methods of an `Environment` or does not take `config`. Creates no instance."""
+    """Raise `UserError` if a class lacks a method of `Environment` or does not take `config`."""
     wanted = {"start": ("row", "seed"), "reply": ("turn",)} if isinstance(kind, type) else {}
     for method, parameters in wanted.items():
         if not callable(getattr(kind, method, None)):
@@ -102,7 +101,7 @@ def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any])
 def _bind(name: str, function: Callable[..., Any], arguments: tuple[str, ...] = (), config: Mapping[str, Any] = {}) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a class in C may have no signature; then a wrong call reports itself
+    except (TypeError, ValueError):  # a class in C may have no signature
         return
     try:
         signature.bind(*arguments, **config)
@@ -136,7 +135,7 @@ class Tool:
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """Turn a function into a tool. Raises `UserError`, naming function and parameter, if a model could not call it."""
+    """Turn a function into a tool. Raises `UserError`, naming function and parameter, if no model could call it."""
     name = getattr(function, "__name__", type(function).__name__)
     if not NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be a tool: use a function whose name has at most 64 letters, digits and underscores")

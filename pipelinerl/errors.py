@@ -1,8 +1,7 @@
 """The errors that this project raises on purpose, as one tree.
 
-A user's mistake is a `UserError`: its text names the field, the value and the fix, and the command line prints it without a
-traceback. Every other `PipelineRLError` is a failure outside the process. A broken invariant of our own is an `AssertionError`,
-which is not listed here.
+A user's mistake is a `UserError`. The command line prints its text, which names the fix, without a traceback. Every other
+`PipelineRLError` is a failure outside the process.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ class UserError(PipelineRLError, ValueError):
 
 
 class FieldError(UserError):
-    """One field of a recipe, a setting or a request is wrong. Attributes: `field` (dotted path), `value` (as given), `fix`
-    (what is allowed)."""
+    """One field of a recipe, a setting or a request is wrong. `field`: dotted path. `fix`: allowed values, or what to do."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         self.field, self.value, self.fix = field, value, fix
@@ -41,7 +39,7 @@ class MissingPackage(UserError):
 
 
 class MessageError(PipelineRLError):
-    """A message from another process does not parse or contradicts itself. It is counted and set aside, never fatal."""
+    """A message from another process does not parse or contradicts itself. The receiver counts it and sets it aside."""
 
     def __init__(self, kind: str, field: str, problem: str) -> None:
         self.kind, self.field, self.problem = kind, field, problem
@@ -61,13 +59,13 @@ class PayloadTooLarge(BusError):
 
 
 class NotPermitted(UserError):
-    """NATS does not let this user publish or subscribe to a subject. It is not a `BusError`, because waiting does not help:
-    a service ends with this error."""
+    """NATS does not let this user publish or subscribe to a subject. A service ends with this error, because waiting does not
+    help."""
 
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action
         super().__init__(
-            f"NATS user {user!r} may not {action} to {subject}; this command prints what each user of a run needs: "
+            f"NATS user {user!r} may not {action} to {subject}; this command prints the permissions that a run needs: "
             "python -m pipelinerl.bus.permissions RUN"
         )
 
@@ -88,13 +86,12 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def as_unicode(text: str) -> str:
-    """Replace each surrogate (half of a pair) by U+FFFD. JSON and Python can represent single surrogates; messages and
-    tokenizers refuse them."""
+    """Replace each surrogate by U+FFFD, because messages and tokenizers refuse surrogates, which JSON may contain."""
     return _HALF_A_PAIR.sub("\ufffd", text)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of the error's message, or the name of its type if the message is empty."""
+    """Return the first non-empty line of the error's message, or else the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -104,7 +101,7 @@ def counted(count: int, what: str) -> str:
 
 
 def one_of(names: Sequence[str]) -> str:
-    """Join the names to a text such as `a, b or c`. At least one name is needed."""
+    """Join one or more names to a text such as `a, b or c`."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -114,8 +111,8 @@ _OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), name, "")
 
 
 def located(error: BaseException) -> str:
-    """Return type, first line and place of an error that a user's code raised, such as `KeyError: 'unit' at rewards.py:7`. The
-    place is the innermost frame outside this project and all libraries, or else the innermost in an installed package."""
+    """Return type, first line and place of an error in a user's code, such as `KeyError: 'unit' at rewards.py:7`. The place is
+    the innermost frame outside this project and all libraries, or else the innermost frame in an installed package."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno or 0))

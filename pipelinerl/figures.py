@@ -1,7 +1,7 @@
 """Declare each figure of an optimizer step once, in a table. Pure.
 
-The summary's figures, the trainer's gauges and counters, the data of the run's pages, and the tables of docs/run-directory.md
-are derived from this table. The learner, the optimizer loop and the recorder compute the figures.
+The figures of summary.json, the trainer's metrics, the data of the run's pages and the tables of docs/run-directory.md are
+derived from this table. The learner, the optimizer loop and the recorder compute the figures.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pipelinerl.rl.groups import LAG_BUCKETS
 
 Reduction = Literal["sum", "ones", "last", "smallest", "largest", "mean", "rate"]
-"""Rule that combines the values of all steps into the run's figure: `ones` counts the steps in which the value is 1 or true,
-`mean` is weighted by `Figure.weight`, and `rate` is the sum of the values divided by the sum of the weights."""
+"""Rule that combines the values of all steps into the run's figure. `ones` counts the steps whose value is 1 or true. `mean` is
+weighted by `Figure.weight`. `rate` is the sum of the values divided by the sum of the weights."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,22 @@ class Figure:
     key: str
     text: str
     metric: str = ""
-    """Name of the metric with exactly this value, a counter if the name ends with `_total`; empty if there is none."""
+    """Name of the metric with this value; empty if there is none. A counter's name ends with `_total`."""
     unit: str = ""
     """Unit of the metric if its name does not end with it."""
     help: str = ""
     """Text of the metric; empty = `text`."""
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """If the figure is a mapping: the metric's label, and the label's values, which are the keys of the mapping."""
+    """If the figure is a mapping: the metric's label, and the label's values, which are the mapping's keys."""
     stays: bool = False
-    """True if the metric keeps its value at a step without the figure. If False, it has no series after such a step."""
+    """True if the metric keeps its value at a step without the figure. Otherwise its series ends there."""
     on_page: bool = False
     event: type | None = None
-    """For a figure that describes events since the previous step: the type whose empty value means that none happened."""
+    """For a figure about events since the previous step: the type whose empty value means that none happened."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
-    """Keys in summary.json, with their rules; `ess.mean` is the key `mean` of the object `ess`."""
+    """Keys in summary.json, with their rules. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
-    """Key of the weight for `mean` and `rate`, in the step's record; `a.b` is the key `b` of object `a`. Empty = weight 1."""
+    """Key of the weight for `mean` and `rate` in the step's record, such as `step_s.compute`. Empty = weight 1."""
     trained: bool = False
     """True if the summary ignores skipped steps."""
 
@@ -188,7 +188,7 @@ ON_PAGE = tuple(figure.key for figure in FIGURES if figure.on_page)
 
 
 def no_events() -> dict[str, Any]:
-    """Return the values that figures of events have if no event has happened since the previous step."""
+    """Return the figures of events for a step before which no event has happened."""
     return {figure.key: figure.event() for figure in FIGURES if figure.event}
 
 
@@ -215,7 +215,7 @@ _COMBINED: Mapping[Reduction, Callable[[float, float, float], float]] = {
 
 
 def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) -> None:
-    """Add one record's finite numbers to `reduced`: the figures of events if `events` is true, the others if it is false."""
+    """Add one record's finite numbers to `reduced`: the figures of events if `events` is true, else all others."""
     for key, (reduction, figure) in RUN_FIGURES.items():
         value, is_event = record.get(figure.key), figure.event is not None
         if is_event is not events or value is None or not math.isfinite(value) or (figure.trained and record.get("skipped")):
@@ -227,7 +227,7 @@ def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) ->
 
 
 def run_figures(reduced: Reduced) -> dict[str, Any]:
-    """Return the part of summary.json that follows from figures. Without any step, counts are 0 and all other figures None."""
+    """Return the keys of summary.json that follow from figures. Without any step, sums and counts are 0, the others None."""
     found: dict[str, Any] = {}
     for key, (reduction, _) in RUN_FIGURES.items():
         total, weights = reduced.get(key, (0 if reduction in ("sum", "ones") else None, 0))

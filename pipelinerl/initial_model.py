@@ -1,8 +1,7 @@
-"""Find the initial policy of a run, and name the cache folders of models that a run unpacks or copies.
+"""Find the initial policy of a run, and the cache folder of a model that a run unpacks or copies.
 
-A cache folder is complete when it has `config.json`. It is renamed into place as a whole, so that no process sees half a model.
-`services.trainer.initial_model` makes such a folder, and `services.actor.initial_model` fetches it from the trainer. Nothing
-here needs torch or the network.
+`services.trainer.initial_model` makes such a folder, and `services.actor.initial_model` fetches it from the trainer. A folder
+is renamed into place as a whole, so that no process sees half a model.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from pipelinerl.service.settings import PolicySettings
 COMPLETE = "config.json"
 CHUNK_BYTES = 1024**2
 _FORMAT = 2
-"""Part of a cache folder's name. Increase it when the same source gives other weights."""
+"""Part of a folder's name. Increase it when the same source gives other weights."""
 _ABANDONED_S = 24 * 3600
-"""Seconds without a change after which a partial folder must have been left by a killed process."""
+"""Seconds without a change after which a partial folder is taken for that of a killed process."""
 
 
 def is_built(model: ModelConfig) -> bool:
@@ -36,7 +35,7 @@ def is_built(model: ModelConfig) -> bool:
 
 
 def built_name(recipe: Recipe, run: str) -> str:
-    """Return the name of a model's folder in a cache. It depends on the run, unless all runs load the same weights."""
+    """Return the name of a model's folder in a cache. Only smollm2 has the same folder in all runs."""
     if recipe.model.source == "smollm2":
         return f"smollm2-{_FORMAT}"
     text = json.dumps({"format": _FORMAT, "model": recipe.model.name, "run": run}, sort_keys=True)
@@ -52,7 +51,7 @@ def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
 
 
 COMPILED = "inductor"
-"""Name of the folder, in the cache, for code that torch compiles."""
+"""Folder in the cache for code that torch compiles."""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -62,7 +61,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def why_unwritable(folder: Path) -> str:
-    """Return why no file can be made in the folder; empty if one can. The folder need not exist yet. Changes nothing."""
+    """Return why no file can be made in the folder, which need not exist yet; empty if one can."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there} is not a folder"
@@ -88,7 +87,7 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside `folder`, and rename it to `folder` at the end of the block. If another process finished
-    first, its folder stays. A partial folder is removed after an error, and so are those of killed processes."""
+    first, its folder stays. Partial folders are removed after an error, and those of killed processes at the start."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}."
     for left in folder.parent.glob(f"{prefix}*"):

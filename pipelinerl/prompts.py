@@ -1,8 +1,8 @@
 """Turn a problem into the tokens of a prompt by the recipe's chat template, without letting text become control tokens.
 
-A text that spells one of the tokenizer's control tokens, such as `<|im_end|>`, never becomes that token, whether it comes from
-a row of a file, a tool's result, an environment or an agent. A mark splits the text before the chat template renders it, and
-the tokenizer encodes the parts separately. A tokenizer is any object with the interface of Hugging Face's.
+A text from a row, a tool, an environment or an agent may spell a control token, such as `<|im_end|>`. A mark splits such a text
+before the chat template renders it, and the tokenizer encodes the parts separately, so that it never becomes that token. A
+tokenizer is any object with the interface of Hugging Face's.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pipelinerl.tasks.source import Problem, conversation
 log = logging.getLogger(__name__)
 
 _MARK = f"k{secrets.token_hex(12)}q"
-"""Random letters and digits, which JSON and templates leave unchanged. Drawn per process, so that no text can contain them."""
+"""Text to insert into spelled control tokens. JSON and templates keep its letters and digits, and nobody can guess them."""
 _PREFIX = 3
 """Length of the prefixes by which control tokens are first searched for."""
 
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
-    """Set the recipe's chat template on the tokenizer, with `chat_template_kwargs` as defaults of its variables, so that
-    rendering, checkpoints and servers of checkpoints need no further setting. Raises `FieldError`."""
+    """Set the recipe's chat template on the tokenizer, with `chat_template_kwargs` as defaults of its variables. Servers of
+    checkpoints then need no further setting. Raises `FieldError`."""
     if model.chat_template:
         if not is_template(model.chat_template):
             raise no_template_file(model.chat_template)
@@ -40,7 +40,7 @@ def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
         if not tokenizer.chat_template:
             fix = "the model has no chat template that could read them; name one with model.chat_template, or leave them out"
             raise FieldError("model.chat_template_kwargs", model.chat_template_kwargs, fix)
-        # Jinja reads Python's literals. It drops the newline after the last tag (trim_blocks), so the prompt begins as before.
+        # Jinja reads Python's literals, and drops the newline after a tag (trim_blocks), so the prompt begins as before.
         defaults = "".join(
             f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
             for name, value in model.chat_template_kwargs.items()
@@ -51,11 +51,11 @@ def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
 
 
 def written(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, *, begins_turn: bool = True) -> str:
-    """Render messages with the chat template, in transformers' sandbox. Raises what the template raises."""
+    """Render messages with the chat template. Raises the template's errors."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("tool_use" if tools and "tool_use" in template else "default")
-    # The template is passed because an engine's tokenizer renders with copies of itself, which have the model's own template.
+    # Pass the template, because an engine's tokenizer renders with copies of itself, which have the model's own template.
     arguments = {"chat_template": template, "tokenize": False, "add_generation_prompt": begins_turn}
     return str(tokenizer.apply_chat_template(messages, tools=tools or None, **arguments))
 
@@ -67,15 +67,15 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """Return the text that the chat template writes after an answer, including another question if `asked_again`. Raises what
-    the template raises."""
+    """Return the text that the chat template writes after an answer, including another question if `asked_again`. Raises the
+    template's errors."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 
 
 class ControlTokens:
     """A tokenizer for prompts that lets no text become a control token. Control tokens are all special tokens, added tokens
-    that contain a bar, and those with which the chat template begins or ends a message; in a tool's result, all added tokens.
+    with a bar, and added tokens with which the chat template begins or ends a message; in a tool's result, all added tokens.
     `has_own_encoder`: the renderer uses another tokenizer, which reads no control tokens in texts."""
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
@@ -87,7 +87,7 @@ class ControlTokens:
         except Exception:  # noqa: BLE001 - there is no template, or it refuses this conversation
             ids = []
         self._all = Spellings({text for text, _ in added.values()})
-        # Tags of thoughts belong to answers, also in a history. Tokens of roles contain a bar, which other tags do not.
+        # Tags of thoughts belong to answers, so texts may spell them. Tokens of roles contain a bar, unlike other tags.
         frame = {text for token_id, (text, _) in added.items() if token_id in ids and "think" not in text}
         self.texts = frame | {text for text, special in added.values() if special or "|" in text or "｜" in text}
         self._control = Spellings(self.texts)
@@ -100,18 +100,18 @@ class ControlTokens:
         return (self._all if is_result else self._control).parted(value)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode a text. A control token that the text spells becomes that token only if no mark splits it."""
+        """Encode a text. A control token in it that a mark splits is encoded as ordinary text."""
         first, *others = text.split(_MARK)
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
         if not others:
             return token_ids
-        # Some tokenizers put a space before a first word, so each part is encoded after a line end, which is then removed.
+        # Some tokenizers put a space before a first word, so encode each part after a line end, which is then removed.
         line_end, *behind = self._tokenizer(["\n", *(f"\n{part}" for part in others)], add_special_tokens=False)["input_ids"]
         following = list[int]()
         for part, ids in zip(others, behind, strict=True):
             is_whole = ids[: len(line_end)] == line_end
             following += ids[len(line_end) :] if is_whole else self._tokenizer.encode(part, add_special_tokens=False)
-        # Tokens that the tokenizer adds at the end of a text come after the last part.
+        # The tokenizer may add tokens at the end of a text. They belong after the last part.
         bare = list(self._tokenizer.encode(first, add_special_tokens=False))
         end = next((at for at in range(len(token_ids), 0, -1) if token_ids[:at][-len(bare) :] == bare), len(token_ids))
         return [*token_ids[:end], *following, *token_ids[end:]]
@@ -125,9 +125,9 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 @lru_cache(maxsize=8)
 def answer_end(tokenizer: Any) -> int | None:
-    """Return the token with which the chat template ends an answer, even if it also begins the next role's message. The
-    generation config does not suffice: a base model's names another token. Return None if the token is the tokenizer's own end
-    token, which engines know, or if the template ends answers with plain text. Raises `FieldError` without a template."""
+    """Return the token with which the chat template ends an answer, which a base model's generation config does not name.
+    Return None for the tokenizer's own end token, which engines know, or if the template ends answers with plain text. Raises
+    `FieldError` without a template."""
     if not tokenizer.chat_template:
         fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
         raise FieldError("task.prompt_style", "chat", fix)
@@ -158,7 +158,7 @@ class Spellings:
                     break
 
     def first(self, text: str) -> str:
-        """Return the first token that the text spells; empty if none."""
+        """Return the first token that the text spells, or an empty text."""
         return next((spelled for _, spelled in self.found(text)), "")
 
     def parted(self, value: Any) -> Any:
@@ -178,7 +178,7 @@ def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control
 
 
 def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> str:
-    """Render the problem with instruction and system prompt. Marks split only text from the row, not text from the recipe."""
+    """Render the problem with instruction and system prompt. Marks split text from the row, but not text from the recipe."""
     given = control.parted(problem.messages or ({"role": "user", "content": problem.question},))
     messages = conversation(given, config)
     if config.prompt_style != "chat":
@@ -192,8 +192,8 @@ def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: Contr
 def refusal(
     problem: Problem, config: TaskConfig, messages: list[Any], error: Exception, write: Callable[[list[Any]], object]
 ) -> FieldError:
-    """Return the `FieldError` for a prompt that the chat template refused with `error`. It is about the system message if
-    `write` accepts the prompt without that message."""
+    """Return the `FieldError` for a prompt that the chat template refused with `error`. The system message is to blame if
+    `write` accepts the prompt without it."""
     if messages[0]["role"] == "system" and len(messages) > 1:
         with contextlib.suppress(Exception):  # if this fails too, the system message is not the cause
             write(messages[1:])

@@ -21,16 +21,14 @@ from pipelinerl.local.credentials import Credentials
 _RUN_NAME_LENGTH = 40
 _STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
 MOST_ACTORS = 64
-"""Limit on one machine; a larger number is probably a typing error."""
+"""Limit on one machine. A larger number is probably a typing error."""
 LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
 RUN_STATE = Path("resume", "run.json")
 """Path within a checkpoint. A run cannot continue from a checkpoint without this file."""
 STATE_FORMAT = 3
 """Version of a checkpoint's training state. A run cannot continue from a checkpoint with another version."""
-
-
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""Free space that a run needs to start, beside its next checkpoint; and free space that it leaves to other programs."""
+"""Free space that a run needs at its start beside its next checkpoint, and free space that it leaves to other programs."""
 
 
 @dataclass
@@ -54,45 +52,45 @@ class RunDir:
         self.pids = self.path / "pids.json"
         """`{"trainer": pid, "verifier": pid, "actor-0": pid, "nats": pid}` of the running processes."""
         self.scale = self.path / "scale.json"
-        """`{"actors": N}`: the wanted number, once `pipelinerl scale` has been used."""
+        """`{"actors": N}`: number of actors that `pipelinerl scale` asked for."""
         self.placement = self.path / "placement.json"
         """GPUs of trainer and actors, and the fields that `--resume` sets to `auto` again, as in the recipe."""
         self.checkpoint = self.path / "checkpoint"
-        """Hugging Face safetensors and tokenizer of the last checkpoint."""
+        """Policy and tokenizer of the last checkpoint, as Hugging Face stores them."""
         self.checkpoints = self.path / CHECKPOINTS
         """`step-<version>/` for each of the newest checkpoints."""
         self.nats_store = self.path / "nats"
         """Streams of the embedded NATS server."""
         self.credentials = Credentials(self.path / "secrets")
-        """Credentials of the latest start of the run on this machine."""
+        """Credentials of the run's latest start."""
 
     def log(self, service: str) -> Path:
         return self.path / "logs" / f"{service}.log"
 
     def address(self, service: str) -> Path:
-        """Return the file to which a service writes `{grpc, http, pid}` once it serves."""
+        """Return the file to which a service writes its `ServiceAddress`."""
         return self.path / "addresses" / f"{service}.json"
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of the newest complete checkpoint; 0 without one, or if the trainer is removing it."""
+        """Return the size of the newest complete checkpoint; 0 if there is none, or the trainer is removing it."""
         found = resumable(self.path)
         return _bytes_in(found[max(found)].parent.parent) if found else 0
 
     def checkpoint_under_way(self) -> tuple[int, int] | None:
-        """Return the version and the bytes so far of the checkpoint that is being written; None if none is."""
+        """Return version and present size of the checkpoint that is being written; None if none is."""
         for folder in self.checkpoints.glob(".step-*.partial-*"):
             version = folder.name.removeprefix(".step-").partition(".")[0]
             return int(version), _bytes_in(folder)
         return None
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
-        """Return the free space that the next checkpoint needs beside `keep` others: the newest one's size, or `first_bytes` if
-        there is none. Return 0 while one is written or an old one is removed, since the removal frees the same space."""
+        """Return the free space that the next checkpoint needs: the newest one's size, or `first_bytes` without one. Return 0
+        while a checkpoint is written, or more than `keep` exist, because removing the oldest one frees as much."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 
     def check_space(self, option: str, first_checkpoint_bytes: int) -> None:
-        """Raise `FieldError` if the run's disk has too little space to begin."""
+        """Raise `FieldError` if the run's disk has too little free space for a start."""
         free, needed = free_bytes(self.path), LEAST_FREE_BYTES + (self.checkpoint_bytes() or first_checkpoint_bytes)
         if free < needed:
             what = f"its disk has {free / 1e6:,.0f} MB free, but a run needs at least {needed / 1e6:,.0f} MB"
@@ -100,8 +98,7 @@ class RunDir:
 
     @contextmanager
     def locked(self, option: str = "--resume") -> Iterator[None]:
-        """Lock the folder against a second command. Raises `FieldError` if another one uses it. The kernel releases the lock
-        when the process ends in any way."""
+        """Lock the folder until the end of the block or of the process. Raises `FieldError` if another command uses it."""
         # Mode 600, because any user who can read the file could hold the lock.
         with open(self.path / ".running", "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             try:
@@ -112,7 +109,7 @@ class RunDir:
             yield
 
     def open_to_others(self) -> FieldError | None:
-        """Return a warning if other users can read the run's files. This can be so if the folder existed before."""
+        """Return a warning if other users can read the run's files, as in a folder that the user made before."""
         state, value = self.path.stat(), str(self.path)
         if state.st_uid != os.geteuid():
             return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
@@ -123,8 +120,7 @@ class RunDir:
 
 
 def stamped_name(recipe_name: str, now: datetime) -> str:
-    """Return `<recipe name>-<YYYYmmdd-HHMMSS>`. The recipe's name is cut to 21 characters, since a run's name has at most
-    40."""
+    """Return `<recipe name>-<YYYYmmdd-HHMMSS>`, with the recipe's name cut so that the name of the run is not too long."""
     room = _RUN_NAME_LENGTH - _STAMP_LENGTH - len("-99")
     return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
 
@@ -132,10 +128,10 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
 def create_run_dir(
     recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None, *, first_checkpoint_bytes: int = 0
 ) -> RunDir:
-    """Make the folder of a new run: `path` if given, else `runs/<name>`. The name is stamped with `now` unless given.
+    """Make the folder of a new run: `path` if given, else `runs/<name>`. The default name is the recipe's with the time `now`.
 
-    Only its owner can read a new folder; one that existed keeps its mode. Files of a run whose trainer never started are
-    removed. Raises `FieldError` when the name cannot be used, the folder is not empty, or its disk is too full.
+    Only its owner can read a new folder. Files of a run whose trainer never started are removed. Raises `FieldError` if the
+    name cannot be used, the folder is not empty, or its disk is too full.
     """
     if name is not None:
         check_run_name(name, "--name")
@@ -166,7 +162,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 NAMED_IN = ("run.json", "lineage.json")
-"""Files that hold the name of a run; the local runner writes the first, the trainer the second."""
+"""Files with the name of a run. The local runner writes the first, and the trainer the second."""
 
 
 def check_folder(folder: Path, option: str = "RUN_DIR") -> None:
@@ -177,7 +173,7 @@ def check_folder(folder: Path, option: str = "RUN_DIR") -> None:
 
 
 def run_name(folder: Path, option: str = "RUN_DIR") -> str:
-    """Return the name of the run in this folder: from the files `NAMED_IN`, or else the folder's name. Raises `FieldError`."""
+    """Return the name of the run in this folder: from a file of `NAMED_IN`, or else the folder's name. Raises `FieldError`."""
     check_folder(folder, option)
     name = folder.resolve().name
     for file in NAMED_IN:
@@ -203,11 +199,11 @@ _UNSTARTED = {
     *("run.json", "recipe.yaml", "pids.json", "scale.json", "summary.json", "report.html"),
     *(".running", "addresses", "logs", "models", "nats", "secrets"),
 }
-"""Entries that a run's folder may have before its trainer starts. Nothing could continue from them."""
+"""Entries that a run's folder may have before its trainer starts. No run could continue from them."""
 
 
 def _make_empty(run: RunDir, option: str) -> None:
-    """Make the folder, or empty it if its run's trainer never started. Raises `FieldError` on the `option` that chose it."""
+    """Make the folder, or empty it if its run's trainer never started. Raises `FieldError` on `option`."""
     path, value = run.path, str(run.path)
     if path.exists() and not path.is_dir():
         raise FieldError(option, value, "is a file; give a folder that is new or empty")
@@ -229,8 +225,7 @@ def _make_empty(run: RunDir, option: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if it cannot be read. NaN and infinities, which some writers produce, become
-    None."""
+    """Return the object in a JSON file, with None for NaN and infinities; empty if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except (OSError, ValueError):
@@ -239,13 +234,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Replace a JSON file atomically, so that a reader never sees half of it."""
+    """Replace a JSON file atomically."""
     write_whole(path, json.dumps(data, indent=2) + "\n")
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o666, durably: bool = False) -> None:
-    """Replace a text file atomically. `mode`: file mode before the umask. `durably`: wait for the disk, so that after a crash
-    the old or the new file exists."""
+    """Replace a text file atomically, so that a reader never sees half of it. `mode`: file mode before the umask. `durably`:
+    wait for the disk, so that the old or the new file also survives a crash."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
@@ -270,7 +265,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def resumable(run_dir: Path) -> dict[int, Path]:
-    """Return the path of run.json in each checkpoint that a run can continue from, by version, the newest last."""
+    """Return the path of `RUN_STATE` in each checkpoint that a run can continue from, by version, the newest last."""
     found = (run_dir / CHECKPOINTS).glob(f"step-*/{RUN_STATE}")
     names = {path.parent.parent.name.removeprefix("step-"): path for path in found}
     return dict(sorted((int(name), path) for name, path in names.items() if name.isdecimal()))
@@ -282,8 +277,7 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 
 
 def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the content of the newest checkpoint's run.json, or None if there is none. Raises `ValueError` if it is no
-    JSON."""
+    """Return the content of the newest checkpoint's run.json, or None without one. Raises `ValueError` if it is not JSON."""
     found = resumable(run_dir)
     if not found:
         return None
@@ -298,8 +292,8 @@ def trainer_starts(run_dir: Path) -> list[int]:
 
 
 def missing_from(run_dir: Path) -> str:
-    """Return what is missing or has another version, and how to fix it; empty for a complete or a new folder. A folder with
-    missing files must not be taken for a new run's. Raises `ValueError` for a file with invalid content."""
+    """Return why a run cannot continue from a folder that lost files or is of another version, and the fix; empty if it can, or
+    if the folder is new. Raises `ValueError` for a file with invalid content."""
     state, journal = newest_state(run_dir), run_dir / JOURNAL
     size = journal.stat().st_size if journal.is_file() else 0
     if not (run_dir / LINEAGE).is_file():
@@ -315,7 +309,7 @@ def missing_from(run_dir: Path) -> str:
     if state is not None and state["journal_bytes"] > size:
         return (
             f"{JOURNAL} has {size:,} bytes, but the checkpoint of version {state['policy_version']} was written when it had "
-            f"{state['journal_bytes']:,}: restore the file; nothing else tells which sequences are in flight"
+            f"{state['journal_bytes']:,}: restore the file, because nothing else records which sequences are in flight"
         )
     written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
     if state is None and written:

@@ -1,7 +1,6 @@
-"""Compute a run's figures from its steps: from records of metrics.jsonl to the keys of summary.json (docs/run-directory.md).
+"""Add up the steps of a run, which are the lines of metrics.jsonl, to its summary.json (docs/run-directory.md).
 
-The trainer adds up its steps as they happen and writes the summary at its end. If it could not write one, the runner adds up
-the records of metrics.jsonl; figures that they lack are None.
+The trainer does so step by step and writes the summary at its end. If it could not, the runner adds up metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed"
 
 @dataclass
 class RunTotals:
-    """Totals over the whole run that the summary needs. Figures of trained data count only steps that changed weights."""
+    """Totals over the whole run that the summary needs."""
 
     reduced: Reduced = field(default_factory=dict)
     heldout: list[dict[str, Any]] = field(default_factory=list)
@@ -49,18 +48,18 @@ class RunTotals:
     steps_skipped: int = 0
 
     def to_state(self) -> dict[str, Any]:
-        """Return a state that JSON can represent. Later changes of the totals do not change it."""
+        """Return a copy of the totals as data for JSON."""
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value.copy() if isinstance(value, list | dict) else value for name, value in own.items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """Restore what `to_state` returned, possibly after a JSON round trip."""
+        """Restore the totals from the data of `to_state`, possibly after JSON turned its keys into texts."""
         lags = {int(lag): tokens for lag, tokens in state["lag_histogram"].items()}
         return cls(**{**state, "lag_histogram": lags})
 
     def add_step(self, record: Record) -> None:
-        """Add the figures of a step, without those of events. A key that the record lacks adds nothing."""
+        """Add the figures of a step that describe no events. A key that the record lacks adds nothing."""
         self.steps += 1
         self.steps_skipped += bool(record.get("skipped"))
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
@@ -71,7 +70,7 @@ class RunTotals:
         reduce_step(self.reduced, record, events=False)
 
     def add_events(self, record: Record) -> None:
-        """Add the figures of events, such as evaluations. The trainer passes each event's record, the runner each step's."""
+        """Add the figures of events, such as evaluations. `record`: a step's, or that of one event."""
         reduce_step(self.reduced, record, events=True)
         if evaluation := evaluation_of(record):
             self.heldout.append(evaluation)
@@ -81,13 +80,13 @@ class RunTotals:
         self.join_s += [join["join_s"] for join in record.get("joins") or []]
 
     def add_update(self, num_bytes: int, transfer_s: float, stalls_s: Iterable[float]) -> None:
-        """Add the update to a served version. `stalls_s`: seconds for which each actor stopped generating because of it."""
+        """Add the update to a served version. `stalls_s`: seconds without generation because of it, by actor."""
         self.update_bytes += num_bytes
         self.transfer_s.append(transfer_s)
         self.stall_s.extend(stalls_s)
 
     def summary(self, recipe: Recipe, sequences: Mapping[str, int]) -> dict[str, Any]:
-        """Return every key of summary.json that the trainer writes; figures that the steps lack are None."""
+        """Return every key of summary.json that the trainer writes. Figures that the steps lack are None."""
         reduced = run_figures(self.reduced)
         if recipe.algorithm.advantage == "value":
             reduced["steps_equal_rewards"] = None
@@ -133,7 +132,7 @@ def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[
 
 
 def evaluation_of(record: Record) -> dict[str, Any] | None:
-    """Return a record's evaluation as in summary.json; None without one."""
+    """Return a record's evaluation in the form of summary.json, or None without one."""
     if record.get("heldout_accuracy") is None:
         return None
     keys = {"accuracy": "accuracy", "unanswered": "unanswered", "lower_bound": "accuracy_lower_bound", "sets": "sets"}
@@ -142,19 +141,19 @@ def evaluation_of(record: Record) -> dict[str, Any] | None:
 
 
 def add_ended(ended: dict[str, list[int]], record: Record) -> None:
-    """Add a record's numbers of sequences [trained, dropped as stale] to `ended`, keyed by the upper end of a length bucket."""
+    """Add a record's numbers of sequences [trained, dropped as stale] to `ended`, by the upper end of their length bucket."""
     for longest, counts in (record.get("ended_by_length") or {}).items():
         ended[longest] = [known + more for known, more in zip(ended.get(longest, (0, 0)), counts, strict=True)]
 
 
 def stale_shares(ended: Mapping[str, list[int]]) -> dict[str, float]:
-    """For each bucket of lengths, shortest first, return the share of its sequences that were dropped as stale. If the share
-    grows with the length, training sees too few long sequences."""
+    """Return the share of sequences dropped as stale, by length bucket, shortest first. If the share grows with the length,
+    training sees too few long sequences."""
     return {longest: ended[longest][1] / sum(ended[longest]) for longest in sorted(ended, key=int)}
 
 
 def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:
-    """Return the token-weighted mean, 95th percentile (the smallest lag that 95% of the tokens do not exceed) and maximum."""
+    """Return mean, 95th percentile (the smallest lag that 95 % of the tokens do not exceed) and maximum over all tokens."""
     if not sum(histogram.values()):
         return {"mean": None, "p95": None, "max": None}
     lags, tokens = np.array(sorted(histogram.items())).T
@@ -167,7 +166,7 @@ def _percentile(values: list[float], percent: int) -> float | None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file, without a last line that a crash cut short; empty if the file does not exist."""
+    """Return the objects of a .jsonl file, without a line that a crash cut short; empty if the file does not exist."""
     if not path.is_file():
         return []
     return list(_objects(path.read_text(encoding="utf-8", errors="replace").splitlines()))
@@ -177,8 +176,8 @@ _END_BYTES = 1 << 20
 
 
 def jsonl_ends(path: Path, each: int) -> list[dict[str, Any]]:
-    """Return the objects of the first `each` and the last `each` lines of a .jsonl file, if they lie in its first and last MiB;
-    empty if the file does not exist."""
+    """Return the objects in the first `each` and the last `each` lines of a .jsonl file, as far as they are in its first and
+    last MiB; empty if the file does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -202,12 +201,12 @@ def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def is_finished(summary: Record) -> bool:
-    """Return whether the run of that summary came to its own end; False for an empty summary."""
+    """Return whether the run of this summary, which may be empty, came to its own end."""
     return summary.get("interrupted") is False and "error" not in summary
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """Return one line of strict JSON: NaN and infinities, which JSON lacks, become null."""
+    """Return one line of strict JSON, with null for NaN and infinities."""
     return json.dumps(_finite(value), separators=(",", ":"))
 
 
@@ -227,9 +226,8 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class RunFiles:
-    """Append to the run directory's files. Use it as a context manager. Each line is flushed, so a killed run is complete up to
-    its last step. `keep_steps`, in a resumed run: the last step that counts; lines of later steps move to
-    `<name>-undone.jsonl`."""
+    """Append to the run directory's files, as a context manager. Each line is flushed, so a killed run is complete up to its
+    last step. `keep_steps`, in a resumed run: last step that counts. Lines of later steps move to `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         self.run_dir = run_dir
@@ -253,13 +251,13 @@ class RunFiles:
         self._open[name].flush()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Replace the summary atomically: a crash leaves the previous summary, if there was one."""
+        """Replace the summary atomically."""
         write_json(self.run_dir / "summary.json", _finite(summary))
 
 
 def cut(path: Path, keep_steps: int) -> None:
-    """Keep the lines of steps up to `keep_steps` in `path`, and move the others to `<name>-undone.jsonl` beside it. A truncated
-    last line is dropped."""
+    """Keep the lines of steps up to `keep_steps` in `path`, and move the others to `<name>-undone.jsonl` beside it. Drop a
+    truncated last line."""
     if not path.is_file():
         return
     partial, undone = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.stem}-undone.jsonl")

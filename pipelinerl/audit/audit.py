@@ -1,8 +1,7 @@
-"""Audit a run's files, then its streams, and report the result.
+"""Derive a run's ledger again from its journal, checkpoints and streams, and report every contradiction.
 
-A live run may move sequences meanwhile. Its journal is therefore read only up to its length at the beginning, and both audits
-are repeated if a sequence seems lost. Of a checkpoint, run.json and the ids in sequences.pb are read, but no tensors. Nothing
-is written, acknowledged or purged.
+The audit only reads, and trusts no count that the trainer states about itself. A live run moves sequences during the audit. The
+journal is therefore read only up to its length at the start, and the audit is repeated if a sequence seems lost.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from pipelinerl.v1 import sequence_pb2
 
 LOOK_AGAIN_S = 2.0
 OpenStreams = Callable[[], AbstractAsyncContextManager[Bus]]
-"""Function that connects to the streams. It raises `BusError` if NATS does not answer."""
+"""Connects to the run's streams. Raises `BusError` if NATS does not answer."""
 _QUIET_S = 2.0
 """Seconds without a message after which the audit checks whether the remaining messages were purged."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Contents of one checkpoint. `position`: position of the last message of SEQUENCES that it covers. `held`: the sequences
-    in flight that it stores or that it records as failed."""
+    """A checkpoint without its tensors. `position`: last position of SEQUENCES that it covers. `held`: sequences in flight that
+    the trainer had already received, failed ones included."""
 
     folder: Path
     version: int
@@ -55,8 +54,8 @@ class Checkpoint:
 
 
 def _read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
-    """Return the run's checkpoints, ordered by their journal length. An unreadable one becomes a finding. A checkpoint is left
-    out if it holds only weights, or if a newer one replaces it while it is read."""
+    """Return the resumable checkpoints, ordered by their journal length. An unreadable checkpoint becomes a finding. One that
+    the trainer removes meanwhile is left out."""
     found = []
     for resume in sorted(folder.glob("step-*/resume")):
         try:
@@ -80,7 +79,7 @@ def _read_checkpoint(resume: Path) -> Checkpoint:
 
 
 def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:
-    """Yield the differences between a checkpoint and `replay`, which has stopped at the checkpoint's journal length."""
+    """Yield each difference between a checkpoint and `replay`, which has reached the journal length of that checkpoint."""
     ledger = checkpoint.ledger
     told = {"version": checkpoint.version, "groups issued": checkpoint.next_group, **ledger.counts.as_dict()}
     derived = {"version": replay.version, "groups issued": replay.next_group, **replay.counts.as_dict()}
@@ -111,9 +110,9 @@ class StreamLook:
     positions: dict[str, int] = field(default_factory=dict)
     """Position of each sequence's first readable message."""
     repeated: int = 0
-    """Number of messages beyond the first of their sequence. An actor repeated them, and the trainer ignores them."""
+    """Number of messages that repeat an earlier sequence. The trainer ignores such messages."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """Ids of unreadable messages, by position. The message id is also the sequence's id."""
+    """Message ids of unreadable messages, by position. A message has the id of its sequence."""
     prompts: frozenset[str] = frozenset()
     dead_letters: int = 0
 
@@ -135,14 +134,14 @@ class Audit:
     checkpoint: Checkpoint | None = None
     """The newest checkpoint, from which a restart would continue."""
     stepped: bool = False
-    """True if the latest trainer has taken a step or ended. Until then, it may not have taken over every sequence in flight."""
+    """True if the latest trainer has taken a step or ended. A trainer republishes missing groups before its first step."""
     run: str = ""
     at_work: bool = False
     """True if a live trainer may be moving sequences at this moment."""
     streams: StreamLook | None = None
     """None if the streams were not read."""
     waiting: list[str] = field(default_factory=list)
-    """Sequences in flight that the trainer will publish, either now or at its next start."""
+    """Sequences in flight whose group the trainer will publish, either now or at its next start."""
 
     @property
     def ended(self) -> bool:
@@ -161,7 +160,7 @@ class Audit:
 
 
 def audit_files(run_dir: Path) -> Audit:
-    """Audit everything that needs no streams. Raises `OSError` if an existing file cannot be read."""
+    """Audit the files alone. Raises `OSError` if an existing file cannot be read."""
     findings, journal = Findings(), run_dir / JOURNAL
     audit = Audit(findings, read_history(journal, findings), Replay(findings))
     checkpoints = _read_checkpoints(run_dir / "checkpoints", findings)
@@ -174,7 +173,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Replay every event that counts. Compare each checkpoint with the replay at the point where it was written."""
+    """Replay every event that counts. Compare each checkpoint with the replay at the byte where it was written."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque(checkpoint for checkpoint in checkpoints if _counts(checkpoint, history, findings))
@@ -211,8 +210,8 @@ def _counts(checkpoint: Checkpoint, history: History, findings: Findings) -> boo
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Check that lineage.json contains every start in the journal. The reverse need not hold: a trainer that died early may
-    have left no start in the journal."""
+    """Check that lineage.json has every start in the journal. It may have more, because a trainer that dies early leaves no
+    start in the journal."""
     history, findings, content = audit.history, audit.findings, read_json(path)
     if not content:
         if history.starts:
@@ -233,7 +232,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 
 
 def _check_tokens(path: Path, audit: Audit) -> None:
-    """Check that each step's record counts exactly the tokens that were trained in that step according to the journal."""
+    """Check that the record of each step counts the tokens that were trained in that step according to the journal."""
     known = audit.replay.tokens_by_version
     steps = [record for record in read_jsonl(path) if record.get("step") in known]
     if not steps:
@@ -245,7 +244,7 @@ def _check_tokens(path: Path, audit: Audit) -> None:
 
 
 def _check_summary(path: Path, audit: Audit) -> None:
-    """Check the summary that the trainer wrote at its end. One that the runner wrote has no `sequence_reasons`; skip it."""
+    """Check the summary if the trainer wrote it. A summary by the local runner has no `sequence_reasons`, and is skipped."""
     summary, replay = read_json(path), audit.replay
     if audit.history.end is None or summary.get("sequence_reasons") is None:
         audit.findings[Check.SUMMARY].skipped = "no trainer has ended and left one"
@@ -260,9 +259,8 @@ def _check_summary(path: Path, audit: Audit) -> None:
 
 
 async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
-    """Audit a run. `at_work()` returns whether a trainer of the run is alive. Without `open_streams`, only the files are
-    audited. In a live run, a sequence is reported as lost only if a second audit, too, finds it neither in the streams nor
-    among the ended sequences."""
+    """Audit a run: its files and, if `open_streams` is given, its streams. `at_work()` returns whether a trainer of the run is
+    alive. In a live run, a sequence is lost only if a second audit misses it, too."""
     audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
     if lost and audit.at_work:
         await asyncio.sleep(LOOK_AGAIN_S)
@@ -278,7 +276,7 @@ async def _audit_once(
     run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]
 ) -> tuple[Audit, list[str]]:
     """Return the audit, and the sequences that seem lost."""
-    working = at_work()  # asked before reading, since a trainer that ends meanwhile has moved sequences
+    working = at_work()  # asked before the files are read, because a trainer may move sequences and end meanwhile
     audit = await asyncio.to_thread(audit_files, run_dir)
     audit.run, audit.at_work = run, working and not audit.ended
     if open_streams is None:
@@ -342,8 +340,8 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
-    """Return the sequences in SEQUENCES that were never issued. Until the run has come to its own end, sequences of reserved
-    groups are left out: such a group may have been published before the journal recorded its issue."""
+    """Return the sequences in SEQUENCES that were never issued. Until the run has ended, sequences of reserved groups are left
+    out, because a group may be published before the journal records its issue."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:
@@ -355,11 +353,10 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
 
 
 def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str]]:
-    """Return the sequences in flight that are neither on SEQUENCES or PROMPTS nor held by the newest checkpoint, as two lists:
-    those that are lost, and those that are yet to be published.
+    """Return the sequences in flight that are lost, and those whose group the trainer will publish.
 
-    The newest group may be on its way to PROMPTS, and a starting trainer republishes each group that is missing from the
-    streams; such groups are not lost.
+    Both are missing from the streams and the newest checkpoint. The trainer will publish the newest group, which may be on its
+    way to PROMPTS, and at its start every group that is missing.
     """
     lost: list[str] = []
     waiting: list[str] = []

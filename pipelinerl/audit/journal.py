@@ -1,16 +1,15 @@
 """The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
 
-The trainer's ledger is state; the journal is its history. The field `event` names the kind of event:
+The field `event` names the kind of event:
 
-    start       incarnation, version, keep    a trainer started from `version`; the first `keep` bytes of this file still
-                                              count, and the bytes from there to this line are undone
-    reserve     groups                        groups numbered below this may have been published; on disk before they are
+    start       incarnation, version, keep    a trainer started from `version`; bytes from `keep` to this line are undone
+    reserve     groups                        groups numbered below this may be published from now on
     issue       group, samples, version
-    close       outcome, reason, ids          for trained ones also the `version` that the step made, their `branches`,
+    close       outcome, reason, ids          if trained, also the `version` that the step made, the number of `branches`,
                                               and the sampled `tokens` of these branches
     step        version, counts               the ledger's own counts after that step
     checkpoint  version, position             it is on disk; SEQUENCES up to `position` may be purged
-    position    position                      the streams were recreated, and the log is read from there
+    position    position                      the streams were created again, and SEQUENCES is read from there
     end         version, finished
 
 A last line without a line end does not count.
@@ -30,8 +29,7 @@ Event = dict[str, Any]
 
 
 class Journal:
-    """Append events. A line survives the death of this process once `flush` has returned, and the death of the machine once
-    `sync` has returned."""
+    """Append events. After `flush`, they survive the death of this process; after `sync`, that of the machine."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +51,7 @@ class Journal:
         self._file.flush()
 
     def sync(self) -> None:
-        """Flush to disk. Blocks for as long as the disk takes; may be called on any thread."""
+        """Flush to disk, and wait for the disk. May be called on any thread."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -90,5 +88,5 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def reserved_groups(path: Path) -> int:
-    """Return the largest reservation: groups of any incarnation with a number below it may be on the streams."""
+    """Return the largest reservation of any incarnation. Groups numbered below it may be on the streams."""
     return max((event["groups"] for _, event in read_events(path) if event["event"] == "reserve"), default=0)

@@ -1,8 +1,7 @@
 """Replay a run's journal to find the events that still count, their totals, and every contradiction.
 
-Each restart undid the events after the checkpoint from which it continued. A first pass over the file finds the starts. A
-second one yields each event with the start that undid it, if any, and `Replay` applies those that count. The replay needs a few
-numbers of memory per group. It compares its counts with the trainer's, but never uses the trainer's.
+Each restart undoes the events after the checkpoint from which it continues. A first pass over the file, `read_history`, finds
+the starts. A second one, `events`, yields each event with the start that undid it. `Replay` applies the events that count.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Check(StrEnum):
 
 @dataclass
 class CheckResult:
-    """Result of a check: the number of problems, and the first few of them. `skipped`: reason why the check was not made."""
+    """Number of problems that a check found, and the first few of them. `skipped`: reason why the check was not made."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -69,8 +68,7 @@ _GROUP = re.compile(r"g(\d+)")
 
 
 class Replay:
-    """State of the ledger. `apply` updates it for every event that counts, and `reserve` for every reservation, even an undone
-    one."""
+    """The ledger's state, derived from the events of the journal."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -86,7 +84,7 @@ class Replay:
         """Sampled tokens of all branches that were trained into a version."""
         self.trained_branches = 0
         self.reserved = 0
-        """Groups numbered below this may be on the streams."""
+        """Largest reservation so far."""
         self.next_group = 0
         self.newest_group = ""
 
@@ -112,7 +110,7 @@ class Replay:
                     yield group, sample
 
     def apply(self, offset: int, event: Event) -> None:
-        """Apply one event that counts. Only issue, close and step change anything. Findings quote `offset`."""
+        """Apply one event that counts. `offset`: its byte in the journal, for findings."""
         kind = event["event"]
         try:
             if kind == "issue":
@@ -125,7 +123,7 @@ class Replay:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Record a reservation. An undone one counts, too, since its groups may still be on the streams."""
+        """Record a reservation, even an undone one, because its groups may still be on the streams."""
         groups = event.get("groups")
         if isinstance(groups, int):
             self.reserved = max(self.reserved, groups)
@@ -223,8 +221,8 @@ _OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
 
 @dataclass
 class Start:
-    """A trainer's start: the version from which it continued, the number of the journal's bytes that it kept (`keep`), and how
-    many steps, issued groups and ended sequences it undid, namely those from `keep` to `offset`."""
+    """A trainer's start from `version`, at byte `offset` of the journal. It undid the events in bytes [keep, offset). `undid`
+    counts their steps, issued groups and ended sequences."""
 
     offset: int
     keep: int
@@ -242,7 +240,7 @@ class Start:
 
 @dataclass
 class History:
-    """The starts in the first `size` bytes of a journal. These bytes are whole lines."""
+    """The starts in the first `size` bytes of a journal, which are whole lines."""
 
     starts: list[Start] = field(default_factory=list)
     size: int = 0
@@ -297,7 +295,8 @@ def read_history(path: Path, findings: Findings) -> History:
 
 
 def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, Start | None]]:
-    """Yield the offset of every event, the event, and the start that undid it or None. A bad line is a finding if it counts."""
+    """Yield the offset of every event, the event, and the start that undid it, or None. A line without an event is a finding,
+    unless it is undone."""
     first = history.starts[0].offset if history.starts else history.size
     for offset, line in read_lines(path):
         if offset >= history.size:

@@ -1,8 +1,4 @@
-"""The streams of a run over NATS JetStream: four streams, one durable consumer and one key-value bucket.
-
-A process has one connection. Existing streams are not changed. If a stream is full or unreachable, publishing raises
-`BusError`, and the caller must keep the message and retry. A message that is published twice with one id is stored once.
-"""
+"""The streams of a run over NATS JetStream: four streams, one durable consumer and one key-value bucket."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ _log = logging.getLogger(__name__)
 _HEADER_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _FIELD_FRAME_BYTES = len(": \r\n")
 CREATE_WITHIN_S = 60.0
-"""Time for the servers of a cluster to find each other and choose a leader."""
+"""Seconds in which the servers of a cluster must find each other and choose a leader."""
 CONNECT_TIMEOUT_S = 30.0
 
 
@@ -69,7 +65,7 @@ async def connect(
     connect_timeout_s: float = 5.0,
     request_timeout_s: float = 10.0,
 ) -> AsyncIterator[Bus]:
-    """Connect to the streams of `run` at `url`, which may list several servers of a cluster, separated by commas.
+    """Connect to the streams of `run` at `url`: one server, or several servers of a cluster separated by commas.
 
     NATS's monitoring shows `name`. `credentials` and `tls_dir` are as in `BusSettings`. Raises `BusError` with the url if no
     server answers in time, and `FieldError` for an invalid run name or an unusable file.
@@ -88,8 +84,8 @@ async def connect(
 async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
-    """Connect a service to its run. If NATS has not started yet, wait for it. Raises `StartStopped` if `stop` is set meanwhile,
-    and any error at once that waiting would not resolve."""
+    """Connect a service to its run, and wait for NATS if it has not started yet. Raises `StartStopped` if `stop` is set
+    meanwhile. An error that waiting would not resolve is raised at once."""
     async with contextlib.AsyncExitStack() as stack:
 
         def opened() -> Awaitable[Bus]:
@@ -111,9 +107,10 @@ async def service_bus(
 class Bus:
     """The streams of one run, opened by `connect`.
 
-    Every call ends within a bounded time. It raises `BusError` if the server does not answer, and `NotPermitted` if this user
-    may not make the call. Of messages with the same `msg_id` within `duplicate_window_s`, only the first is stored. Iterators
-    are used in `async with` blocks. They wait without a limit, also across reconnections. Cancelling `anext` loses no message.
+    Every call ends within a bounded time. It raises `BusError` if the server does not answer or the stream is full; the caller
+    must then keep its message and try again. It raises `NotPermitted` if this user may not make the call. Of messages with the
+    same `msg_id` within `duplicate_window_s`, only the first is stored. Use the iterators in `async with` blocks. They wait
+    without a limit, also across reconnections. Cancelling `anext` loses no message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -127,15 +124,15 @@ class Bus:
         return self.connection.max_payload
 
     async def close(self) -> None:
-        """Hand back prompt groups that were delivered but not taken. `connect` calls this method at its end."""
+        """Hand back prompt groups that were delivered but not taken."""
         await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
-        """Create the streams and the membership bucket. Those that exist keep their contents and limits.
-
-        With `fresh`, raises `FieldError` and creates nothing if anything was ever published to PROMPTS, SEQUENCES or CONTROL.
-        Each run counts its ids from 0, so messages of an earlier run would be taken for this run's. Waits up to
+        """Create the streams and the membership bucket. Existing ones keep their contents and limits. Wait up to
         `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
+
+        With `fresh`, raises `FieldError` and creates nothing if PROMPTS, SEQUENCES or CONTROL ever held a message. Such a
+        message would be taken for one of this run, because each run counts its ids from 0.
         """
         deadline = time.monotonic() + CREATE_WITHIN_S
         await retry_forever(
@@ -173,17 +170,17 @@ class Bus:
                 await js.add_consumer(subjects.prompts_stream, actors_consumer(self.limits))
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
-        """Publish a prompt group and return its position in the queue. A group that is published again, as by an actor that
-        hands it over, needs a new `msg_id`. Raises `PayloadTooLarge`, `BusError`."""
+        """Publish a prompt group and return its position in the queue. Publishing a group again needs another `msg_id`. Raises
+        `PayloadTooLarge`, `BusError`."""
         return await self._store_once(self._subjects.prompts_stream, self._subjects.prompts, payload, msg_id, headers)
 
     async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
-        """Take the next group from the work queue; None if none came within `timeout_s` (> 0)."""
+        """Take the next group from the work queue. Return None if none came within `timeout_s` (> 0)."""
         return await self._queue.next(timeout_s)
 
     async def pending_prompts(self) -> dict[str, int]:
-        """Return the positions of the unfinished groups, delivered or not, by message id and in the order of the queue. A group
-        that is acknowledged or published during the call may be missing."""
+        """Return the position of each unfinished group, delivered or not, by message id in the order of the queue. A group that
+        is acknowledged or published during the call may be missing."""
         found = await stored_messages(self.connection, self._subjects.prompts_stream, self._subjects.prompts)
         return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
 
@@ -207,11 +204,11 @@ class Bus:
         return OrderedReader(self.connection, stream, log_entry, from_position=max(1, from_position))
 
     async def purge_sequences(self, below_position: int) -> None:
-        """Remove the sequences below this position, at most up to the log's end. Positions do not start again."""
+        """Remove the sequences below this position. Later sequences are numbered as if nothing had been removed."""
         if below_position <= 1:
-            return  # nothing is below; nats-py would take 0 for "everything"
+            return  # nats-py would take 0 for "everything"
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
-            # If the given position were beyond the end, the server would continue counting from there.
+            # If the server were given a position beyond the end, it would number later messages from there.
             end = (await self.sequences_info()).last_position
             await self.connection.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
 
@@ -228,13 +225,12 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Publish a control message. It replaces the last one of this kind (and actor), even if watchers have not read that
-        yet."""
+        """Publish a control message. It replaces the last one of this kind and actor, even if nobody has read that yet."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
     def watch_control(self, kinds: Sequence[str], actor: str = "") -> OrderedReader[ControlMessage]:
-        """Iterate over the last message of each subject that `watched` returns, then over new messages, in stream order."""
+        """Iterate over the last message of each subject that `watched` names, then over new messages, in stream order."""
         prefix = self._subjects.control("")
 
         def control_message(message: Msg) -> ControlMessage:
@@ -264,7 +260,7 @@ class Bus:
             raise
 
     async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
-        """Publish a message, wait until it is stored, and return its position. Raises `PayloadTooLarge`, `BusError`."""
+        """Publish a message, wait until it is stored, and return its position."""
         size = len(payload) + (_HEADER_FRAME_BYTES if headers else 0)
         size += sum(len(key) + len(value.encode()) + _FIELD_FRAME_BYTES for key, value in headers.items())
         if size > self.max_payload_bytes:
@@ -296,17 +292,16 @@ def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
 _UNLIMITED = -1
 _SHORTEST_NOTICE_S = 1.0
 _MAX_ACTORS = 16_384
-"""Maximum number of actors. Each has an open request for a prompt group and its own consumer on CONTROL. The server's
-default limits are lower: 512 open requests and, since nats-server 2.15, 1,000 consumers per stream."""
+"""Maximum number of actors. Each has one open request for a prompt group, and one consumer on CONTROL. nats-server's own
+defaults are too low: 512 open requests and, since 2.15, 1,000 consumers per stream."""
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
-    """Return the configurations with which a run's streams PROMPTS, SEQUENCES, CONTROL and DEAD are created.
+    """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD.
 
-    PROMPTS is a work queue: an acknowledged message is removed. SEQUENCES keeps its messages until they are purged, CONTROL
-    keeps the last message of each subject, and DEAD keeps the newest messages, for people to read. A full DEAD drops its oldest
-    message; any other full stream refuses the next one. A full CONTROL still accepts a message that is not larger than the one
-    that it replaces.
+    PROMPTS is a work queue: an acknowledged message is removed. SEQUENCES keeps its messages until they are purged. CONTROL
+    keeps the last message of each subject. DEAD is for people to read. If it is full, its oldest message is dropped; any other
+    full stream refuses the next message. A full CONTROL still accepts a message no larger than the one that it replaces.
     """
     small = limits.max_bytes(1 / 16)
 
@@ -335,8 +330,8 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
 
 
 def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
-    """Return the configuration of the consumer that all actors share. It does not limit deliveries: the server would silently
-    keep a group beyond the limit for ever."""
+    """Return the configuration of the consumer that all actors share. It sets no limit on deliveries, because the server would
+    keep a group beyond that limit for ever and tell nobody."""
     return ConsumerConfig(
         durable_name=ACTORS,
         ack_policy=AckPolicy.EXPLICIT,
@@ -348,7 +343,7 @@ def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
 
 
 def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
-    """Return the configuration of a bucket whose entries expire. Watchers learn of each expiry (from nats-server 2.11 on)."""
+    """Return the configuration of a bucket whose entries expire. nats-server 2.11 or newer tells watchers of each expiry."""
     return KeyValueConfig(
         bucket=subjects.members_bucket,
         history=1,

@@ -1,9 +1,8 @@
 """A connection to NATS that reconnects and reports failures as `BusError`, and a base class for readers of stream messages.
 
-The connection adds three things to nats-py's client: a refusal reaches the waiting task, a lost connection ends open requests,
-and logins and certificates are read again for each connection. An unreadable file is an error at the start. Later it causes a
-warning, and the previous content is used, so that a half-renewed file does no harm. A password is never shown, and is not sent
-without TLS if TLS was asked for. This module knows nothing about runs or sequences.
+`Connection` adds three things to nats-py's client. A refusal by the server reaches the waiting task. A lost connection ends the
+open requests. Logins and certificates are read again for each connection. A file that is unreadable at the start is an error;
+later, its previous content is used, with a warning. A password is never shown, nor sent without TLS if TLS was asked for.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _CREDENTIALS, _TLS_DIR = "nats_credentials", "nats_tls_dir"
 
 
 def read_login(credentials: Path | None) -> dict[str, str]:
-    """Return nats-py's login options for a .creds file, or one with `user:password`. Raises `FieldError` on
-    `nats_credentials`."""
+    """Return nats-py's login options for a .creds file or a file with `user:password`. Raises `FieldError`."""
     if credentials is None:
         return {}
     text = read_file(credentials, _CREDENTIALS).decode(errors="replace").strip()
@@ -54,8 +52,8 @@ def read_login(credentials: Path | None) -> dict[str, str]:
 
 
 def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
-    """Make a context that trusts the folder's ca.crt and presents its tls.crt if there is one. Without a folder, the context
-    trusts the machine's CAs. Raises `FieldError` on `nats_tls_dir`, naming the file."""
+    """Return a context that trusts the folder's ca.crt and presents its tls.crt if there is one. Without a folder, the context
+    trusts the machine's CAs. Raises `FieldError`, naming the file."""
     if tls_dir is None:
         return ssl.create_default_context()
     read_file(tls_dir / CA, _TLS_DIR)
@@ -83,20 +81,18 @@ _LOGIN = re.compile(r"^(\s*[a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL
 
 
 def redacted(urls: str) -> str:
-    """Return `urls` (one, or several separated by commas) without user and password, for messages and logs.
+    """Return `urls`, separated by commas, without users and passwords, for messages and logs.
 
-    A password may hold any character, so everything between a server's scheme and its last `@` is hidden. That may include a
-    whole server, if the next one has a login but no scheme.
+    A password may hold any character, so everything from a server's scheme to its last `@` is hidden. That may hide a whole
+    server if the next one has a login but no scheme.
     """
     return ",".join(_LOGIN.sub(r"\1***@", url) for url in _BEFORE_SCHEME.split(urls))
 
 
 @contextlib.contextmanager
 def bus_errors(action: str) -> Iterator[None]:
-    """Turn nats-py's errors into a `BusError` whose text starts with `action`.
-
-    Also raise a cancellation again if nats-py swallowed it while it flushed a large message.
-    """
+    """Turn nats-py's errors into a `BusError` whose text starts with `action`. Raise a cancellation again if nats-py swallowed
+    it while it flushed a large message."""
     task, error = asyncio.current_task(), None
     cancellations = task.cancelling() if task else 0
     try:
@@ -118,7 +114,7 @@ def is_stream_missing(error: Exception) -> bool:
 
 
 def is_cluster_forming(error: Exception) -> bool:
-    """Return whether the servers of a cluster may still be finding each other and choosing a leader."""
+    """Return whether the cause may be that the servers of a cluster have not chosen a leader yet."""
     return _api_code(error) in (_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER) or isinstance(error.__cause__, TimeoutError)
 
 
@@ -146,13 +142,13 @@ _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"
 
 
 class Connection(Client):
-    """nats-py's client, connected inside a block of `opened`. It notifies `pullers` of reconnections and refusals. Unlike
-    nats-py's client, it also reconnects if the server ends the connection with an error, as when users change."""
+    """nats-py's client, connected inside an `opened` block. It notifies `pullers` of reconnections and refusals. It also
+    reconnects if the server ends the connection with an error, as when the server's users change."""
 
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0
     ) -> None:
-        """`url`: one server, or several separated by commas. Raises `FieldError` if a file cannot be used."""
+        """`url` may list several servers, separated by commas. Raises `FieldError` if a file cannot be used."""
         super().__init__()
         self.url, self.request_timeout_s = redacted(url), request_timeout_s
         self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir
@@ -165,12 +161,12 @@ class Connection(Client):
         self._connected, self._was_connected, self._last_error = asyncio.Event(), False, ""
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # requests by token: subject, answer
         self._tokens = map(str, itertools.count())
-        self._answers = ""  # subjects of answers begin with it
-        self._unanswered = False  # this user may not (or no longer) subscribe to answers
+        self._answers = ""  # beginning of the subjects of answers
+        self._unanswered = False  # True if this user may not subscribe to answers
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
-        """Connect, and reconnect as long as the context lasts. Raises `BusError` with the url if no server answers within
+        """Connect, and reconnect as long as the block lasts. Raises `BusError` with the url if no server answers within
         `timeout_s`, or if a login or certificate is refused. Raises `NotPermitted` if this user may not receive answers."""
         with _no_notice_of_tls_ends():
             try:
@@ -204,11 +200,11 @@ class Connection(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        """Send a request and return the answer. This costs half as much as nats-py's method, without a task and a random token.
+        """Send a request and return the answer, at half the cost of nats-py's method. Any number of tasks may wait at once.
 
-        Any number of tasks may wait at once. Raises `NotPermitted` as soon as the server refuses the subject or the
-        subscription to answers. Raises nats-py's errors if nobody listens, if no answer comes in time (by default
-        `request_timeout_s`), or if the connection is lost. In the last two cases, the message may have been received.
+        Raises `NotPermitted` as soon as the server refuses the subject or the subscription to answers. Raises nats-py's errors
+        if nobody listens, if no answer comes in `timeout` (default: `request_timeout_s`), or if the connection is lost. In the
+        last two cases, the message may have been received.
         """
         if self._unanswered:
             raise self._no_answers()
@@ -229,7 +225,7 @@ class Connection(Client):
         return message
 
     async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Return JetStream's answer. Raises what `request` raises, and nats-py's `APIError` if the answer reports an error."""
+        """Return JetStream's answer. Raises the errors of `request`, and nats-py's `APIError` if the answer is an error."""
         answer: dict[str, Any] = json.loads((await self.request(subject, payload, headers=headers)).data)
         if "error" in answer:
             raise nats.js.errors.APIError.from_error(answer["error"])
@@ -237,7 +233,7 @@ class Connection(Client):
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        """Context from the present files. nats-py asks for it at each connection."""
+        """Context from the present files. nats-py reads this property at each connection."""
         try:
             self._context = tls_context(self._tls_dir)
         except FieldError as error:
@@ -271,7 +267,7 @@ class Connection(Client):
         self._answers = self.new_inbox() + "."
         with bus_errors(f"subscribing at {self.url}"):
             await self.subscribe(f"{self._answers}*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
-            # nats-py's first ping may overtake the subscription. A refusal arrives before the answer to the second ping.
+            # nats-py's first ping may overtake the subscription; a refusal of it comes before the answer to the second ping.
             for _ in range(2):
                 await self.flush()
         if self._unanswered:
@@ -342,7 +338,7 @@ class Connection(Client):
         try:
             await super()._process_connect_init()
         except (OSError, ValueError, TypeError, AttributeError, nats.errors.Error) as error:
-            # Any program may listen there. Until a login has succeeded, the servers and limits that it names do not count.
+            # Any program may listen there, so its list of servers and its limits count only after a login has succeeded.
             del self._server_pool[known:]
             self._max_payload = longest
             if isinstance(error, nats.errors.Error):
@@ -365,7 +361,7 @@ class Connection(Client):
 
 class Puller(ABC):
     """Base class of readers that request messages from a stream's consumer and wait for them at an inbox. A wait ends early if
-    no message can come, because the connection was lost or this user lacks the permission."""
+    the connection is lost or the server refuses the request."""
 
     def __init__(self, connection: Connection, stream: str, consumer: str = "") -> None:
         self._connection, self._stream, self._consumer = connection, stream, consumer
@@ -381,7 +377,7 @@ class Puller(ABC):
     async def _on_message(self, message: Msg) -> None: ...
 
     def on_refusal(self, lowered: str) -> None:
-        """Raise `NotPermitted` in the waiting task if `lowered`, the refused subject, is that of this consumer."""
+        """Raise `NotPermitted` in the waiting task if the refused subject (in lower case) is that of this reader's requests."""
         if lowered == self._asked.lower():
             self._error = NotPermitted(self._connection.user, self._asked)
             self._woken.set()
@@ -400,8 +396,7 @@ class Puller(ABC):
         await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Wait for a message or another event. Return whether one came within the timeout. Raises `BusError` or `NotPermitted`
-        if the event was an error."""
+        """Wait for a message or another event, and return whether it came in time. Raises the error that the event reports."""
         self._woken.clear()
         if self._error is None:
             with contextlib.suppress(TimeoutError):
@@ -427,7 +422,7 @@ def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:
 
 @contextlib.contextmanager
 def _no_notice_of_tls_ends() -> Iterator[None]:
-    """Hide the harmless warning that asyncio logs at the end of every TLS connection of nats-py."""
+    """Hide the harmless warning of asyncio at the end of every TLS connection of nats-py."""
 
     def is_worth_telling(record: logging.LogRecord) -> bool:
         return "eof_received() has no effect" not in record.getMessage()

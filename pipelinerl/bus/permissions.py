@@ -1,9 +1,8 @@
 """Permissions on a run's NATS: the subjects to which each service may publish or subscribe, as lists for nats-server.
 
-The functions are pure. For people who bring their own NATS, `python -m pipelinerl.bus.permissions RUN ...` prints the users.
-Each list is for one run only: the run's name is part of stream names such as `PROMPTS_<run>`, a stream's name is a single token
-of a subject, and NATS has no wildcards inside a token. Nothing here sets up passwords or accounts, or changes a server.
-docs/security.md says what NATS does not check.
+`python -m pipelinerl.bus.permissions RUN ...` prints the users for people who bring their own NATS. Each run needs its own
+lists: its name is part of a token, such as `PROMPTS_<run>`, and NATS has no wildcards inside a token. docs/security.md lists
+what NATS does not check.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACT
 from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
-"""The users: one per service, and one with full access for people. If several runs share a server, each has its own users for
-the services, whose names begin with the run's: `lr-1-trainer`."""
+"""The users: one per service, and one with full access for people. If several runs share a server, the users of their services
+are named after the run, such as `lr-1-trainer`."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 
 
 Permissions = dict[str, list[str]]
-"""Subjects that a user may `publish` to and `subscribe` to, in a fixed order. All others are refused."""
+"""Subjects that a user may `publish` to and `subscribe` to. All others are refused."""
 
 
 def inbox_prefix(user: str) -> str:
-    """Return the prefix of a user's inboxes, `_INBOX_<user>`. Of the run's other users, only ADMIN may read them. For an empty
-    name, or one that cannot be part of a subject, return NATS's default prefix."""
+    """Return the prefix of a user's inboxes, `_INBOX_<user>`. No other user but ADMIN may read them. A name that is empty or
+    cannot be part of a subject gets NATS's default prefix."""
     return f"_INBOX_{user}" if _TOKEN.fullmatch(user) else "_INBOX"
 
 
@@ -46,8 +45,8 @@ def permissions(*runs: str) -> dict[str, Permissions]:
 
 
 def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> dict[str, Any]:
-    """Return, for one or several runs, the `authorization` block of nats-server's configuration, as JSON-compatible data
-    (nats-server reads JSON). Users without an entry in `passwords` are left out."""
+    """Return the `authorization` block of nats-server's configuration for one or several runs, as data for JSON, which
+    nats-server reads. Users without an entry in `passwords` are left out."""
     return {
         "users": [
             {"user": user, "password": passwords[user], "permissions": allowed}
@@ -58,7 +57,7 @@ def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> di
 
 
 def _trainer(subjects: Subjects) -> list[str]:
-    """Allow the trainer to make the streams, publish prompts and orders, read everything, and purge what it has consumed."""
+    """Allow the trainer to make the streams, publish prompts and orders, read every stream, and purge SEQUENCES."""
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
         subjects.prompts,

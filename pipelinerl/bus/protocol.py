@@ -1,4 +1,4 @@
-"""Names and limits of a run's streams, and the messages on them. Payloads are opaque bytes in this module. Pure."""
+"""Names and limits of a run's streams, and the messages on them, whose payloads are bytes here. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LEAST_BOUND_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError` with the limit. Only
-    DEAD, which is for people to read, drops its oldest message instead."""
+    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError` with the limit. A full
+    DEAD drops its oldest message instead."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
@@ -29,14 +29,13 @@ class StreamLimits:
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """Deliveries of a group after which an actor should `terminate` it and publish its samples as failed. The server has no
-    such limit, because it would stop delivering the group without telling anybody."""
+    """Deliveries of a group after which an actor terminates it and publishes its samples as failed."""
     member_ttl_s: float = 10.0
     replicas: int = 1
 
     def max_bytes(self, share: float) -> int:
-        """Return the size limit of a stream other than SEQUENCES, as a `share` of the limit of SEQUENCES. All shares add up to
-        less than a third, so a volume of 4/3 of that limit holds all streams even when they are full."""
+        """Return the size limit of another stream, as a `share` of the limit of SEQUENCES. All shares add up to less than a
+        third, so a volume of 4/3 of that limit holds all streams."""
         return max(_LEAST_BOUND_BYTES, int(share * self.sequences_max_bytes))
 
 
@@ -64,7 +63,7 @@ class StreamInfo:
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """A control message. `kind` and `actor` are from its subject; `actor` is empty in the trainer's messages to all actors."""
+    """A control message. `kind` and `actor` come from its subject; `actor` is empty in orders to all actors."""
 
     kind: str
     actor: str
@@ -75,7 +74,7 @@ class ControlMessage:
 
 @dataclass(frozen=True)
 class MemberEvent:
-    """A registration was made or renewed (`payload` set), or was removed or expired (`payload` None)."""
+    """A registration that was made or renewed; if `payload` is None, one that was removed or expired."""
 
     actor: str
     payload: bytes | None
@@ -102,7 +101,7 @@ def check_actor_name(actor: str) -> str:
 
 
 def group_id_of(msg_id: str) -> str:
-    """Return the group of a message id on PROMPTS. For g12, the id is `g12` at first, and `g12/...` if published again."""
+    """Return the group of a message id on PROMPTS: g12 for `g12` and, if it was published again, for `g12/...`."""
     return msg_id.partition("/")[0]
 
 
@@ -125,8 +124,7 @@ class Subjects:
         self.every_stream = (*data, self.members_stream)
 
     def control(self, kind: str, actor: str = "") -> str:
-        """Return the subject of one kind of control message. The subject of an answer, or of an order to one actor, ends with
-        the actor's name."""
+        """Return a control message's subject. `actor`: sender of an answer, or receiver of an order to one actor."""
         return f"{self.run}.control.{kind}.{actor}" if actor else f"{self.run}.control.{kind}"
 
     def member(self, actor: str) -> str:
@@ -136,19 +134,19 @@ class Subjects:
 FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "sleep", "abort", "end")
 FROM_ACTOR = ("joined", "staged", "serving", "failed")
 TO_ONE_ACTOR = ("epoch", "announce", "commit", "abort")
-"""Orders that the trainer may also address to single actors, those of a side group."""
+"""Orders that the trainer may also send to one actor, for a side group."""
 EVERY_ACTOR = "*"
 
 
 def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
-    """Return the (kind, actor) pairs that a watcher of `kinds` sees: answers of any actor (`EVERY_ACTOR`), orders to all actors
-    and, unless `actor` is empty, orders to this actor alone."""
+    """Return the (kind, actor) pairs that a watcher of `kinds` sees: answers of every actor, orders to all actors and, if
+    `actor` is given, orders to this actor alone."""
     pairs = [(kind, EVERY_ACTOR if kind in FROM_ACTOR else "") for kind in kinds]
     return pairs + [(kind, actor) for kind in kinds if actor and kind in TO_ONE_ACTOR]
 
 
 def check_control(kind: str, actor: str) -> None:
-    """Raise `FieldError` unless `kind` is an order to all actors (`actor` empty), an order to one, or an actor's answer."""
+    """Raise `FieldError` unless such a message exists: an answer of `actor`, an order to `actor`, or one to all (empty)."""
     if kind not in FROM_TRAINER + FROM_ACTOR:
         raise FieldError("kind", kind, f"use one of {', '.join(FROM_TRAINER + FROM_ACTOR)}")
     if kind in FROM_ACTOR or (actor and kind in TO_ONE_ACTOR):

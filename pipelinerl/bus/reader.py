@@ -1,10 +1,8 @@
 """Readers of streams: an iterator over a stream, a list of its present messages, a watch on members, and the work queue.
 
-`OrderedReader` receives its messages from an ephemeral pull consumer without acknowledgements. If the consumer is lost
-(reconnection, restart of the server, silence, a gap), another one continues after the last message received. The number of
-messages read ahead is bounded. nats-py's own ordered consumer is not used: a push consumer, it answers flow control only every
-250 ms and drops messages that it cannot buffer. This module decodes no payloads, limits no redeliveries, and stores no
-positions.
+`OrderedReader` reads from an ephemeral pull consumer without acknowledgements. After a reconnection, a restart of the server,
+silence or a gap, another consumer continues behind the last message received. nats-py's own ordered consumer is not used,
+because it answers flow control only every 250 ms and drops messages that it cannot buffer.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ _Item = TypeVar("_Item")
 
 MSG_ID = "Nats-Msg-Id"
 _WALKS = 64
-"""Maximum number of parts of a stream that are read at the same time. Each read in progress may hold a payload."""
+"""Number of ranges of positions that `stored_messages` reads at the same time."""
 _MESSAGE_NOT_FOUND = 10037
 
 
 async def stream_info(connection: Connection, stream: str) -> StreamInfo:
-    """Return a stream's state, including the time of its oldest message, which nats-py leaves out. Raises `BusError`."""
+    """Return a stream's state. nats-py's own call leaves out the time of the oldest message. Raises `BusError`."""
     with bus_errors(f"looking at {stream} at {connection.url}"):
         state = (await connection.ask(f"$JS.API.STREAM.INFO.{stream}"))["state"]
     messages, last = state["messages"], state["last_seq"]
@@ -48,8 +46,8 @@ async def stream_info(connection: Connection, stream: str) -> StreamInfo:
 
 
 async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
-    """Return the messages of `subject` in order. They are read without a consumer, because a work queue allows only one
-    consumer. Each message costs a round trip. One that is removed or added meanwhile may be missing. Raises `BusError`."""
+    """Return the messages of `subject` in order. Each costs a round trip, because a work queue allows no second consumer. A
+    message that is removed or added meanwhile may be missing. Raises `BusError`."""
     info = await stream_info(connection, stream)
     first, end = info.first_position, info.last_position + 1
     size = max(1, math.ceil((end - first) / _WALKS))
@@ -95,7 +93,7 @@ def _status(message: Msg) -> tuple[str, str]:
 BATCH = 256
 """Maximum number of messages to read ahead."""
 _PULL_BYTES = 65 * 1024**2
-"""Bytes to request at once. One message of NATS's largest size always fits."""
+"""Bytes to request at once: more than the largest message that NATS allows."""
 _PULL_EXPIRES_S = 30.0
 _HEARTBEAT_S = 5.0
 _SILENCE_S = 2 * _HEARTBEAT_S + 1.0
@@ -159,7 +157,7 @@ class OrderedReader(Puller, Generic[_Item]):
         return item
 
     def on_reconnect(self) -> None:
-        """Let the reader make another consumer before it waits for the next message. Messages already received are kept."""
+        """Let the reader make another consumer before it waits for the next message. Keep the messages received so far."""
         self._lost = True
         self._woken.set()
 
@@ -188,7 +186,7 @@ class OrderedReader(Puller, Generic[_Item]):
         )
 
     async def _attach(self) -> None:
-        """Subscribe to a new inbox, where no message of an older consumer arrives, and make a consumer."""
+        """Make a consumer and a new inbox, which no message of an older consumer reaches."""
         self._lost, self._outstanding, self._consumer_position = False, 0, 0
         from_last = self._next_position == 0
         config = ConsumerConfig(
@@ -239,7 +237,7 @@ class OrderedReader(Puller, Generic[_Item]):
         self._buffer.append((self._convert(message), len(message.data)))
 
     def _on_status(self, message: Msg) -> None:
-        """Treat the consumer as lost unless the status is a heartbeat or the normal end of a pull."""
+        """Treat the consumer as lost, except after a heartbeat or the normal end of a pull."""
         status, description = _status(message)
         if status == _HEARTBEAT:
             return
@@ -257,8 +255,8 @@ _DOUBT_AFTER_TTLS = 2.0
 class MemberWatch(OrderedReader[MemberEvent]):
     """Async iterator over membership events: registrations, heartbeats, removals and expiries in the membership bucket.
 
-    The server announces an expiry with a marker (nats-server 2.11). A client that was disconnected or busy may miss the marker,
-    so this iterator asks the bucket about each member that has sent no heartbeat for two TTLs.
+    The server announces an expiry with a marker, which a client that was disconnected may miss. The iterator therefore asks the
+    bucket about each member that has sent no heartbeat for two TTLs.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, ttl_s: float) -> None:
@@ -313,9 +311,9 @@ _TIME_OVER = ("404", "408")
 
 
 class PromptDelivery:
-    """A prompt group that was delivered to this actor. If it is not acknowledged within `ack_wait_s`, it is delivered again and
-    keeps its `position` in the queue. `num_deliveries` is 1 at first and grows by one after each hand-back and each missed
-    deadline. All methods raise `BusError`, and all but `in_progress` wait for the server's confirmation."""
+    """A prompt group that was delivered to this actor. If it is not acknowledged within `ack_wait_s`, it is delivered again, at
+    the same `position`. `num_deliveries` counts the deliveries so far, with this one. All methods raise `BusError`, and all but
+    `in_progress` wait for the server's confirmation."""
 
     def __init__(self, connection: Connection, message: Msg) -> None:
         self._connection, self._reply = connection, message.reply
@@ -338,7 +336,7 @@ class PromptDelivery:
         await self._answer(b"-NAK")
 
     async def terminate(self, reason: str) -> None:
-        """Remove a group from the queue that does not parse or was delivered too often."""
+        """Remove a group that does not parse or was delivered too often."""
         await self._answer(b"+TERM " + " ".join(reason.split()).encode())
 
     async def _answer(self, word: bytes) -> None:
@@ -350,14 +348,14 @@ class PromptDelivery:
 class PromptQueue(Puller):
     """Take prompt groups from PROMPTS, one at a time, through the consumer that all actors share.
 
-    Each wait requests one message from the server, with the wait's timeout. If a wait is cancelled, its request stays open and
-    serves the next wait, so that no group is lost and no second one is taken.
+    `next` requests one message from the server. If it is cancelled, its request stays open and serves the next call, so that no
+    group is lost and no second one is taken.
     """
 
     def __init__(self, connection: Connection, stream: str) -> None:
         super().__init__(connection, stream, ACTORS)
         self._ready: deque[Msg] = deque()
-        self._question = 0  # number of the newest request; its inbox contains it, to recognise late answers
+        self._question = 0  # number of the newest request; its inbox ends with it, so late answers to others are recognised
         self._question_ends = 0.0  # loop time
         self._one_at_a_time = asyncio.Lock()
 
@@ -383,7 +381,7 @@ class PromptQueue(Puller):
                 return PromptDelivery(self._connection, self._ready.popleft())
 
     async def close(self) -> None:
-        """Hand back groups that were delivered and not yet taken. If that fails, they are redelivered after `ack_wait_s`."""
+        """Hand back groups that were delivered but not taken. If that fails, they are redelivered after `ack_wait_s`."""
         if not self._connection.is_connected:
             return
         try:

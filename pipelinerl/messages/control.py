@@ -1,6 +1,6 @@
-"""The control channel's messages (membership and the weight-update protocol), as the protobuf classes of `control.proto`.
+"""Decode and check the control channel's messages, which are the protobuf classes of `control.proto`.
 
-docs/weight-updates.md describes the exchange. Whether a message's epoch or version is current is not checked here.
+docs/weight-updates.md describes the exchange. The receiver checks whether a message's epoch and version are current.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Control = Order | pb.Registration | pb.EpochJoined | pb.Staged | pb.Serving
 _Control = TypeVar("_Control", bound=Control)
 
 _MAX_RANKS = 1023
-"""Maximum number of ranks of one actor. It is far above any use, but small enough that a corrupt number does no harm."""
+"""Maximum number of ranks of one actor, above any use; a corrupt number must not allocate memory for millions of ranks."""
 _REQUIRED = {
     *("actor", "process", "grpc_address", "store_address", "manifest_id"),
     *("incarnation", "ranks", "first_rank", "world_size", "deadline_s"),
@@ -30,7 +30,7 @@ _CHOICES = {"backend": get_args(Backend), "phase": get_args(Phase)}
 
 
 def decode_control(data: bytes, message_type: type[_Control]) -> _Control:
-    """Parse and check a message. Raises `MessageError` if the bytes do not parse or a field has an impossible value."""
+    """Parse and check a message. Raises `MessageError`."""
     kind = message_type.__name__
     message = parse(message_type(), data, kind)
     _check_fields(message, kind)
@@ -54,8 +54,7 @@ def _check_fields(message: Control | pb.EpochMember, kind: str, prefix: str = ""
 
 
 def _check_ranks(start: pb.EpochStart) -> None:
-    """Check that the members' ranks and the trainer's rank 0 together are 0 to world_size - 1, each once, and that no actor is
-    listed twice."""
+    """Check that the members' ranks and the trainer's rank 0 are 0 to world_size - 1, and that no actor is listed twice."""
     taken = [0]
     for member in start.members:
         _check_fields(member, "EpochStart", "members.")

@@ -1,9 +1,8 @@
 """Prompt groups, sequences and dead letters: the messages between services, apart from control messages.
 
-Algorithms work on the dataclasses in this module. Their NumPy arrays are read-only views of the decoded message, not copies. An
-actor's messages are checked when they are encoded, so that an invalid one can be published as a failure with its reason. Every
-message is checked when it enters a process. A `MessageError` names the message, the field and the problem. The trainer, not
-this module, checks whether a version exists or a group was issued.
+Messages are checked when they enter a process, and already when they are encoded, so that an actor can publish an invalid
+sequence as a failure with its reason. A `MessageError` names the message, the field and the problem. The trainer, not this
+module, checks whether a version exists or a group was issued. Arrays of a decoded message are read-only views of its bytes.
 """
 
 from __future__ import annotations
@@ -59,9 +58,8 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings for sampling completions; μ is the distribution with all of them applied. A completion ends with the
-    end-of-sequence token, one of `stop_token_ids`, or the token that completes a text in `stop`, or it is cut at
-    `max_tokens`."""
+    """Settings for sampling. A completion ends with the end-of-sequence token, one of `stop_token_ids`, or the token that
+    completes a text in `stop`. Otherwise it is cut at `max_tokens`. μ is the distribution after `temperature`."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -71,7 +69,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Turn:
-    """Completion tokens [start, end) that the policy sampled in one turn. `finish_reason` None: the turn was interrupted."""
+    """Completion tokens [start, end) that the policy sampled in one turn. `finish_reason` is None if it was interrupted."""
 
     start: int
     end: int
@@ -81,8 +79,7 @@ class Turn:
 @dataclass(frozen=True, eq=False)
 class Completion:
     """Tokens that the policy sampled, including the end-of-sequence token. behaviour_logprobs float32[tokens]: log μ of each
-    token, nats, after temperature and truncation. `spans` cover the tokens without gap or overlap. `finish_reason` None: the
-    completion was interrupted and is to be continued."""
+    token, nats. `spans` cover the tokens without gap or overlap. `finish_reason` is None if the completion was interrupted."""
 
     completion_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     behaviour_logprobs: Logprobs = field(default_factory=lambda: np.empty(0, np.float32))
@@ -92,10 +89,10 @@ class Completion:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Branch(Completion):
-    """Part of an episode, as one row of tokens: a prompt, then turns with an environment's observations between them.
+    """One row of tokens: a prompt, then turns with an environment's observations between them.
 
-    prompt_token_ids int32[prompt]: input of the first turn. The completion is everything from the first turn to the last one.
-    behaviour_logprobs and `spans` leave out the observations. Without `turns`, the whole completion is one turn.
+    The completion is everything from the first turn to the last one; without `turns`, it is one turn. behaviour_logprobs and
+    `spans` leave out the observations.
     """
 
     prompt_token_ids: TokenIds
@@ -117,8 +114,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that an actor had generated when it left. If the sample is finished, only its reward and publication
-    are missing. An episode has only `branches`, whose turns are served again if its environment repeats its requests."""
+    """Tokens of one sample that an actor had generated when it left. An episode has only `branches`. Their turns are used again
+    if the episode's environment repeats its requests."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -133,8 +130,8 @@ class PartialSequence(Completion):
 class PromptGroup:
     """One prompt, with the number of samples wanted. `episodic`: each sample is an episode, whose environment makes the prompt.
 
-    `done_samples` are not requested by this message: they are published already, or another message of the group requests them.
-    `partials` are samples to continue. All other samples start from the prompt.
+    `partials` are samples to continue. `done_samples` are not requested, because they are published already or requested by
+    another message. All other samples start from the prompt.
     """
 
     run: str
@@ -152,7 +149,7 @@ class PromptGroup:
     done_samples: tuple[int, ...] = ()
     episodic: bool = False
     token: bytes = b""
-    """Proof that an actor received the group: its sequences carry the token back."""
+    """Secret that sequences return, as proof that their actor received this group."""
 
     def sequence_id(self, sample_index: int) -> str:
         return f"{self.group_id}.{sample_index}"
@@ -161,7 +158,7 @@ class PromptGroup:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequence(Branch):
     """One finished sequence. Its own fields are its first branch; only an episode has more, in `branches`. `failure` is empty
-    if the sequence succeeded. `finish_reason` is that of the latest turn."""
+    if it succeeded. `finish_reason` is that of the latest turn."""
 
     run: str
     sequence_id: str
@@ -172,11 +169,11 @@ class Sequence(Branch):
     reward: float
     reward_components: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Other metrics that the episode's environment reports."""
+    """Other numbers that an environment or a reward reports."""
     answer: str = ""
-    """For people: the part of the completion that the reward took as the answer."""
+    """Part of the completion that the reward took as the answer, for people."""
     reason: str = ""
-    """For people: the reward's explanation of its value."""
+    """The reward's explanation of its value, for people."""
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
     group_token: bytes = b""
@@ -202,7 +199,7 @@ class Sequence(Branch):
 
     @property
     def reported(self) -> dict[str, float]:
-        """Numbers that environment and reward report, by name. For an episode, also the number of its `turns`."""
+        """Numbers that environment and reward report, by name, and for an episode its number of `turns`."""
         turns = {"turns": float(self.num_turns)} if self.turns else {}
         return {**turns, **self.metrics, **self.reward_components}
 
@@ -212,9 +209,9 @@ class Sequence(Branch):
 
 
 EMPTY_COMPLETION = "empty_completion"
-"""Failure for which the policy is to blame. A held-out answer that fails in this way counts as wrong."""
+"""Failure that the policy causes. A held-out answer that fails in this way counts as wrong."""
 MAX_SAMPLES = 65_536
-"""Maximum number of samples of one group. It is far above any use, but small enough that a corrupt count does no harm."""
+"""Maximum number of samples of one group, above any use; a corrupt number must not create billions of samples."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -227,7 +224,7 @@ _SAME_IN_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "reward", "failure", "actor"),
     *("completion_text", "prompt_text", "reference_json", "generation_s", "answer", "reason", "group_token"),
 )
-"""Fields that have the same form in the dataclass and in the protobuf message."""
+"""Fields of the same type in the dataclass and in the protobuf message."""
 _SAME_IN_GROUP = (
     *("run", "group_id", "problem_index", "task", "prompt_text", "reference_json", "num_samples", "seed"),
     *("issued_version", "episodic", "token"),
@@ -235,7 +232,7 @@ _SAME_IN_GROUP = (
 
 
 def encode_sequence(sequence: Sequence) -> bytes:
-    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it; then publish it as failed."""
+    """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it."""
     _check_sequence(sequence)
     fields = vars(sequence)
     with building(_SEQUENCE):
@@ -253,7 +250,7 @@ def encode_sequence(sequence: Sequence) -> bytes:
 
 
 def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
-    """Decode a sequence, whose arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" = any."""
+    """Decode a sequence. `expected_run`: its only allowed run; empty = any. Raises `MessageError`."""
     message = parse(pb.Sequence(), data, _SEQUENCE)
     unfinished = message.failure and message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
     sequence = Sequence(
@@ -271,8 +268,8 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Return id and group token of a sequence message, even if `decode_sequence` refuses it. Both are empty if the message does
-    not parse or is not of `run`."""
+    """Return id and group token of a sequence that `decode_sequence` refuses, or empty ones if it does not parse or is not of
+    `run`."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
@@ -294,7 +291,7 @@ def encode_group(group: PromptGroup) -> bytes:
 
 
 def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
-    """Decode a group, whose arrays are read-only views of the message. Raises `MessageError`; `expected_run` "" = any."""
+    """Decode a group. `expected_run`: its only allowed run; empty = any. Raises `MessageError`."""
     message = parse(pb.PromptGroup(), data, _GROUP)
     group = PromptGroup(
         **{name: getattr(message, name) for name in _SAME_IN_GROUP},
@@ -308,8 +305,8 @@ def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
 
 
 def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
-    """Return what identifies a group that `decode_group` refuses, as a group of `run` without a prompt; None if the message
-    does not contain that much. The result serves to record that the group's samples failed, not to generate them."""
+    """Return a group that `decode_group` refuses, without its prompt, to record that its samples failed. Return None if the
+    message does not identify a group of `run`."""
     try:
         message = parse(pb.PromptGroup(), data, _GROUP)
     except MessageError:
@@ -330,7 +327,7 @@ def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
 
 
 def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
-    """Decode a dead letter, but not the message inside it. Raises `MessageError`; `expected_run` "" = any."""
+    """Decode a dead letter, but not the message inside it. Raises `MessageError`."""
     letter = parse(DeadLetter(), data, "DeadLetter")
     check_run(letter.run, expected_run, "DeadLetter")
     check_finite(letter.at_s, "DeadLetter", "at_s", at_least=0.0)
@@ -338,7 +335,7 @@ def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Convert without checks. A float32 becomes the shortest decimal number that rounds to it, so 0.7 comes back as 0.7."""
+    """Convert without checks. The temperature, a float32, becomes the shortest decimal number that rounds to it."""
     return SamplingParams(
         temperature=float(str(np.float32(message.temperature))),
         max_tokens=message.max_tokens,
@@ -348,7 +345,7 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 
 
 def write_completion(message: CompletionMessage, completion: Completion) -> None:
-    """Write a completion's tokens, log-probabilities and spans to a message that has none of them yet."""
+    """Write a completion's tokens, log-probabilities and spans to a message without spans."""
     message.completion_token_ids = completion.completion_token_ids.tobytes()
     message.behaviour_logprobs = completion.behaviour_logprobs.tobytes()
     for span in completion.spans:  # added in place, at half the cost of passing a list
@@ -356,8 +353,8 @@ def write_completion(message: CompletionMessage, completion: Completion) -> None
 
 
 def read_completion(message: CompletionMessage, kind: str, prefix: str = "") -> dict[str, Any]:
-    """Return tokens, log-probabilities and spans of a message as fields of a `Completion`, checking only the lengths of the
-    arrays. Raises `MessageError`."""
+    """Return tokens, log-probabilities and spans of a message as fields of a `Completion`. Raises `MessageError` only for the
+    lengths of the arrays."""
     return {
         "completion_token_ids": array_from_bytes(message.completion_token_ids, INT32, kind, f"{prefix}completion_token_ids"),
         "behaviour_logprobs": array_from_bytes(message.behaviour_logprobs, FLOAT32, kind, f"{prefix}behaviour_logprobs"),
@@ -366,7 +363,7 @@ def read_completion(message: CompletionMessage, kind: str, prefix: str = "") -> 
 
 
 def _finish_reason(number: int, kind: str) -> FinishReason:
-    """Convert a finish reason. Raises `MessageError` for an unknown number (0, or one of a newer version)."""
+    """Convert a finish reason. Raises `MessageError` for 0 and for unknown numbers."""
     reason = FINISH_REASON_FROM_PROTO.get(number)
     if reason is None:
         raise MessageError(kind, "finish_reason", f"{number} names no finish reason")
@@ -402,7 +399,7 @@ def branch_to_proto(branch: Branch) -> pb.Branch:
 
 
 def branch_from_proto(message: pb.Branch, kind: str) -> Branch:
-    """Convert a branch, checking only the lengths of its arrays. Raises `MessageError`."""
+    """Convert a branch. Raises `MessageError` only for the lengths of its arrays."""
     turns = tuple(map(_turn_from_proto, message.turns))
     return Branch(
         prompt_token_ids=array_from_bytes(message.prompt_token_ids, INT32, kind, "branches.prompt_token_ids"),
@@ -450,7 +447,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
 
 
 def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
-    """Check a group. Raises `MessageError`; `expected_run` "" = any."""
+    """Raise `MessageError` unless the group is one of `expected_run` (empty = any) that an actor can generate."""
     _check_names(group, expected_run, _GROUP)
     check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
     if not len(group.prompt_token_ids) and not group.episodic:
@@ -493,7 +490,7 @@ def _check_num_samples(number: int, kind: str, field: str) -> None:
 
 
 def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> None:
-    """Check sampling settings. Raises `MessageError`."""
+    """Raise `MessageError` for a setting with which no engine can sample."""
     check_finite(sampling.temperature, kind, f"{prefix}temperature", at_least=0.0)
     check_uint(sampling.max_tokens, kind, f"{prefix}max_tokens", at_least=1)
     for token_id in sampling.stop_token_ids:
@@ -542,7 +539,7 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
 
 _Proto = TypeVar("_Proto", bound=Message)
 LOGPROB_ROUNDING = 1e-3
-"""A log-probability may exceed 0 by this much (nats): engines compute it in low precision."""
+"""A log-probability may exceed 0 by this much, nats, because engines compute it in low precision."""
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 """Dtypes of token ids and log-probabilities in messages."""
 
@@ -558,7 +555,7 @@ def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
 
 @contextmanager
 def building(kind: str) -> Iterator[None]:
-    """Turn protobuf's errors for a value (out of range, or text that is not Unicode) into `MessageError`."""
+    """Turn protobuf's error for a value out of range or a text that is not Unicode into `MessageError`."""
     try:
         yield
     except ValueError as error:
@@ -578,7 +575,7 @@ def check_finite(value: float, kind: str, field: str, *, at_least: float = -math
 
 
 def check_run(run: str, expected_run: str, kind: str) -> None:
-    """Raise `MessageError` if `run` is empty or not `expected_run`, where an empty `expected_run` means any run."""
+    """Raise `MessageError` if `run` is empty, or is not `expected_run` if that is given."""
     if not run or run != (expected_run or run):
         raise MessageError(kind, "run", f"{run!r} is not this run, {expected_run!r}" if run else "is empty")
 

@@ -1,8 +1,4 @@
-"""The verifier's client: it sends items and returns results, over gRPC, as the protobuf classes of `verifier.proto`.
-
-`verify` waits while the verifier is unreachable, restarting or full. The caller must keep its sequences meanwhile, and decides
-what to do with a result that is not OK.
-"""
+"""The verifier's gRPC client. Items and results are the protobuf classes of `verifier.proto`."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ from pipelinerl.v1 import verifier_pb2_grpc
 log = logging.getLogger(__name__)
 
 DEADLINE_S, LONGEST_DEADLINE_S = 120.0, 3600.0
-"""Deadline of a batch's first attempt. Each timeout doubles the deadline of the next attempt, up to the second value."""
+"""Deadline of a batch's first attempt. Each timeout doubles the deadline, up to the second value."""
 BACKOFF = Backoff(first_s=0.1, most_s=3.0, jitter=0.5)
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -38,7 +34,7 @@ _AWAY = (
     grpc.StatusCode.CANCELLED,  # by a server that is stopping
 )
 _DOUBTFUL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""Statuses of a connection that broke half-way, or of a defect of the verifier. Such a call is retried only a few times."""
+"""Statuses that may mean a broken connection or a defect of the verifier. Such a call is retried only a few times."""
 MOST_DOUBTFUL_TRIES = 3
 FAILURE_CODES = tuple(code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -53,7 +49,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 def item_of(sequence: Sequence, max_tokens: int, traceparent: str = "") -> pb.VerifyItem:
-    """Return the item with which the verifier scores a sequence. `max_tokens`: limit of the completion."""
+    """Return the item with which the verifier scores a sequence. `max_tokens`: limit under which it was sampled."""
     return pb.VerifyItem(
         sequence_id=sequence.sequence_id,
         task=sequence.task,
@@ -80,7 +76,7 @@ def judged(sequence: Sequence, result: pb.VerifyResult) -> Sequence:
 
 
 def result_of(sequence: Sequence) -> pb.VerifyResult:
-    """Return the result that `judged` merged into this sequence, which must have no failure."""
+    """Return the result from which `judged` made this sequence."""
     return pb.VerifyResult(
         sequence_id=sequence.sequence_id,
         status=pb.VERIFY_STATUS_OK,
@@ -102,14 +98,14 @@ class VerifierAway(ServiceError):
 
 
 class VerifierClient:
-    """Client of the verifier at `target` (`host:port`; if the name has several addresses, they are used in turn). Use it as an
-    async context manager; any number of calls may run at once."""
+    """Client of the verifier at `target` (`host:port`), an async context manager. If the name has several addresses, they are
+    used in turn. Any number of calls may run at once."""
 
     def __init__(
         self, target: str, *, tls_dir: Path | None = None, on_failed_try: Callable[[str], None] = lambda code: None
     ) -> None:
-        """`tls_dir`: folder of the certificates (`pipelinerl.service.tls`), which may be renewed; None = plain text.
-        `on_failed_try`: called with the gRPC status (one of `FAILURE_CODES`) of each failed attempt, including the last one."""
+        """`tls_dir`: folder of the certificates, which may be renewed; None = plain text. `on_failed_try`: called with the gRPC
+        status of each failed attempt, one of `FAILURE_CODES`."""
         self.target, self._tls_dir, self._on_failed_try = target, tls_dir, on_failed_try
 
     async def __aenter__(self) -> VerifierClient:
@@ -124,8 +120,8 @@ class VerifierClient:
     async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
         """Return one result per item, in order. A reward is within ±`MOST_REWARD`, and 0 unless the result's status is OK.
 
-        Retries without end while the verifier is unreachable, full or late; cancel the task to stop it. Raises `ServiceError`
-        if the verifier refuses the call, `MessageError` if the answer does not match the items.
+        Waits without limit while the verifier is unreachable, full or late. Raises `ServiceError` if the verifier refuses the
+        call, `MessageError` if the answer does not match the items.
         """
         if not items:
             return []
@@ -176,9 +172,11 @@ class VerifierClient:
 
     @contextmanager
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
-        """Yield the stub for one call. If the call fails, report it, and open another channel if the server was unreachable and
-        the certificates were renewed: a channel keeps the certificates that it was opened with, and cannot connect again once
-        they have expired. The old one is not closed, because that would cancel its calls; it is freed with the last of them."""
+        """Yield the stub for one call, and report the call if it fails.
+
+        A channel keeps the certificates that it was opened with. If the server was unreachable and the certificates were
+        renewed, later calls therefore use another channel. The old one is not closed, because that would cancel its calls.
+        """
         channel = self._channel
         try:
             yield verifier_pb2_grpc.VerifierServiceStub(channel)

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 256 * 1024**2
 STOP_GRACE_S = 5.0
 CONNECTION_AGE_S = 300.0
-"""Seconds after which a client must connect again; no call is cut off. The client then resolves the server's name again, which
-finds new servers, and both sides present renewed certificates."""
+"""Seconds after which a client must connect again, without an end to running calls. The client then finds new servers of the
+name, and both sides present renewed certificates."""
 _DETAILS_CHARACTERS = 300
 
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
@@ -39,8 +39,8 @@ Options = Sequence[tuple[str, Any]]
 
 
 class ErrorBoundary(aio.ServerInterceptor):
-    """Convert errors of handlers to statuses: `UserError` to INVALID_ARGUMENT, all others to INTERNAL with the error's name and
-    the start of its text. A handler's own abort and the errors of the grpc library's services are not changed."""
+    """Convert errors of our handlers to statuses: `UserError` to INVALID_ARGUMENT, any other error to INTERNAL, with its type
+    and the start of its text. A handler's own abort is kept."""
 
     async def intercept_service(
         self,
@@ -93,11 +93,10 @@ async def serve_grpc(
     credentials: grpc.ServerCredentials | None = None,
     connection_age_s: float = CONNECTION_AGE_S,
 ) -> AsyncIterator[int]:
-    """Serve on `port` (0 = any free one) what `register` adds to the server, and yield the port.
+    """Serve on `port` (0 = any free one) the services that `register` adds to the server, and yield the port.
 
     At the end, health checks answer NOT_SERVING, new calls are refused, and calls in progress have `stop_grace_s` to finish.
-    `service_names` are the full names for health and reflection, such as `pipelinerl.v1.VerifierService`. Raises `ServiceError`
-    with the port if nothing can listen there.
+    `service_names` are full names, such as `pipelinerl.v1.VerifierService`. Raises `ServiceError` if the port cannot be used.
     """
     age = ("grpc.max_connection_age_ms", round(connection_age_s * 1000))
     server = aio.server(interceptors=[ErrorBoundary()], options=[*_SERVER_OPTIONS, age])
@@ -126,7 +125,7 @@ async def serve_grpc(
 async def serve_calls(
     settings: ServiceSettings, register: Callable[[aio.Server], None], service: str, http_port: int
 ) -> AsyncIterator[ServiceAddress]:
-    """Serve a service's calls at the interface of its settings, and announce its addresses. Raises as `serve_grpc` does."""
+    """Serve a service's calls as its settings say, announce its addresses, and yield them. Raises `ServiceError`."""
     credentials = server_credentials(settings.tls_dir)
     async with serve_grpc(register, [service], settings.grpc_host, settings.grpc_port, credentials=credentials) as port:
         yield announce(settings, port, http_port)
@@ -135,8 +134,7 @@ async def serve_calls(
 def open_channel(target: str, tls: Path | Certificates | None, name_override: str = "", options: Options = ()) -> aio.Channel:
     """Return a channel to `target` (host:port, or dns:///name:port) that uses the certificates in `tls`; None = plain text.
 
-    `name_override`: the name in the server's certificate, if `target` is an address. Raises `FieldError` on `tls_dir` if the
-    folder's files cannot be used.
+    `name_override`: name in the server's certificate, if `target` is an address. Raises `FieldError` for an unusable file.
     """
     every = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0), *options]
     if tls is None:
@@ -149,7 +147,7 @@ def open_channel(target: str, tls: Path | Certificates | None, name_override: st
 
 
 def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
-    """Return the status and details of a failed call as text, with a hint if TLS is or may be the cause."""
+    """Return the status and details of a failed call as text, with a hint if TLS may be the cause."""
     details, hint = error.details() or "", ""
     closed_at_once = "failed to connect" in details and "Socket closed" in details
     if tls_dir is None:

@@ -1,11 +1,10 @@
 """HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that has other work.
 
-On a loopback interface, a request is only answered if its Host header names this service. A browser lets a web site read
-answers from the site's own host name, and the site's owner may point that name at this machine (DNS rebinding). Therefore only
-names that no site can have are accepted. This is not a login: a program that reaches the port may send any Host header.
+On a loopback interface, a request is only answered if its Host header names this service. Otherwise a web site whose owner
+points its host name at this machine could read the answers through a browser here (DNS rebinding). This is not a login: a
+program that reaches the port may send any Host header.
 
-The size of a request's head is limited, but not the time that a request takes to arrive, since uvicorn has no setting for that:
-a client that sends nothing holds a connection until the process ends.
+The size of a request's head is limited. The time until it arrives is not, because uvicorn has no setting for that.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from pipelinerl.service.settings import host_port
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEALTH = "/healthz"
 PROBED = (HEALTH, "/readyz", "/metrics")
-"""Paths that a cluster requests by a pod's address. They show no training data."""
+"""Paths that Kubernetes and Prometheus request by a pod's address. They show no training data."""
 BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Seconds until the server closes an idle connection. Most clients do so earlier, so few requests hit a closed one."""
+"""Seconds until the server closes an idle connection. Most clients close it earlier, so few requests meet a closed one."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
-    """Answer only requests for `open_paths`, and those whose Host header without its port is in `names` (IPv6: bracketed)."""
+    """Answer a request only if its path is in `open_paths`, or the host in its Host header is in `names`."""
     known = frozenset(name.lower() for name in names)
     asked_for = ", ".join(sorted(known))
     refusal = f"refused: the Host header of this request names another server; use one of these names: {asked_for}\n"
@@ -60,12 +59,12 @@ def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str
 
 
 def bracketed(host: str) -> str:
-    """Return a name or address in the form of a Host header. Pure."""
+    """Return a host as in a Host header: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the interface with this name or address."""
+    """Return whether this is the name or address of an interface that only this machine can reach."""
     if host == "localhost":
         return True
     try:
@@ -75,11 +74,8 @@ def is_loopback(host: str) -> bool:
 
 
 def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch: Callable[[], float] = lambda: 0.0) -> FastAPI:
-    """Return an app with three routes.
-
-    `/healthz`: 503 if the watched loop has not run for `BLOCKED_AFTER_S`, else 200. `/readyz`: 503 with the reason until the
-    process is ready. `/metrics`: the registry, in the text format that every scraper reads.
-    """
+    """Return an app with three routes. `/healthz`: 503 if the loop of `loop_watch` has not run for `BLOCKED_AFTER_S`, else 200.
+    `/readyz`: 503 with the reason until the process is ready. `/metrics`: the registry in Prometheus's text format."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")
@@ -107,16 +103,15 @@ async def serve_http(
 ) -> AsyncIterator[int]:
     """Serve `app` and yield the bound port (`port` 0 = any free one). At the end, open requests have two seconds to finish.
 
-    `names`: further hosts that a request's Host header may name if `host` is a loopback interface. `on_this_loop`: run the
-    application on this event loop, which is needed if it shares data with the loop's other work. Otherwise it runs in a thread
-    of its own, and answers even while this loop is blocked. Raises `ServiceError` if the port cannot be bound or the
-    application does not start.
+    `names`: further hosts that a Host header may name if `host` is a loopback interface. `on_this_loop`: run the application on
+    this event loop, because it shares data with other work there. Otherwise it runs on another thread, and answers even while
+    this loop is blocked. Raises `ServiceError` if the port cannot be bound or the application does not start.
     """
     if is_loopback(host):
         app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
     with contextlib.closing(_bind(host, port)) as listener:
-        # Connections inherit TCP_NODELAY. asyncio does not set it, because `create_server` names no protocol. Without it, a
-        # response's body waits 40 ms for the acknowledgement of its head.
+        # Connections inherit this option, which asyncio does not set on this socket. Without it, a response's body waits 40 ms
+        # for the acknowledgement of its head.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server = _EmbeddedServer(app)
         if on_this_loop:
@@ -147,7 +142,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that leaves the process's signals alone, and notifies the caller's loop when it has started."""
+    """A uvicorn server that installs no signal handlers, and notifies the caller's loop when it has started."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(

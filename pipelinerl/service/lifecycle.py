@@ -1,5 +1,4 @@
-"""Run a service process: turn signals into one event and errors into exit codes, and provide the answers of /readyz and
-/healthz. Signal handlers are only installed inside `run_service` and `stop_event`."""
+"""Run a service process: turn signals into one event and errors into exit codes, and say whether the process is ready."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR = 0, 1, 2
 MISTAKE = "error: "
-"""Beginning of the line that reports a user's mistake."""
+"""Beginning of the output that reports a user's mistake."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TURN_S = 0.02
 """Seconds between two attempts to take a GPU's turn."""
@@ -39,14 +38,14 @@ MARK_EVERY_S = 0.25
 
 @dataclass
 class Readiness:
-    """Readiness of a process for its work. Any thread may read and write it, since each attribute is replaced as a whole."""
+    """Readiness of a process for its work. Any thread may read and write it, because attributes are only replaced."""
 
     reason: str = "starting"
     """Why the process itself is not ready; empty if it is."""
     parts: tuple[Readiness, ...] = ()
 
     def part(self, reason: str) -> Readiness:
-        """Add and return a part that the process needs. At first it is not ready, for this reason."""
+        """Add and return the readiness of a part that the process needs, which at first is not ready for this reason."""
         self.parts = (*self.parts, part := Readiness(reason))
         return part
 
@@ -58,8 +57,8 @@ class Readiness:
 
 @asynccontextmanager
 async def watch_loop() -> AsyncIterator[Callable[[], float]]:
-    """Yield a function that any thread may call, and that returns the seconds since this loop last ran: at most `MARK_EVERY_S`
-    if the loop is healthy. With it, the liveness probe can restart a process whose loop is blocked."""
+    """Yield a function that returns the seconds since this event loop last ran: about `MARK_EVERY_S` or less, unless the loop
+    is blocked. Any thread may call the function."""
     loop, ran_at_s = asyncio.get_running_loop(), time.monotonic()
     handle: asyncio.TimerHandle
 
@@ -98,8 +97,7 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
 
 class GpuTurn:
     """The right to use a GPU that a trainer and an actor share in turns (`actor.colocate`): the lock of a file. The kernel
-    releases the lock when the process and the children that it forked have ended, so that no message is needed from one that
-    died. (An engine process that vLLM spawns instead does not hold it.) `is_held` says whether this process has the turn."""
+    releases it when the process and the children that it forked have ended. `is_held`: whether this process has the turn."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -107,8 +105,7 @@ class GpuTurn:
 
     @classmethod
     def of(cls, recipe: Recipe, settings: PolicySettings) -> GpuTurn | None:
-        """Return the turn of a service, or None if the recipe has no `actor.colocate`. Raises `FieldError` if nothing says
-        which GPU is shared."""
+        """Return the turn of a service, or None without `actor.colocate`. Raises `FieldError` outside a local run."""
         if not recipe.actor.colocate:
             return None
         if settings.gpu_turn is None:
@@ -116,7 +113,7 @@ class GpuTurn:
         return cls(settings.gpu_turn)
 
     async def take(self) -> None:
-        """Wait until the other process has released its turn or has ended, unless this process already has the turn."""
+        """Wait until the other process has released its turn or has ended."""
         while not self.is_held:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +127,7 @@ class GpuTurn:
 
 
 def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
-    """Run `work` on a new daemon thread, which delays neither other work nor the end of the process."""
+    """Run `work` on a new daemon thread, which does not delay the end of the process."""
     done = Future[_Result]()
     done.set_running_or_notify_cancel()  # so that cancelling a waiting task does not cancel the work
 
@@ -150,14 +147,14 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
-"""Function that serves until the event is set, then ends. A service that has a policy version sets it in the `LogContext`."""
+"""Serves until the event is set. A service with a policy sets its version in the `LogContext`."""
 
 
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:
     """Read the settings, run `main` to its end and return the exit code: 0 success, 2 a user's mistake, 1 any other failure.
 
-    SIGTERM or SIGINT sets the event; a second one cancels `main`. A process that still exists `stop_within_s` after the first
-    signal ends with code 1, even if it hangs; None sets no limit.
+    SIGTERM or SIGINT sets the event; a second one cancels `main`. The process ends with code 1 if it is still running
+    `stop_within_s` after the first signal (None = no limit).
     """
 
     def end_at_once() -> None:
@@ -186,13 +183,10 @@ def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings],
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code` at once, even if threads are still running.
-
-    If the interpreter shut down normally, a thread in native code, such as that of an abandoned transfer, could abort or hang
-    the process, and a run that went well would count as failed.
-    """
+    """End the process with `code` at once. In a normal shutdown of the interpreter, a thread in native code, such as that of an
+    abandoned transfer, could hang or abort the process."""
     try:
-        # Libraries end their child processes when the interpreter ends.
+        # Without a normal shutdown, libraries do not end their child processes.
         for child in multiprocessing.active_children():
             child.kill()
         logging.shutdown()
@@ -203,8 +197,7 @@ def leave(code: int) -> NoReturn:
 
 
 def exit_code(run: Callable[[], None]) -> int:
-    """Call `run` and return the exit code. Print a user's mistake. Log other errors, with a traceback except for
-    `ServiceError`."""
+    """Call `run` and return the exit code. Print a user's mistake, and log any other error."""
     try:
         run()
     except asyncio.CancelledError:
@@ -221,7 +214,7 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def sole_error(error: BaseException) -> BaseException:
-    """Return the error inside nested exception groups if all have the same type and text, else the group itself."""
+    """Return the error inside exception groups if all errors there have the same type and text, else the group."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [sole_error(one) for one in error.exceptions]

@@ -1,8 +1,7 @@
 """Structured logs on the standard library: one line per event, as text for people or as JSON for a cluster.
 
 Every line has run, service, instance and, once known, the policy version. The items of a call's `extra={...}` become fields of
-the line. In text, control characters are escaped, since it may quote model output and users' code. The runner or the cluster
-rotates and collects the logs.
+the line.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LEAST_LEVEL = {
     "uvicorn.error": logging.WARNING,
     "asyncio": logging.WARNING,
     "httpx": logging.WARNING,
-    # If torchao is installed, transformers imports it, and it warns of each GPU library that does not load on this machine.
+    # transformers imports torchao if it is installed, and torchao warns of each GPU library that does not load.
     "torchao": logging.ERROR,
     "torch.utils._pytree": logging.ERROR,
 }
@@ -35,13 +34,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters, which could steer a terminal, escaped as `\\x1b`. Tabs and line ends stay."""
+    """Escape control characters, which could steer a terminal, as in `\\x1b`. Tabs and line ends stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 @dataclass
 class LogContext:
-    """The process that writes the log. It sets `policy_version`, which all later lines show, when its policy changes."""
+    """The process that writes the log. It sets `policy_version` when its policy changes."""
 
     run: str
     service: str
@@ -50,7 +49,7 @@ class LogContext:
 
 
 def configure_logging(context: LogContext, *, log_format: Literal["text", "json"] = "text", level: str = "info") -> None:
-    """Send all logs to standard error in one format, and replace the root logger's handlers."""
+    """Send all logs to standard error, and remove earlier handlers of the root logger."""
     handler = logging.StreamHandler()
     handler.addFilter(RepetitionFilter())
     handler.setFormatter(ContextFormatter(context, log_format))
@@ -62,13 +61,13 @@ def configure_logging(context: LogContext, *, log_format: Literal["text", "json"
 
 _REPETITIVE = ("uvicorn.error", "opentelemetry.")
 AGGREGATED = {"aggregated": True}
-"""`extra` of log lines that outsiders can cause at will; `RepetitionFilter` limits them."""
+"""`extra` of log lines that outsiders can cause at will. `RepetitionFilter` limits such lines."""
 AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Limit the log lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`. A kind is a logger and its
-    message before values are filled in. The next line of the kind says how many were left out."""
+    """Limit the log lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`. Lines of a kind have the same
+    logger and the same format string. The next one says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +86,7 @@ class RepetitionFilter(logging.Filter):
 
 
 def take_over(*libraries: str) -> None:
-    """Make imported libraries log only through the root logger, with their own levels. Loggers that a library makes later are
-    not changed."""
+    """Make imported libraries log only through the root logger."""
     for name in (*libraries, *logging.root.manager.loggerDict):
         if name.partition(".")[0] in libraries:
             logger = logging.getLogger(name)
@@ -97,11 +95,8 @@ def take_over(*libraries: str) -> None:
 
 
 class ContextFormatter(logging.Formatter):
-    """Format a record as text or as one line of JSON. In JSON, a context field replaces an extra field of the same name.
-
-    Text looks like `10:45:01.123 INFO run verifier/verifier-0 v8 logger: message key=value`; a traceback follows on separate
-    lines.
-    """
+    """Format a record as one line of JSON, or as text such as `10:45:01.123 INFO run verifier/verifier-0 v8 logger: message
+    key=value`, which a traceback may follow. Text may quote model output, so its control characters are escaped."""
 
     def __init__(self, context: LogContext, log_format: Literal["text", "json"]) -> None:
         super().__init__()
@@ -142,13 +137,13 @@ class ContextFormatter(logging.Formatter):
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _ADDRESS = re.compile(r"UR[IL]S?$", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)\S+@")
-"""A login extends to the last @, since a password may contain / and @."""
+"""A login, up to the last @ of the word, because a password may contain / and @."""
 _LONGEST = 400
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` on one line of at most 400 characters, with `***` for logins in addresses and for values of secret
-    variables: those whose name says so, or whose value is an address with a login. Pure."""
+    """Return `text` on one line of at most 400 characters, with `***` for each login in an address and each value of a secret
+    variable. A variable is secret if its name says so or its value is an address with a login. Pure."""
     secrets = [
         value
         for name, value in environment.items()

@@ -1,8 +1,5 @@
-"""Repeat an operation that fails for a while because of something outside the process, until it succeeds.
-
-Errors that can pass (an outage, a full stream) are retried. Others (a message that is too large, a missing permission, our own
-mistakes) are raised at once. Nothing is stored: the caller keeps its message. Cancel the task to stop the retries.
-"""
+"""Repeat an operation that fails because of something outside the process, such as an outage or a full stream, until it
+succeeds. Cancel the task to stop the retries."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 """Seconds between two log lines with the same reason for waiting."""
 MOST_REASONS = 8
-"""Maximum number of different reasons logged in that time. Texts that contain a port or a duration all differ."""
+"""Maximum number of different reasons logged in that time. A reason with a port or a duration differs each time."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delays between tries. They double from `first_s` to `most_s`; each is shortened at random by up to the share `jitter`."""
+    """Delays between tries, which double from `first_s` to `most_s`. Each is shortened at random by a share up to `jitter`."""
 
     first_s: float = 0.1
     most_s: float = 5.0
@@ -57,10 +54,10 @@ async def retry_forever(
     explain: Callable[[Exception], str] = str,
     level: int = logging.WARNING,
 ) -> _Result:
-    """Return the result of the first `attempt()` that succeeds; raise the first error for which `retried` is false.
+    """Return the result of the first `attempt()` that succeeds. Raise the first error for which `retried` is false.
 
-    `action` is for the log ("publish g1.0"). The reason of a failure, in the words of `explain`, is logged with `level`, the
-    same reason at most once a minute. The success after a failure is logged, too.
+    The log names the `action`, such as "publish g1.0", and the reason of the failure in the words of `explain`. The same reason
+    is logged at most once a minute.
     """
     failures, waiting_since_s = 0, time.monotonic()
     logged_at_s: dict[str, float] = {}

@@ -1,8 +1,5 @@
-"""Settings of a run's processes: addresses, ports and folders. Only this module reads them from the environment.
-
-Every field is set by an environment variable `PIPELINERL_<FIELD>`, in a container and in a local run. This module also handles
-`host:port` texts and the address file, in which a process reports the ports that it got.
-"""
+"""Settings of a run's processes, from environment variables `PIPELINERL_<FIELD>`. Also `host:port` texts, and the address file,
+in which a process reports the ports that it got."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 def read_settings(kind: type[Settings]) -> Settings:
-    """Read the settings of one service. Raises `UserError` naming each variable, its value and the problem."""
+    """Read settings from the environment. Raises `UserError` naming each variable, its value and the problem."""
     from_environment: Callable[[], Settings] = kind
     try:
         return from_environment()
@@ -78,7 +75,7 @@ class PolicySettings(BusSettings):
 
 class ActorSettings(PolicySettings):
     pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not reported.")
-    trainer: str = Field("", description="host:port of the trainer, from which an initial policy that it built is fetched.")
+    trainer: str = Field("", description="host:port of the trainer, which sends the initial policy if the run built one.")
     episode_host: str = Field(
         "127.0.0.1", description="Interface on which environments and agents request turns, if the recipe has any."
     )
@@ -147,13 +144,13 @@ class RankSettings(BaseSettings):
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Number of processes that compute rewards.")
     max_queue: int = Field(4096, ge=1, description="Maximum number of waiting items; more are refused with RESOURCE_EXHAUSTED.")
-    private_dir: Path | None = Field(None, description="Folder that code in a sandbox cannot read: a local run's, or runs/.")
+    private_dir: Path | None = Field(None, description="Folder that sandboxed code cannot read: a local run's, or runs/.")
     max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum number of running episodes; more are refused, too.")
     reward_modules: Path | None = Field(None, description="Folder in which workers look for modules first, before PYTHONPATH.")
 
 
 class StreamsSettings(BaseSettings):
-    """Defaults for commands that read a run's streams. In a pod of the run, these are the settings of the pod's service."""
+    """Defaults for commands that read a run's streams. A pod of the run has these variables for its service."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 
@@ -164,7 +161,7 @@ class StreamsSettings(BaseSettings):
 
 
 class ServiceAddress(BaseModel, frozen=True):
-    """Addresses of a service: `grpc` and `http` are `host:port`, and `pid` is the process that listens there."""
+    """Addresses of a service, as `host:port`, and the id of the process that listens there."""
 
     grpc: str
     http: str
@@ -172,18 +169,18 @@ class ServiceAddress(BaseModel, frozen=True):
 
 
 def host_port(host: str, port: int) -> str:
-    """Return `host:port`, with an IPv6 address in brackets. Pure."""
+    """Return `host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Split `host:port`. Raises `ValueError` for a text without a port. Pure."""
+    """Split `host:port`. Raises `ValueError` for a text without a port."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def announce(settings: ServiceSettings, grpc_port: int, http_port: int) -> ServiceAddress:
-    """Return the addresses at which others reach this process, and write them to the settings' address file, if any."""
+    """Return the addresses at which others reach this process, and write them to `settings.address_file`, if any."""
     host = settings.advertise_host
     address = ServiceAddress(grpc=host_port(host, grpc_port), http=host_port(host, http_port), pid=os.getpid())
     if settings.address_file is not None:

@@ -1,5 +1,5 @@
-"""Read and check a folder with a certificate, its key and its CA, as cert-manager writes them, and read them again when
-renewed. A gRPC server presents the certificate, and accepts callers with any certificate of the same CA."""
+"""Read and check a folder with a certificate, its key and its CA, as cert-manager writes and renews them. A gRPC server accepts
+callers with any certificate of the same CA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _MOST_HANDSHAKE_TURNS = 10
-"""Maximum number of rounds of a handshake in memory. It needs three."""
+"""Maximum number of times that each side of a handshake in memory may continue. Three are needed."""
 Role = Literal["client", "server"]
 
 
@@ -32,11 +32,8 @@ class Certificates:
 
 
 def read_certificates(folder: Path, role: Role) -> Certificates:
-    """Read the files in `folder` and check them for `role`.
-
-    Raises `FieldError` on `tls_dir`, naming the file, if a file cannot be read, if the key does not belong to the certificate,
-    or if the certificate has expired or is not signed by that CA.
-    """
+    """Read the files in `folder` and check them for `role`. Raises `FieldError` on `tls_dir`, naming the file, if it cannot be
+    read, or if the certificate has expired, has another key or is not signed by that CA."""
     found = Certificates(*(read_file(folder / name, "tls_dir") for name in (CERTIFICATE, KEY, CA)))
     check_pair(folder, "tls_dir")
     check_ca(folder, "tls_dir")
@@ -58,7 +55,7 @@ def read_file(file: Path, field: str) -> bytes:
 
 
 def check_ca(folder: Path, field: str) -> None:
-    """Raise `FieldError` unless ca.crt holds certificates."""
+    """Raise `FieldError` unless ca.crt holds a certificate."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(folder / CA)
     except OSError as error:
@@ -79,7 +76,7 @@ class RenewedCertificates:
     """The newest usable certificates of a folder."""
 
     def __init__(self, folder: Path, role: Role) -> None:
-        """Read the folder. Raises `FieldError` as `read_certificates` does."""
+        """Raises `FieldError` as `read_certificates` does."""
         self.folder, self._role = folder, role
         self._seen = _stamps(folder)
         self.certificates = read_certificates(folder, role)
@@ -101,7 +98,7 @@ class RenewedCertificates:
 
 
 def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """Return a fingerprint of each file that changes with every renewal, even at equal size: a Secret's files are new."""
+    """Return a fingerprint of each file. It changes with every renewal, because Kubernetes makes new files of a Secret."""
     stamps = []
     for name in (CERTIFICATE, KEY, CA):
         with contextlib.suppress(OSError):
@@ -115,7 +112,7 @@ def _no_password() -> str:
 
 
 def _shake_hands(folder: Path, role: Role) -> None:
-    """Perform a TLS handshake in memory, with both ends here. Raises `ssl.SSLCertVerificationError` as a peer would."""
+    """Perform a TLS handshake between two ends in memory. Raises `ssl.SSLCertVerificationError` as a peer would."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_REQUIRED if role == "server" else ssl.CERT_NONE
@@ -136,11 +133,8 @@ def _shake_hands(folder: Path, role: Role) -> None:
 
 
 def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:
-    """Return a gRPC server's credentials, which also ask callers for a certificate; None for plain text.
-
-    New connections use renewed files. If these cannot be used, a warning is logged and the last ones are kept. Raises
-    `FieldError` as `read_certificates` does.
-    """
+    """Return a gRPC server's credentials, which also ask callers for a certificate; None for plain text. New connections use
+    renewed files. Raises `FieldError` as `read_certificates` does."""
     if tls_dir is None:
         return None
     files = RenewedCertificates(tls_dir, "server")

@@ -1,4 +1,4 @@
-"""Names of span attributes: OpenTelemetry's if one exists, else ours (`pipelinerl.…`). Pure."""
+"""Names of span attributes, by OpenTelemetry's conventions if they have one, else `pipelinerl.…`. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_VERSION, LAST_VERSION = "pipelinerl.policy.version.first", "pipelinerl.pol
 OUTCOME, REASON = "pipelinerl.outcome", "pipelinerl.outcome.reason"
 REWARD = "pipelinerl.reward"
 PROMPTS = "pipelinerl.prompts"
-"""Number of prompts that one call requests."""
+"""Number of prompts in one call."""
 EPOCH = "pipelinerl.epoch"
 ACTOR = "pipelinerl.actor"
 STALL_S = "pipelinerl.stall_seconds"
@@ -34,7 +34,7 @@ ERROR = "error.type"
 
 
 def messaging(operation: str, destination: str, message_id: str = "", body_bytes: int | None = None) -> Attributes:
-    """Return the attributes of a message. `operation`: send, receive or process. `destination`: the message's subject."""
+    """Return attributes of a message. `operation`: send, receive or process. `destination`: subject of the message."""
     about = {
         "messaging.system": "nats",
         "messaging.operation.type": operation,

@@ -1,8 +1,8 @@
 """Create the metrics of a service, in a registry that puts the run's name on every sample.
 
-This module adds three things to `prometheus_client`. A metric that does not apply has no series, whereas a gauge would show 0.
-A counter or histogram with known label values has all its series from the start, so that a rate includes the first event. And
-each metric is described for docs/metrics.md.
+This module adds three things to `prometheus_client`. A `Reading` without a value has no series, whereas a gauge would show 0. A
+counter or histogram with known label values has all its series from the start, so that a rate includes the first event. Each
+metric is described for docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 REASON_CHARACTERS = 60
 MOST_REASONS = 24
-"""Maximum number of different reasons; further ones are counted as `OTHER`."""
+"""Maximum number of different reasons. Further ones are counted as `OTHER`."""
 OTHER = "(other)"
 
 
@@ -28,7 +28,7 @@ def short_reason(failure: str) -> str:
 
 
 class BoundedLabels:
-    """Bounds the label values of a counter to the first `most` different short reasons, and `OTHER` for all later ones."""
+    """Labels for reasons of failures: the first `most` different short reasons, and `OTHER` for all further ones."""
 
     def __init__(self, most: int = MOST_REASONS) -> None:
         self._most, self._seen = most, set[str]()
@@ -43,19 +43,19 @@ class BoundedLabels:
 Value = float | None
 """Value of a series; None removes the series."""
 Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
-"""Value of a metric without labels, or values by label value; by a tuple of label values if the metric has several labels."""
+"""Value of a metric without labels, or values by label value, or by a tuple of label values if there are several labels."""
 
 
 class Reading(Collector):
-    """A gauge or counter. `set` stores values. `read` stores a function that is called at each scrape, outside the event loop's
-    thread, so the function may read plain attributes, but must not change anything or wait."""
+    """A gauge or counter with the values of `set`, or of a function that `read` stores. The function is called at each scrape,
+    on another thread than the event loop's, so it must only read plain attributes."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = (), kind: Literal["gauge", "counter"] = "gauge") -> None:
         self.name, self.text, self.labels, self.kind = name, text, tuple(labels), kind
         self._values: Callable[[], Values] = lambda: None
 
     def set(self, values: Values) -> None:
-        """Replace all values. Series without a new value are removed."""
+        """Replace all values. A series without a new value ends."""
         taken = dict(values) if isinstance(values, Mapping) else values
         self._values = lambda: taken
 
@@ -82,13 +82,12 @@ class Reading(Collector):
 
 
 Labels = Mapping[str, Sequence[str] | str]
-"""Values of each label, or a description of them if they are not known beforehand."""
+"""Values of each label, or their description if they are not known beforehand."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Description of one exported metric, a `gauge`, `counter` or `histogram`, for docs/metrics.md. `name` is the one that
-    Prometheus stores; a counter's ends with `_total`."""
+    """Description of one exported metric for docs/metrics.md. `kind`: gauge, counter or histogram."""
 
     name: str
     kind: str
@@ -96,18 +95,17 @@ class Family:
     unit: str
     labels: Labels
     buckets: Sequence[float] = ()
-    """Inclusive upper edges of a histogram's buckets, without the last bucket, which is unbounded."""
+    """Inclusive upper edges of a histogram's buckets, without that of the last bucket, infinity."""
 
 
 class RunRegistry(CollectorRegistry):
-    """The metrics of a process of one run; every sample has the label `run`. The library's `_created` series, which no query
-    uses, are left out."""
+    """The metrics of a process of one run. Every sample has the label `run`. The library's `_created` series are left out."""
 
     def __init__(self, run: str) -> None:
         super().__init__()
         self._run = run
         self.families: list[Family] = []
-        """Descriptions of the metrics that a `MetricSet` made, in order."""
+        """Descriptions of the metrics."""
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():

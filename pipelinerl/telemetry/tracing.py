@@ -1,13 +1,11 @@
 """Make spans, carry traces from one process to the next, and send spans to a collector (docs/traces.md).
 
-The sampler decides which traces are recorded. Later spans exist only within a sampled trace, and cost nothing otherwise. A
-trace is handed from task to task as data, with its sequence or message, since the next span belongs to another task or process.
-OpenTelemetry's global provider and current span are not used, so libraries with their own traces (vLLM) do not see ours.
+The sampler decides which traces are recorded; no other trace has spans. A trace is passed on as data, with its sequence or
+message, because its next span often belongs to another task or process. OpenTelemetry's global provider and current span are
+not used, so libraries with their own traces (vLLM) do not see ours.
 
-Spans are sent only if OpenTelemetry's own environment variables ask for it; otherwise the SDK is not loaded. This module reads
-the variables that choose the exporter, and the SDK reads the others. Spans wait in a bounded queue, from which a separate
-thread sends them. If the collector is down, spans are lost, the work goes on, and the process ends at most `END_WITHIN_S`
-later.
+The SDK is loaded only if OpenTelemetry's environment variables ask for traces. This module reads the variables that choose the
+exporter, and the SDK reads the others. If the collector is down, spans are lost, and the work goes on.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 END_WITHIN_S = 1.0
-"""Time for sending the remaining spans when the process ends."""
+"""Seconds for sending the remaining spans when the process ends."""
 
 
 def _lower(value: object) -> object:
@@ -72,7 +70,7 @@ Protocol = Annotated[Literal["", "http/protobuf", "grpc"], BeforeValidator(_lowe
 
 
 class TracingSettings(BaseSettings):
-    """OpenTelemetry's variables that choose the exporter. If they switch traces off, the others are not validated."""
+    """OpenTelemetry's variables that choose the exporter. They are not validated if they switch traces off."""
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
 
@@ -99,7 +97,7 @@ class TracingSettings(BaseSettings):
 
     @property
     def endpoint(self) -> str:
-        """Scheme, host and port of the exporter's endpoint, for logs; the rest of a URL may hold a password."""
+        """Scheme, host and port of the exporter's endpoint, for logs. The rest of a URL may hold a password."""
         default = "http://localhost:4317" if self.protocol == "grpc" else "http://localhost:4318"
         parts = urlsplit(self.exporter_otlp_traces_endpoint or self.exporter_otlp_endpoint or default)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
@@ -107,8 +105,7 @@ class TracingSettings(BaseSettings):
 
 @contextmanager
 def tracing(context: LogContext) -> Iterator[None]:
-    """Send the spans made in this context if OTEL_* variables name a destination. Raises `UserError` for an unusable
-    variable."""
+    """Send the spans that are made inside, if OTEL_* variables ask for it. Raises `UserError` for an unusable variable."""
     settings = read_settings(TracingSettings)
     if settings.traces_exporter == "none":
         yield
@@ -124,7 +121,7 @@ def tracing(context: LogContext) -> Iterator[None]:
 
 
 def _exporter(settings: TracingSettings) -> SpanExporter:
-    """Return the exporter, which reads its headers, certificates and other settings from the environment."""
+    """Return the exporter. It reads its other settings, such as headers, from the environment."""
     try:
         if settings.traces_exporter == "console":
             from opentelemetry.sdk.trace.export import ConsoleSpanExporter
@@ -140,7 +137,7 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
 
 def _provider(context: LogContext, exporter: SpanExporter) -> TracerProvider:
     """Return a provider, which reads its sampler and the bounds of its queue from the environment. OTEL_SERVICE_NAME and
-    OTEL_RESOURCE_ATTRIBUTES override our resource attributes."""
+    OTEL_RESOURCE_ATTRIBUTES take precedence over our attributes."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -170,10 +167,10 @@ def _end(provider: TracerProvider) -> None:
 
 
 Trace = SpanContext | None
-"""A span of a sampled trace, which others may continue; None without a sampled trace."""
+"""A span of a sampled trace, for its child spans; None without a sampled trace."""
 
 MOST_LINKS = 128
-"""Maximum number of links of a span. It is also the SDK's limit, above which the SDK drops links silently."""
+"""Maximum number of links of a span. The SDK silently drops links above its own limit, which is the same."""
 _TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OFF = NoOpTracer()
@@ -182,7 +179,7 @@ _TRACER: ContextVar[Tracer] = ContextVar("pipelinerl_tracer", default=_OFF)
 
 @contextmanager
 def use_tracer(tracer: Tracer) -> Iterator[None]:
-    """Use a tracer for all spans that begin inside, also in tasks started inside."""
+    """Use a tracer for all spans that begin inside, tasks started inside included."""
     token = _TRACER.set(tracer)
     try:
         yield
@@ -191,13 +188,12 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
 
 
 def is_on() -> bool:
-    """Return whether a tracer is in use. Without one, no trace begins."""
+    """Return whether a tracer is in use."""
     return _TRACER.get() is not _OFF
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begin a trace if the sampler selects it. Use it in a `with` statement, which ends the span. At most `MOST_LINKS`
-    links."""
+    """Begin a trace if the sampler selects it. A `with` statement ends the span. Only the first `MOST_LINKS` links are kept."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 
@@ -210,7 +206,7 @@ def child(
     links: Iterable[Trace] = (),
     began_at: int | None = None,
 ) -> Span:
-    """Continue a trace; without a parent, return a span without effect. `began_at`: Unix time, ns; None = now."""
+    """Begin a child span; without a parent, return a span without effect. `began_at`: Unix time, ns; None = now."""
     if parent is None:
         return INVALID_SPAN
     return _TRACER.get().start_span(name, _context_of(parent), kind, attributes, _linked(links), began_at)
@@ -225,13 +221,13 @@ def _context_of(trace: SpanContext) -> Context:
 
 
 def trace_of(span: Span) -> Trace:
-    """Return the trace that continues this span, or None if it is not sampled."""
+    """Return the trace for child spans of this span, or None if it is not sampled."""
     context = span.get_span_context()
     return context if context.is_valid and context.trace_flags.sampled else None
 
 
 def headers_of(trace: Trace) -> Headers:
-    """Return the W3C trace context for messages about this trace; empty without a trace."""
+    """Return the W3C trace context as headers of a message. They are empty without a trace."""
     if trace is None:
         return NO_HEADERS
     headers: dict[str, str] = {}
@@ -240,12 +236,12 @@ def headers_of(trace: Trace) -> Headers:
 
 
 def trace_in(headers: Mapping[str, str]) -> Trace:
-    """Return the trace in a message's headers; None if it is missing, malformed or not sampled."""
+    """Return the trace in a message's headers, or None if it is missing, malformed or not sampled."""
     if _TRACEPARENT not in headers:
         return None
     return trace_of(get_current_span(_PROPAGATOR.extract(headers, Context())))
 
 
 def before_ns(seconds: float) -> int:
-    """Return the Unix time in nanoseconds, as spans use it, of `seconds` ago."""
+    """Return the Unix time of `seconds` ago, in nanoseconds as spans need it."""
     return time.time_ns() - int(seconds * 1e9)

@@ -29,15 +29,14 @@ from pipelinerl.transfer.manifest import (
 COLUMNS = 1024
 ROW_BYTES = COLUMNS * 8
 _DIGEST_BYTES = 7
-"""Size of a checksum that fits a chunk header's signed 64-bit field."""
+"""Size of a checksum. 8 bytes would not fit the chunk header's signed 64-bit field."""
 
 
 def checksum(chunk: Tensor) -> int:
     """Return 56 bits over a contiguous uint8 tensor: XXH3 in host memory, `device_checksum` elsewhere. Releases the GIL.
 
-    The two give different numbers, so both ends of a group must compute it on the device of the group's chunks. One core
-    computes XXH3 at over 50 GB/s on a chunk in its cache, almost three times as fast as sums by NumPy, but XXH3 would need
-    every byte of a device's memory on the host.
+    The two give different numbers, so both ends of a group must hold its chunks on the same kind of device. XXH3 is much faster
+    on a host, but would need every byte of a device's memory there.
     """
     if chunk.device.type != "cpu":
         return device_checksum(chunk)
@@ -48,9 +47,8 @@ def device_checksum(chunk: Tensor) -> int:
     """Return a checksum of sums that torch computes on the device. Copies 8 KiB, and 8 bytes per row, to the host.
 
     The bytes are laid out as rows of 1024 words of 64 bits, and the last row is filled with zeros. All row sums and all column
-    sums, modulo 2^64, are hashed with the number of bytes. Every change of one, two or three words is found, as is every
-    exchange of rows, columns or two words; a change is missed only if it preserves the sums of all rows and columns. The
-    checksum guards against corruption and mix-ups, not against an attacker.
+    sums, modulo 2^64, are hashed with the number of bytes. A change is missed only if it preserves all these sums, as no change
+    of up to three words does. The checksum guards against corruption and mix-ups, not against an attacker.
     """
     sums = tensor_sums(chunk).cpu().numpy().astype("<i8", copy=False)
     num_bytes = chunk.numel().to_bytes(8, "little")
@@ -72,14 +70,13 @@ HEADER_SIZE = 6
 
 
 def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
-    """Return the header that precedes a chunk on the wire, int64[6]. It reveals a mix-up before the bytes arrive. As a tensor,
-    it is sent in order with the chunks and under the same timeouts; the store would be a second channel to synchronize."""
+    """Return the header that precedes a chunk on the wire, int64[6]. It reveals a mix-up before the bytes arrive."""
     values = [MAGIC, version.incarnation, version.number, chunk.index, checksum, chunk.num_bytes]
     return torch.tensor(values, dtype=torch.int64)
 
 
 def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> int:
-    """Return the checksum in the header of `chunk`. Raises TransferError if it is no header, or the header of another chunk."""
+    """Return the checksum in the header of `chunk`. Raises TransferError if this is not its header."""
     magic, incarnation, number, index, checksum, num_bytes = header.tolist()
     for field, expected, actual in (
         ("magic", f"{MAGIC:#x}", f"{magic:#x}"),
@@ -94,7 +91,7 @@ def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> 
 
 @torch.no_grad()
 def add_low_rank(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
-    """Return weight + scaling · B·A, computed in float32 and rounded once to the weight's dtype, on trainer and actors alike.
+    """Return weight + scaling · B·A, computed in float32 and rounded once to the weight's dtype.
 
     A [rank, in] and B [out, rank] are first rounded to that dtype, as in the forward pass. The weight is [out, in], or
     [in, out] if `transposed`.
@@ -123,9 +120,9 @@ def pack(
 ) -> Tensor:
     """Copy the parameters into one stream: uint8[total_bytes], converted to the wire dtypes, padding zeroed.
 
-    Pairs are consumed one after another, so that only one parameter needs to exist at a time; names that the manifest does not
-    have are ignored. A parameter may already have its wire dtype. `into`: a stream to overwrite; None = new host memory. Raises
-    ManifestDiffers if a parameter is missing or has another shape or dtype than in the manifest.
+    Pairs are consumed one by one, so only one parameter needs to exist at a time. Names that the manifest lacks are ignored. A
+    parameter may already have its wire dtype. `into`: a stream to overwrite; None = new host memory. Raises ManifestDiffers if
+    a parameter is missing, or has another shape or dtype.
     """
     stream = torch.empty(manifest.total_bytes, dtype=torch.uint8) if into is None else into
     places = {spec.name: index for index, spec in enumerate(manifest.parameters)}
@@ -151,16 +148,16 @@ def chunk_of(stream: Tensor, chunk: Chunk) -> Tensor:
 
 
 def version_checksum(manifest_id: str, chunk_checksums: Sequence[int]) -> int:
-    """Return a 64-bit checksum of all weights of a version. Equal weights under equal manifests have equal checksums."""
+    """Return a 64-bit checksum of all weights of a version."""
     text = manifest_id + ":" + ",".join(f"{value:08x}" for value in chunk_checksums)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 class Unpacker:
-    """Allocates memory for chunks and turns arrived chunks into tensors, which are views of that memory.
+    """Allocates memory for chunks, by `take(n)` → uint8[n], and turns arrived chunks into tensors, which are views of it.
 
-    Call `room` for each chunk in order, and `add` in the same order for each chunk that has arrived; two threads may share
-    these calls. A tensor of several chunks gets one contiguous piece of memory. `take(n)` returns new memory, uint8[n].
+    Call `room` for each chunk in order, and `add` in the same order for each chunk that has arrived. One thread may call `room`
+    and another `add`. The chunks of a large tensor share one piece of memory.
     """
 
     def __init__(self, manifest: Manifest, take: Callable[[int], Tensor]) -> None:
@@ -177,7 +174,7 @@ class Unpacker:
         return self._incomplete[-1][begin : begin + chunk.num_bytes]
 
     def rewind(self, chunk: Chunk) -> None:
-        """Forget the memory of `chunk`, the next one to add, and of later ones, so that `room` can be called for them again."""
+        """Forget the memory of `chunk`, the next one to add, and of later chunks. `room` then starts over with it."""
         while len(self._incomplete) > (chunk.offset > self._manifest.offsets[chunk.parameters[0]]):
             self._incomplete.pop()
 
@@ -207,10 +204,9 @@ _HELD_BY_NOBODY = 2
 class ReusedMemory:
     """Host memory that is reused once no tensor refers to it, because allocating new pages takes longer than filling them.
 
-    Each buffer is a NumPy array. A tensor over it, and every view of that tensor, shares one storage with one reference to the
-    array, so the array's reference count says whether any view still exists. A buffer that is still in use is not reused; a new
-    one takes its place. Device memory is not handled, since torch's allocator caches it. `most`: number of buffers to keep; the
-    largest are kept. Not thread-safe.
+    Each buffer is a NumPy array. A tensor over it and all views of the tensor share one storage, which holds one reference to
+    the array. The array's reference count therefore says whether any view still exists. `most`: number of buffers to keep, the
+    largest ones. Not thread-safe.
     """
 
     def __init__(self, most: int) -> None:
@@ -218,7 +214,7 @@ class ReusedMemory:
         self._buffers: list[np.ndarray] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return uint8[num_bytes], contents undefined. The memory is exclusive as long as a view of it exists."""
+        """Return uint8[num_bytes], contents undefined."""
         for index in range(len(self._buffers)):
             if sys.getrefcount(self._buffers[index]) == _HELD_BY_NOBODY and self._buffers[index].nbytes >= num_bytes:
                 return torch.from_numpy(self._buffers[index])[:num_bytes]
@@ -233,11 +229,10 @@ _Item = TypeVar("_Item")
 
 
 def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item, None, None]:
-    """Yield the items. From the first request on, a thread makes them in advance. The generator must always be closed.
+    """Yield the items, which a thread makes in advance. Always close the generator.
 
-    At most `buffers` (≥ 2) items exist at a time: the last one yielded and those made or being made after it. If making an item
-    fails, its error is raised instead. This function has no timeout: making one item must itself be bounded, and closing
-    waits for it.
+    At most `buffers` (≥ 2) items exist at a time, the last one yielded included. The error of an item is raised in its place.
+    Closing waits for the item in progress, so making one must not take forever.
     """
     assert buffers >= 2, "one item is yielded while another is made"
     iterator, end, thread = iter(items), object(), ThreadPoolExecutor(1, name)

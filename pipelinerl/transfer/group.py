@@ -1,18 +1,16 @@
-"""A collective group for one epoch of weight transfer: rank 0 is the trainer, and the other ranks receive. It can send any
-tensors. This module does not decide who belongs to a group.
+"""A collective group for one epoch of weight transfer. Rank 0 is the trainer, and the other ranks receive.
 
 Ranks build a group through a key-value store that the trainer hosts, without torch's global process group, so that several
-groups (of successive epochs, or side groups of the trainer and one joining actor) can coexist in one process. Every wait has a
-deadline. A group that failed is unusable: close it, agree on a new epoch and build another. Neither the store nor Gloo
-authenticates peers (docs/security.md).
+groups can coexist in one process. Every wait has a deadline. A group that failed is unusable: close it, agree on a new epoch
+and build another. Neither the store nor Gloo authenticates peers (docs/security.md).
 
-Ranks meet in two stages. First each rank checks in at the store, and rank 0 waits for all; only then do they connect to each
-other. A missing rank therefore blocks no other rank inside a collective library, and if rank 0 gives up the meeting, all
-waiting ranks stop at once. When a receiver checks in, it reports the chunks that it kept of a version whose transfer broke. If
-all keep chunks of the same version, sending starts with the first chunk that one of them lacks.
+Ranks meet in two stages. First each rank checks in at the store, and rank 0 waits for all. Only then do they connect to each
+other, so a missing rank blocks no other rank inside a collective library. If rank 0 gives up, all waiting ranks stop at once.
+When a receiver checks in, it reports the chunks that it kept of a version whose transfer broke. If all keep chunks of the same
+version, sending starts with the first chunk that one of them lacks.
 
-Gloo cannot interrupt a running operation (`ProcessGroupGloo.abort` does nothing), so each operation has its own timeout, which
-bounds the time to give up a transfer. The death of a peer is noticed at once. NCCL can be interrupted.
+Gloo cannot interrupt a running operation (`ProcessGroupGloo.abort` does nothing), so each operation has its own timeout. NCCL
+can be interrupted.
 """
 
 from __future__ import annotations
@@ -48,19 +46,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """The memory of the chunks: on a device with its own torch.cuda.Stream, or on the host, where torch.cuda stays unused."""
+    """Where chunks are: on a CUDA device, with a torch.cuda.Stream for their transfer, or in host memory, without a stream."""
 
     device: torch.device
     stream: Any = None
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Inside the block, queue this thread's work on the stream. Memory allocated there is reused in the stream's order."""
+        """Queue this thread's work on the stream inside the block."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Like `scope`, but ordered with the caller's stream: after its queued work, and before its later work. The order is
-        kept by events on the device. Neither the host nor other streams wait."""
+        """Like `scope`, but after the work queued on the caller's stream, and before its later work. The host does not wait."""
         if self.stream is None:
             yield
             return
@@ -73,7 +70,7 @@ class Placement:
             callers.wait_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Wait until the device has done the work that this thread has queued."""
+        """Wait until the device has done the work that this thread queued."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -82,19 +79,19 @@ HOST = Placement(torch.device("cpu"))
 
 
 def on_device(device: torch.device) -> Placement:
-    """Return a placement on a CUDA device with a new, independent stream; for any other device, host memory."""
+    """Return a placement on a CUDA device with a new stream. For any other device, return `HOST`."""
     return Placement(device, torch.cuda.Stream(device)) if device.type == "cuda" else HOST
 
 
 def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
-    """Return the backend that a recipe's `weights.backend` means on this machine. Raises `FieldError`. Pure."""
+    """Return the backend that `weights.backend` means for a trainer with or without a GPU. Raises `FieldError`. Pure."""
     if wanted == "nccl" and not on_gpu:
         raise FieldError("weights.backend", wanted, "this trainer has no GPU: use gloo, or auto")
     return "nccl" if wanted == "nccl" or (wanted == "auto" and on_gpu) else "gloo"
 
 
 ABORT_WITHIN_S = 5.0
-"""Maximum time that closing waits for NCCL. A communicator that takes longer is abandoned."""
+"""Seconds that closing waits for NCCL at most. A communicator that takes longer is abandoned."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.0001, 0.005
 """Bounds of the interval at which a broadcast is polled."""
 _LOOK_SHARE = 1 / 8
@@ -107,15 +104,13 @@ class NcclTransport:
 
     The defaults of torch's ProcessGroupNCCL do not suit a group whose members may die:
 
-    - On an error or a timeout, its watchdog thread ends the process. Blocking wait disables the watchdog, and this class
-      waits itself. The setting is read from the environment when a group is made, so it is set only during that time.
-    - Making a communicator blocks as long as a peer is missing. A non-blocking communicator is polled instead, up to
-      TORCH_NCCL_NONBLOCKING_TIMEOUT, which torch reads once per process.
-    - A broadcast whose communicator is aborted looks complete. This class therefore remembers an abort, and the waiting
-      thread raises an error.
+    - On an error or a timeout, its watchdog thread ends the process. TORCH_NCCL_BLOCKING_WAIT disables the watchdog. torch
+      reads the variable when a group is made, so it is set only during that time.
+    - Making a communicator blocks as long as a peer is missing. A non-blocking communicator is polled instead.
+    - A broadcast whose communicator is aborted looks complete. This class therefore remembers the abort and raises an error.
 
-    NCCL reports the death of a peer if the transport is the network; with shared memory or NVLink it does not, and the
-    deadline ends the wait. Use `broadcast` from one thread at a time, and `close` from any thread.
+    NCCL reports the death of a peer over a network, but not over shared memory or NVLink, where the deadline ends the wait. Use
+    `broadcast` from one thread at a time, and `close` from any thread.
     """
 
     def __init__(
@@ -137,8 +132,8 @@ class NcclTransport:
         self.broadcast(greeting, timeout_s)
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        """Broadcast `tensor` and wait until the device has sent or filled it. Raises TimeoutError, TransferAborted and NCCL's
-        RuntimeError. The communicator is then closed, so that its kernel does not write to memory that is reused."""
+        """Broadcast `tensor` and wait until the device has sent or filled it. Raises TimeoutError, TransferAborted or NCCL's
+        RuntimeError, and first closes the communicator, so that its kernel writes no more to the tensor's memory."""
         began_at, options = time.monotonic(), BroadcastOptions()
         options.rootRank = 0
         try:
@@ -157,7 +152,7 @@ class NcclTransport:
             raise
 
     def close(self) -> None:
-        """Abort, even if an operation is running on another thread, and wait at most `ABORT_WITHIN_S` until it has ended."""
+        """Abort, also an operation that is running on another thread, and wait at most `ABORT_WITHIN_S` for its end."""
         with self._closing:
             if self._aborting is None:
                 self._closed.set()  # before a broadcast can look complete
@@ -180,7 +175,7 @@ def _abort(group: Any) -> None:
 
 @contextmanager
 def _without_watchdog(timeout_s: float) -> Iterator[None]:
-    """Set the environment for making a group without torch's watchdog, which would end the process on errors."""
+    """Set the environment for making a group without torch's watchdog. torch reads the timeout only once per process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _making:
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
@@ -196,21 +191,21 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
 
 
 PIECE_BYTES = 2**19
-"""Bytes that a rank of a Gloo group receives before it passes them on. Smaller pieces take more of a core's time."""
+"""Bytes that a rank of a Gloo group receives before it passes them on. Smaller pieces take more CPU time."""
 _OUTCOME, _VOID = "outcome", "void"
-"""Key of a meeting's outcome, and its value if the meeting was given up. Otherwise the value names the chunks that all keep."""
+"""Key of a meeting's outcome, and its value if rank 0 gave up. Otherwise the value is the `Kept` of all receivers, as JSON."""
 _MEETING_LOOK_S = 0.1
-"""Interval at which a waiting rank checks whether the meeting is given up. A key that is set ends the wait at once."""
+"""Seconds between two checks of a waiting rank whether the meeting is given up."""
 _LET_GO_S = 0.5
-"""Time that `connect` waits, after the deadline or after giving up, for the meeting to end by itself."""
+"""Seconds that `connect` waits for the meeting's end after the deadline or after giving up."""
 
 
 class GroupStore:
     """The trainer's rendezvous store, which exists as long as this object.
 
-    It has no authentication, so it listens only on the interface `host` (torch alone would listen on all of them); `port` 0
-    picks a free port. `address` is for actors, which reach this pod as `advertise_host` (empty: `host`); `own_address` is for
-    the trainer itself. Raises OSError if it cannot listen there.
+    It has no authentication, so it listens only on the interface `host`; torch's own socket would listen on all of them. `port`
+    0 picks a free port. Actors use `address`, with `advertise_host` or else `host`; the trainer itself uses `own_address`.
+    Raises OSError if it cannot listen there.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise_host: str = "") -> None:
@@ -223,8 +218,7 @@ class GroupStore:
 
 
 class WeightGroup:
-    """An open group. Use it from one thread at a time, and close it when done, also after an error. Tensors must be in the
-    memory of `placement`."""
+    """An open group. Use it from one thread at a time, and always close it. Tensors must be in the memory of `placement`."""
 
     def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore, placement: Placement) -> None:
         self.spec, self.placement = spec, placement
@@ -240,15 +234,15 @@ class WeightGroup:
         placement: Placement = HOST,
         patience_s: float | None = None,
     ) -> WeightGroup:
-        """Meet the other `spec.world - 1` ranks. `patience_s`, for rank 0 if all ranks are expected at the same time: maximum
-        wait for the next rank after one has checked in.
+        """Connect to the other `spec.world - 1` ranks.
 
-        If `given_up` is set, the wait ends early: for this rank, or, if set on rank 0, for all ranks. With NCCL, later
-        broadcasts then end at once. Raises DeadlineExceeded if ranks are missing after `timeout_s` (on rank 0 RanksMissing,
-        which names them), TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
+        `given_up` ends the wait of this rank, or of all ranks if this is rank 0. With NCCL, it also ends later broadcasts.
+        `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded if ranks are
+        missing after `timeout_s` (on rank 0 RanksMissing, which names them), TransferAborted if the meeting was given up, and
+        GroupFailed if the store is unreachable.
         """
         stop = given_up or threading.Event()
-        # A separate thread is needed because torch waits for a store whose host is gone as long as TCP does.
+        # On a thread, because torch waits for a store whose host is gone as long as TCP does.
         meet = partial(cls._join, spec, timeout_s, stop, placement, patience_s)
         meeting = on_thread(f"meet-{spec.name}", meet)
         latest = time.monotonic() + timeout_s + _LET_GO_S
@@ -287,12 +281,12 @@ class WeightGroup:
             raise GroupFailed(spec.name, f"cannot be built: {error}") from error
 
     def first_chunk(self, content: str) -> int:
-        """Return the index of the first chunk of this content to transfer; 0 unless every receiver keeps chunks of it."""
+        """Return the index of the first chunk of this content that some receiver lacks."""
         return self.spec.kept.num_chunks if self.spec.kept.content == content else 0
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Send `tensor` (rank 0) or fill it (other ranks), and wait until it may be reused. Raises DeadlineExceeded,
-        GroupFailed or, with NCCL, TransferAborted; the group is then unusable."""
+        GroupFailed or, with NCCL, TransferAborted."""
         transport = self._transport
         if transport is None:
             raise GroupFailed(self.spec.name, "is closed")
@@ -305,15 +299,15 @@ class WeightGroup:
             raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
 
     def close(self) -> None:
-        """Leave the group; ranks that wait for this one fail at once. Idempotent. Waits only for NCCL to end."""
+        """Leave the group. Ranks that wait for this one fail at once. May be called again. Waits only for NCCL to end."""
         transport, self._transport, self._store = self._transport, None, None
         if transport is not None:
             transport.close()
 
 
 class GlooTransport:
-    """A chain of ranks over Gloo. Each rank passes on the bytes of the rank before it while it receives further ones, so that a
-    link carries one copy. In Gloo's own broadcast, a binomial tree, some links carry ⌈log₂ ranks⌉ copies."""
+    """A chain of ranks over Gloo. Each rank passes on the bytes of the rank before it while it receives further ones. A link
+    therefore carries one copy, whereas some links of Gloo's own broadcast, a binomial tree, carry ⌈log₂ ranks⌉ copies."""
 
     def __init__(self, spec: GroupSpec, store: PrefixStore, timeout: timedelta) -> None:
         gloo_class: Any = ProcessGroupGloo  # its options are missing from torch's stubs
@@ -358,12 +352,12 @@ Transport = GlooTransport | NcclTransport
 def open_store(spec: GroupSpec, timeout_s: float) -> TCPStore:
     """Connect to the trainer's store. Raises RuntimeError, OSError, or ValueError for an invalid address."""
     host, port = split_host_port(spec.store)
-    # If the store is unreachable, TCPStore tries twice with a pause, which takes up to 2.5 times the timeout.
+    # TCPStore tries an unreachable store twice with a pause, which takes up to 2.5 times the timeout.
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
 
 
 def close_when_met(meeting: Future[WeightGroup]) -> None:
-    """Close the group of a finished meeting, if it made one."""
+    """Close the group that a finished meeting made, if any."""
     if meeting.exception() is None:
         meeting.result().close()
 
@@ -371,7 +365,8 @@ def close_when_met(meeting: Future[WeightGroup]) -> None:
 def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
 ) -> Kept:
-    """Wait on rank 0 for all other ranks, then set the outcome and return it. Raises RanksMissing, TransferAborted."""
+    """Wait on rank 0 for all other ranks, then set and return the chunks that all keep. Raises RanksMissing,
+    TransferAborted."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
     while missing and not _are_set(meeting, [f"here/{rank}" for rank in missing]):
@@ -395,7 +390,7 @@ def _wait_for_all(
 
 
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> Kept:
-    """Check in on another rank, then wait for rank 0's outcome and return it. Raises TimeoutError, TransferAborted."""
+    """Check in as a receiver, then wait for rank 0's outcome and return it. Raises TimeoutError, TransferAborted."""
     meeting.set(f"here/{spec.rank}", json.dumps(spec.kept))
     while not _are_set(meeting, [_OUTCOME]):
         if given_up.is_set():
@@ -408,7 +403,7 @@ def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: 
 
 
 def _are_set(meeting: PrefixStore, keys: list[str]) -> bool:
-    """Return whether all keys are set, waiting for at most `_MEETING_LOOK_S`, with one call of the store."""
+    """Wait until all keys are set, at most for `_MEETING_LOOK_S`, and return whether they are."""
     try:
         meeting.wait(keys, timedelta(seconds=_MEETING_LOOK_S))
     except DistStoreError:

@@ -1,9 +1,8 @@
 """The manifest, on which both ends of a weight transfer agree, and the errors of a transfer. Without torch: dtypes are names.
 
-The manifest says which tensors are sent, in which form, and how they are cut into chunks. It contains no weights or checksums,
-and is fixed for a run, so that an update carries only the manifest's id. The tensors are laid out one after another in a flat
-stream of bytes, each at a multiple of `ALIGNMENT`. A chunk is a piece of the stream: as many whole tensors as fit, or a part of
-one tensor that does not fit.
+The manifest says which tensors are sent, in which form, and how they are cut into chunks. It is fixed for a run, so an update
+carries only its id. The tensors are laid out one after another in a stream of bytes, each at a multiple of `ALIGNMENT`. A chunk
+is a piece of the stream: as many whole tensors as fit, or a part of one tensor that does not fit.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ManifestDiffers(ManifestMismatch):
 
 
 class GroupFailed(TransferError):
-    """The collective group could not be built, or lost a member. It is unusable afterwards."""
+    """The collective group could not be built, or lost a member. It is unusable now."""
 
     def __init__(self, group: str, problem: str) -> None:
         super().__init__(f"weight group {group}: {problem}" if group else problem)
@@ -56,8 +55,8 @@ class TransferAborted(TransferError):
 
 
 class Kept(NamedTuple):
-    """The first `num_chunks` chunks of a version, which a receiver keeps, complete and checked, although its group broke.
-    `content`: name of the bytes, from `Manifest.content`."""
+    """The first `num_chunks` chunks of a version, which a receiver keeps after its group broke. `content`: the version's name
+    from `Manifest.content`."""
 
     content: str = ""
     num_chunks: int = 0
@@ -65,9 +64,9 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Address of the store and rank of one member of a group. `name`, such as `epoch-3`, must be new for every group built on
-    one store (host:port). `bind_host`: address at which the other ranks reach this one (gloo; None = by the machine's name).
-    `kept`: chunks that need not be sent to this member; in an open group, those that all receivers keep."""
+    """A rank's part in a group. `store`: host:port. `name`, such as `epoch-3`, must be new for every group on one store.
+    `bind_host`: address at which the other ranks reach this one with gloo; None = the machine's name. `kept`: chunks that need
+    not be sent to this rank; in an open group, those that all receivers keep."""
 
     store: str
     name: str
@@ -82,16 +81,16 @@ ALIGNMENT = 64
 """Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
 DEFAULT_CHUNK_BYTES = 16 * 2**20
 NCCL_CHUNK_BYTES = 128 * 2**20
-"""Default size of a chunk between devices, where the fixed cost of a chunk weighs more."""
+"""Default size of a chunk with nccl. It is larger because the fixed cost of a chunk weighs more."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FORMAT = b"5"
-"""Version of the layout and of transfers. It enters the manifest's id, so that different formats do not match."""
+"""Version of layout and transfer. It enters the manifest's id, so that trainer and actor of different formats do not match."""
 KIND = "WeightManifest"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [offset, offset + num_bytes) of the stream: whole parameters, or a part of one, by index in the manifest."""
+    """Bytes [offset, offset + num_bytes) of the stream. `parameters`: indices of its parameters in the manifest."""
 
     index: int
     offset: int
@@ -101,7 +100,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """Result of sending a version. `checksum`: of all its bytes, to compare with the receivers'. `num_bytes`: bytes sent."""
+    """Result of sending a version. `checksum`: its `version_checksum`. `num_bytes`: bytes sent, without chunks kept before."""
 
     checksum: int
     num_bytes: int
@@ -109,11 +108,10 @@ class TransferResult:
 
 
 class Manifest:
-    """A `WeightManifest` message without its id (control.proto has its fields), and the layout that follows from it.
+    """A `WeightManifest` message without its id (control.proto explains its fields), and the layout that follows from it.
 
-    `parameters` are in the order in which they are sent; `wire_dtype` "" sends each in its own dtype. If `low_rank` is not
-    empty, the parameters are its factors, and all other weights stay as in the checkpoint. Raises FieldError for values that
-    cannot be laid out.
+    If `low_rank` is not empty, the parameters are its factors, and all other weights stay as in the checkpoint. Raises
+    FieldError for values that cannot be laid out.
     """
 
     def __init__(self, content: WeightManifest) -> None:
@@ -146,7 +144,7 @@ class Manifest:
         return hashlib.blake2b(content, digest_size=8, key=FORMAT).hexdigest()
 
     def content(self, version: PolicyVersion) -> str:
-        """Return a name for the bytes of `version`, by which ranks find out whether they have kept parts of the same bytes."""
+        """Return a name for the bytes of `version`, by which ranks compare the chunks that they kept."""
         return f"{version}/{self.manifest_id}"
 
     def sent_dtype(self, spec: ParameterSpec) -> str:
@@ -169,7 +167,7 @@ class Manifest:
 
     @cached_property
     def slowest_chunk_s(self) -> float:
-        """Seconds that the largest chunk takes at 20 MB/s, a rate that is slow but not stuck."""
+        """Seconds that the largest chunk takes at 20 MB/s. A transfer that is even slower counts as stuck."""
         return max(chunk.num_bytes for chunk in self.chunks) / 20e6
 
     @property
@@ -179,8 +177,7 @@ class Manifest:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Pieces of the stream of at most `chunk_bytes`. A receiver that puts the parts of a large tensor side by side has
-        every tensor in one piece without copying."""
+        """Pieces of the stream of at most `chunk_bytes`, in order."""
         chunks: list[Chunk] = []
         first = 0
         while first < len(self.parameters):
@@ -202,7 +199,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Parse a `WeightManifest`. Raises `MessageError` if it is malformed or if id and content do not match."""
+        """Parse a `WeightManifest`. Raises `MessageError` if it is malformed or its id is not that of its content."""
         message = parse(WeightManifest(), data, KIND)
         manifest_id = message.manifest_id
         message.ClearField("manifest_id")
