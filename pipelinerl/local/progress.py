@@ -113,8 +113,8 @@ class RunState:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """Record an optimizer step, which was reported `elapsed_s` seconds after the runner's start. With None, it does not count
-        for the pace. If the step is already known, a restart undid it, so it and all later steps are removed first."""
+        """Record an optimizer step, which was reported `elapsed_s` seconds after the runner's start. If this is None, the step
+        does not count for the pace. A known step was undone by a restart, so it and all later steps are removed first."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)

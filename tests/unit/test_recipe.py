@@ -274,7 +274,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "applies only to programs and functions"),
         ("reward.correct=20000", "reward.correct", "is above reward.max_abs (10000)"),
-        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use task here, in this task's own"),
+        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use task here, if necessary in a section reward"),
         (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the env"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' has no such"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
@@ -498,9 +498,9 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
     recipe = recipe_from_data(minimal(task=task, trainer={"steps": 3, "warmup_steps": 4}), "x")
     warmup, repeated, empty = map(str, doubts(recipe, examine(recipe)))
-    assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps (3), so the learning rate never reaches 1e-06")
-    assert "p.jsonl': repeated prompts: 1, the first in line 3, 1 of them with another answer; they are left out" in repeated
-    assert "p.jsonl': empty answers: 1, the first in line 2, with which reward.scorer = 'task' fails" in empty
+    assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps (3), so the rate never reaches 1e-06")
+    assert "p.jsonl': has 1 repeated prompt (1 with another answer), the first in line 3; they are left out" in repeated
+    assert "p.jsonl': has 1 empty answer, the first in line 2; leave such lines out, because reward.scorer = 'task' fails on them" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
     assert list(doubts(fine, Examination())) == []
 
