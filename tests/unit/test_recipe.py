@@ -274,7 +274,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "applies only to programs and functions"),
         ("reward.correct=20000", "reward.correct", "is above reward.max_abs (10000)"),
-        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use task here, if necessary in a section reward"),
+        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use task here, if necessary"),
         (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the env"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' has no such"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
@@ -500,7 +500,7 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     warmup, repeated, empty = map(str, doubts(recipe, examine(recipe)))
     assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps (3), so the rate never reaches 1e-06")
     assert "p.jsonl': has 1 repeated prompt (1 with another answer), the first in line 3; they are left out" in repeated
-    assert "p.jsonl': has 1 empty answer, the first in line 2; leave such lines out, because reward.scorer = 'task' fails on them" in empty
+    assert "p.jsonl': has 1 empty answer, the first in line 2; leave such lines out, because reward.scorer = 'task'" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
     assert list(doubts(fine, Examination())) == []
 
@@ -522,7 +522,7 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
         ("json.nope:score", "there is no module json.nope in json", False),
         ("broken:score", "SyntaxError: '(' was never closed (broken.py, line 1) at broken.py:1", False),
         ("raising:score", "cannot import raising: KeyError: 'HOUSE' at raising.py:3", False),
-        ("leaving:score", "importing its module ends the process with code 0; remove the cause", False),
+        ("leaving:score", "importing its module ends the process with code 0; correct the module", False),
         ("needy:score", "No module named 'no_such_package_here' at needy.py:1); install the package", True),
         ("no_such_package_here:score", "No module named 'no_such_package_here'); install the package", True),
     ):
