@@ -158,11 +158,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
         ("throughput", f"{plan.rate / lengths.mean:,.1f} sequences/s, {plan.rate:,.0f} tokens/s; {batch_s:.3g} s a step"),
         ("run", f"{counted(plan.steps, 'step')} take {plan.hours:.3g} h, without start, evaluations and checkpoints"),
         ("token lag", f"mean {lag['mean']:.2f}, p95 {lag['p95']:.0f}, max {lag['max']:.0f}; formula {split.largest_lag}"),
-        (
-            "idle",
-            f"trainer {played.trainer_idle:.1%}; actors {played.actor_idle:.1%}, and {played.empty_slots:.1%} of their slots "
-            "are empty",
-        ),
+        ("idle", f"trainer {played.trainer_idle:.1%}; actors {played.actor_idle:.1%}; empty slots {played.empty_slots:.1%}"),
         ("stale", _stale(plan)),
         ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor"),
         ("settings", settings(split)),

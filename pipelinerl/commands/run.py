@@ -65,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
     page_port, metrics_port = chosen_ports(args)
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     if args.actors is not None and args.placement:
-        raise FieldError(
-            "--actors", args.actors, "leave it out: --placement already sets the number of actors, by its groups of GPUs"
-        )
+        raise FieldError("--actors", args.actors, "leave it out: the groups of GPUs in --placement set the number of actors")
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
         recipe, run_dir, placement, notes = make(args, overrides, stack)
@@ -223,10 +221,8 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
                     return
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
-        raise ServiceError(
-            f"{counted(count, 'actor')} requested, but not all serve after {timeout_s:g} s: {shown}. "
-            "The run goes on; see its logs"
-        ) from None
+        wanted = f"{counted(count, 'actor')} requested, but not all serve after {timeout_s:g} s: {shown}"
+        raise ServiceError(f"{wanted}. The run goes on; see its logs") from None
 
 
 def kept_folders() -> dict[str, Path]:

@@ -60,8 +60,7 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def dead_letters(args: argparse.Namespace) -> int:
-    """Print the dead letters, which are prompt groups that were given up. Raises `FieldError` if the arguments name no streams,
-    `BusError` if NATS does not answer."""
+    """Print the prompt groups that were given up. Raises `FieldError` without streams, `BusError` if NATS does not answer."""
     letters, unreadable = asyncio.run(_read(args))
     if unreadable:
         print(f"{unreadable} messages are not dead letters of this run and are left out", file=sys.stderr)

@@ -142,6 +142,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     further = "".join(f", and of {one.name}" for one in recipe.evaluation.sets)
     num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
     often = f"every {counted(steps, 'step')}" if (steps := recipe.evaluation.every_steps) else "at the start and at the end"
+    schedule = f"lr {trainer.learning_rate:g} {trainer.schedule}, {trainer.optimizer}"
     return [
         ("mode", recipe.mode),
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
@@ -151,11 +152,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("algorithm", _algorithm(recipe)),
         ("max lag", "unbounded" if lag is None else f"{lag}, of {recipe.algorithm.max_lag_of.replace('_', ' ')}"),
         ("largest lag", _largest_lag(recipe)),
-        (
-            "trainer",
-            f"{counted(trainer.steps, 'step')} of {trainer.batch_size}, lr {trainer.learning_rate:g} {trainer.schedule}, "
-            f"{trainer.optimizer}",
-        ),
+        ("trainer", f"{counted(trainer.steps, 'step')} of {trainer.batch_size}, {schedule}"),
         ("trained", "all weights" if trainer.lora is None else f"adapters of rank {trainer.lora.rank}"),
         ("ranks", f"{trainer.ranks}{shards}{rows}"),
         ("evaluation", f"{counted(num_heldout, 'problem')}{answers} {often}{further}"),
@@ -204,8 +201,7 @@ def gib_of(text: str) -> float:
 
 
 def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
-    """Return an error if the model and its checkpoints do not fit on the trainer's volume of `size`; None if they do, or if the
-    model's size is unknown."""
+    """Return an error if the model and its checkpoints surely do not fit on the trainer's volume of `size`, else None."""
     # The names of hub models tell sizes. A number in a path may mean anything.
     if recipe.model.source != "hub" and not known_parameters(recipe.model):
         return None
@@ -222,16 +218,15 @@ def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
-    """Return the recipe's model with `parameters` parameters. With None, they are read from the model's files or name. Raises
-    `FieldError`."""
-    if size := size_of(parameters) if parameters is not None else known_parameters(recipe.model):
-        return Model.of(recipe, size, active_share=active_share(recipe.model, size))
-    name = recipe.model.name or recipe.model.source
-    named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
-    if not named:
-        fix = f"the model's name, {name}, does not tell its size; give the size of all experts together, such as 7.6B"
-        raise FieldError("--parameters", None, fix)
-    size = _ROUNDED * max(named)
+    """Return the recipe's model. By default, its files or name tell the number of parameters. Raises `FieldError`."""
+    size: float = size_of(parameters) if parameters is not None else known_parameters(recipe.model)
+    if not size:
+        name = recipe.model.name or recipe.model.source
+        named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
+        if not named:
+            fix = f"the model's name, {name}, does not tell its size; give the size of all experts together, such as 7.6B"
+            raise FieldError("--parameters", None, fix)
+        size = _ROUNDED * max(named)
     return Model.of(recipe, size, active_share=active_share(recipe.model, size))
 
 

@@ -269,8 +269,7 @@ def why_taken(port: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files to the maximum. Each connection to a service uses a file, and any user of the machine can
-    connect."""
+    """Raise the limit of open files to the maximum, because any user of the machine can open connections to services."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # The system may allow less than `hard`.
         if 0 <= soft < hard:

@@ -91,8 +91,7 @@ _SCALED_GRACE_S = 15.0
 _ENDED_GRACE_S = 1.0
 """Time in which the workers of a process that ended by itself must end."""
 _LONGEST_FOLDER = 70
-"""Maximum length of the path of the folder for temporary files. vLLM's sockets are in it, and a socket's path has at most 107
-characters."""
+"""Longest path of the folder for temporary files. It holds vLLM's sockets, whose paths have at most 107 characters."""
 TRAINER = "trainer"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -210,20 +209,15 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Start the trainer, and wait for the run's end. Raises `ServiceError` if a service cannot be restarted or the trainer
-        ended with an error."""
+        """Start the trainer and wait for the run's end. Raises `ServiceError` if a service fails for good."""
 
         def actors() -> list[Service]:
             return [self._actors[number] for number in sorted(self._actors)]
 
         async with asyncio.TaskGroup() as group:
-            beside = [
-                group.create_task(watch_actors(actors, self._certificates, self._state)),
-                group.create_task(self._keep(nats)),
-                group.create_task(self._keep(verifier)),
-                group.create_task(self._keep_actors()),
-                group.create_task(self._watch_disk()),
-            ]
+            watching = watch_actors(actors, self._certificates, self._state)
+            upkeep = watching, self._keep(nats), self._keep(verifier), self._keep_actors(), self._watch_disk()
+            beside = list(map(group.create_task, upkeep))
             await self._engines_measured()
             await self._start(trainer)
             following = follow_trainer(trainer, self._certificates, self._state, self._elapsed_s, self._trainer_up)
@@ -586,8 +580,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised`. If any error is neither ours nor due to a full disk, it is a bug, and `raised` is
-        raised."""
+        """Return the first error in `raised`. Raise `raised` if any of its errors is neither ours nor due to a full disk."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

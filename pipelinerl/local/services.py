@@ -48,12 +48,9 @@ class ThreadPlan:
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Divide the cores among trainer and actors: half of them, rounded down, for the trainer, and the rest for the actors. More
-    threads than cores would slow both sides down. Each process gets at least 1. `trainer_threads` and `engine_threads` above 0
-    are the recipe's and are kept. If only `engine_threads` is given, the trainer gets the cores that are left.
-
-    If trainer and actors `take_turns`, each side gets all cores. Each actor then leaves 1 to the process that feeds its engine.
-    """
+    """Give half of the cores, rounded down, to the trainer and divide the rest among the actors. Each gets at least 1. Numbers
+    above 0 come from the recipe and are kept. If only `engine_threads` does, the trainer gets the rest. If both sides
+    `take_turns`, each gets all cores, but an actor leaves 1 to the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -158,8 +155,7 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. After a restart, it keeps the HTTP port of its previous address `again`, if it is free.
-        Open pages then still work."""
+        """Return the trainer's launch. After a restart, open pages need the HTTP port of its previous address, `again`."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)

@@ -22,16 +22,13 @@ const PrlLive = (() => {
   // --- updates of the data
 
   function addStep(data, news) {
-    const { records } = data, step = news.record.step;
-    if (records.length && records[records.length - 1].step >= step) return;
-    records.push(news.record);
+    const { records } = data, { record, heldout, samples, ...totals } = news;
+    if (records.length && records[records.length - 1].step >= record.step) return;
+    records.push(record);
     if (records.length > MOST_RECORDS) data.records = records.filter((_, i) => i % 2 === 0 || i >= records.length - NEWEST);
-    if (news.heldout) data.heldout.push(news.heldout);
-    data.lag_totals = news.lag_totals;
-    data.ess_by_lag = news.ess_by_lag;
-    data.stale_share_by_length = news.stale_share_by_length;
-    data.parity = news.parity;
-    for (const sample of news.samples) addSample(data.samples, sample);
+    if (heldout) data.heldout.push(heldout);
+    Object.assign(data, totals);
+    for (const sample of samples) addSample(data.samples, sample);
   }
 
   /* Keep the first samples, and as many of the newest ones: half of them held-out, half of them trained. */
@@ -228,7 +225,7 @@ const PrlLive = (() => {
     ask();
   }
 
-  return { start, parts: { addStep, addSample } };
+  return { start };
 })();
 
 PrlLive.start(document.getElementById("live"));

@@ -231,5 +231,5 @@ const PrlSamples = (() => {
     root.append(node("div", { class: "table" }, table));
   }
 
-  return { samples, LEGEND, parts: { versionAt, shade, messages, calls } };
+  return { samples, LEGEND, parts: { messages, calls } };
 })();

@@ -432,11 +432,7 @@ class RewardConfig(Section):
     format_weight: float = Field(0.0, description="Reward added if `format_pattern` matches.")
     overlong: OverlongConfig = OverlongConfig()
     max_abs: float = Field(
-        1e4,
-        gt=0,
-        le=MOST_REWARD,
-        description="Limit of the absolute value of a reward and of each of its terms. A sample beyond it fails, because one "
-        "such reward would dominate the batch.",
+        1e4, gt=0, le=MOST_REWARD, description="Largest absolute value of a reward and of its terms. A sample beyond it fails."
     )
     truncated: Literal["score", "zero", "mask"] = Field(
         "score",
@@ -524,10 +520,7 @@ class EngineConfig(Section):
 
 class ActorConfig(Section):
     count: OrAuto[int] = Field(
-        1,
-        ge=0,
-        le=10_000,
-        description="Actors of a local run; ignored in a cluster. `auto`: as many as the GPUs can hold, or 1 without a GPU.",
+        1, ge=0, le=10_000, description="Actors of a local run. `auto`: as many as the GPUs can hold, or 1 without a GPU."
     )
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(
@@ -572,10 +565,7 @@ class AlgorithmConfig(Section):
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="Ratios below 1 − `clip_low` are clipped (not with `reinforce`). Default with `gspo` 3e-4, with `cispo` 1.",
+        0.2, gt=0, le=1, description="Ratios below 1 − `clip_low` are clipped. Default with `gspo` 3e-4, with `cispo` 1."
     )
     clip_high: float = Field(
         0.2, gt=0, description="Ratios above 1 + `clip_high` are clipped. Default with `gspo` 4e-4, with `cispo` 4."
@@ -686,8 +676,8 @@ class TrainerConfig(Section):
         1,
         ge=1,
         le=4096,
-        description="Number of ranks of a local run's trainer. Ranks are processes that share its work, one per GPU. `auto`: "
-        "the trainer's share of this machine's GPUs, or 1 without a GPU.",
+        description="Ranks of a local run's trainer, which are processes that share its work, one per GPU. `auto`: the "
+        "trainer's share of this machine's GPUs, or 1 without a GPU.",
     )
     context_parallel: Changeable[int] = Field(
         1, ge=1, le=1024, description="Number of ranks that share each packed row, for sequences that do not fit on one GPU."

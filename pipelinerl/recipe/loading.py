@@ -123,8 +123,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text` if a field of type `kind` accepts it, or else the list [text], or [] for "", if it accepts that, or else
-    None."""
+    """Return the first of `text` and [text] that a field of type `kind` accepts, or None. For "", the list is empty."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -171,8 +170,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_of_run(path: Path) -> Recipe:
-    """Return the recipe that a run has written. Raises the errors of `load_recipe`. For an invalid recipe, the error suggests
-    the version of pipelinerl that wrote it."""
+    """Return the recipe that a run has written. Raises the errors of `load_recipe`, and suggests the version that wrote it."""
     try:
         return recipe_from_data(read_recipe(path), str(path))
     except RecipeError as error:

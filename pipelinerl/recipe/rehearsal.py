@@ -9,7 +9,6 @@ judges cost money, and those scorers are known to work. Another process (`servic
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -19,7 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,7 @@ class Call:
 
 
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set that has a source. Return the calls and the errors. On systems other
-    than Linux, nothing is called."""
+    """Call the rewards on `num_rows` problems of each set with a source, on Linux only. Return the calls and the errors."""
     sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}
@@ -92,7 +90,7 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
         if "calling" in line:
             calling = asked[line["calling"]]
         else:
-            calls.append(dataclasses.replace(calling, **line))
+            calls.append(replace(calling, **line))
     if done.returncode < 0:
         how = signal.Signals(-done.returncode).name
         fix = f"kills its parent process ({how}), which is the verifier in a run, when it scores {calling}; correct the reward"
@@ -157,9 +155,8 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """Yield an error for each set whose reward fails. References that cannot be scored are mistakes in their rows, so they
-    count only if no reference can be scored. Calls with an empty completion do not show this, because a scorer may then ignore
-    the reference."""
+    """Yield an error for each set whose reward fails. A reference that cannot be scored is a mistake in its row, so it counts
+    only if no reference can be scored. With an empty completion, a scorer may ignore the reference."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -206,8 +203,7 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield warnings about references of mathematics: those that are prose, those that earn less than the full reward, and
-    those of which a near miss earns it."""
+    """Yield a warning for each mathematics reference that is prose or earns too little, or whose near miss earns as much."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):

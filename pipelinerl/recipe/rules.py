@@ -141,6 +141,7 @@ def _lengths(recipe: Recipe) -> Broken:
 
 
 def _rewards(recipe: Recipe) -> Broken:
+    is_confined = any(one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values())
     for place, share in recipe.sets_by_place.items():
         reward, is_judged = share.reward, share.reward.scorer == "judge"
         if is_judged and reward.judge is None:
@@ -151,9 +152,7 @@ def _rewards(recipe: Recipe) -> Broken:
         for name in ("correct", "format_weight", "overlong.penalty"):
             if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
                 yield f"{place}reward.{name}", f"is above reward.max_abs ({reward.max_abs:g}); lower it, or raise max_abs"
-        if reward.scorer == "code" and any(
-            one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values()
-        ):
+        if reward.scorer == "code" and is_confined:
             yield f"{place}reward.scorer", "code cannot be mixed with a function of your own that has reward.sandbox: true"
         if reward.scorer == "code" and share.task.source in ("tools", "agent"):
             yield f"{place}reward.scorer", f"code scores no episodes (task.source = {share.task.source!r}); use another scorer"

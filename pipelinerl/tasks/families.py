@@ -15,8 +15,7 @@ from reasoning_gym.factory import ProceduralDataset
 @dataclass
 class RepeatedAdditionConfig:
     """Bounds are inclusive. The number of additions follows a truncated Pareto distribution with α = `tail_index`. Most
-    problems are short and a few are very long, like the completions of reasoning models. A small model that can do one addition
-    can do any number of them."""
+    problems are short and a few are very long, like the completions of reasoning models."""
 
     min_start: int = 1000
     max_start: int = 9000
@@ -106,8 +105,7 @@ def _apply(value: int, operation: str) -> int:
 
 
 def in_brackets(operations: Sequence[str], are_set: Sequence[bool]) -> str:
-    """Return the expression of `operations` on x. For each operation, `are_set` says whether the brackets that it needs are
-    set."""
+    """Return the expression of `operations` on x. `are_set`: for each operation, whether to set the brackets that it needs."""
     expression = "x"
     for operation, is_set in zip(operations, are_set, strict=True):
         is_sum = "+" in expression.split(")")[-1] or "-" in expression.split(")")[-1]

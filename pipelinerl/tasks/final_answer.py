@@ -20,8 +20,7 @@ _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(
 
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
-    r"""Return start, end and content of the last `_LAST_BOXES` boxes. `\boxed 42` counts as a box. A box without an end has
-    content None."""
+    r"""Return start, end and content of the last `_LAST_BOXES` boxes, such as `\boxed 42`. A cut-off box has content None."""
     found = list[tuple[int, int, str | None]]()
     for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
         if match[2]:

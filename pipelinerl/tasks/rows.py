@@ -13,7 +13,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -131,18 +130,12 @@ def _file_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[io.BufferedIOBase]:
+def _opened(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
-        with gzip.open(path) as stream:
-            yield stream
-    elif path.suffix in _COMPRESSIONS:
-        arrow = _pyarrow("reading zstd")
-        with arrow.CompressedInputStream(str(path), "zstd") as compressed, io.BufferedReader(compressed) as stream:
-            yield stream
-    else:
-        with path.open("rb") as stream:
-            yield stream
+        return gzip.open(path)
+    if path.suffix in _COMPRESSIONS:
+        return io.BufferedReader(_pyarrow("reading zstd").CompressedInputStream(str(path), "zstd"))
+    return path.open("rb")
 
 
 def _pyarrow(purpose: str) -> Any:
@@ -309,8 +302,7 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of `task.revision`; None if the hub cannot be reached. Raises `FieldError` if it refuses the
-    request."""
+    """Return the commit of `task.revision`; None if the hub cannot be reached. Raises `FieldError` if there is none."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -48,8 +48,7 @@ class Problem:
     question: str
     """The prompt; if the prompt is a list of messages, their JSON."""
     reference: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values: `answer`; `row`, the whole row, if it has more than prompt and answer; for reasoning-gym `dataset`,
-    `entry`."""
+    """JSON values: `answer`; `row`, if it has more than prompt and answer; for reasoning-gym also `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The prompt if the row has it as a list of OpenAI messages."""
     place: str = field(default="", compare=False)
@@ -157,8 +156,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems left out because they repeat a question, place of the first one, and number of those that give
-        another answer."""
+        """Number of problems that repeat a question, place of the first one, and number of those with another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -273,8 +271,7 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
 
 
 def _without_nulls(message: Any) -> Any:
-    """Join the message's text parts, and remove keys that are null. Parquet adds such keys, and chat templates do not expect
-    them."""
+    """Join the message's text parts, and remove null keys, which Parquet adds and chat templates do not expect."""
     if not isinstance(message, Mapping):
         return message
     kept = {key: value for key, value in message.items() if value is not None}
@@ -309,9 +306,8 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """Return the reference answer. Add the whole row if a reward may need more than the texts of prompt and answer.
-    Environments, agents and conversations need an answer only if the recipe sets `answer_field`. Raises `BadRow` if an answer
-    is missing."""
+    """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
+    `BadRow` without an answer. Environments, agents and conversations need one only if the recipe sets `answer_field`."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -332,8 +328,7 @@ def _answer_in(text: str, config: TaskConfig) -> str:
 
 
 def compact_question(entry: Mapping[str, Any]) -> str:
-    """Return an expression such as `12 + 7 - 5` as `12+7-5=`, for models that know no words. Raises `FieldError` if the entry
-    has no expression."""
+    """Return the entry's expression, such as `12+7-5=`, for models that know no words. Raises `FieldError` without one."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
         raise FieldError("task.prompt_style", "compact", "this family's problems have no expression; use plain or chat")
@@ -350,8 +345,7 @@ HELDOUT_SEED = 0
 
 
 class ReasoningGymSource:
-    """Problems of a reasoning-gym family. Raises `FieldError` if the family is unknown, refuses its arguments or has too few
-    distinct problems."""
+    """Problems of a family. Raises `FieldError` if it is unknown, refuses its arguments or has too few distinct problems."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._family, self._config, self._seed = config.name, config.config, seed
