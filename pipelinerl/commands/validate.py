@@ -99,7 +99,7 @@ def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
         full = volume_problem(recipe, size) if size else None
         return checks.problems(values, recipe) + ([full] if full else [])
     except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        fix = f"give the file values.yaml of the chart's ConfigMap RELEASE-validation ({first_line(error)})"
+        fix = f"cannot be read as chart values ({first_line(error)}); give values.yaml of the ConfigMap RELEASE-validation"
         raise FieldError("--chart-values", str(file), fix) from error
 
 
@@ -128,7 +128,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{origin}"))
         giving = {problem.file for problem in source.problems}
         if not task.max_rows and (others := [file for file in found if str(file).removeprefix(task.path) not in giving]):
-            fix = f"no problem comes from {counted(len(others), 'file')} in it, such as {others[0]}; check if any are missing"
+            fix = f"no problem comes from {counted(len(others), 'file')}, such as {others[0]}; check whether any is missing"
             warnings.append(FieldError(f"{place}task.path", task.path, fix))
     return rows, warnings
 

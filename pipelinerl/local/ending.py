@@ -84,7 +84,7 @@ class Ending:
     begun: int = 0
     """Policy version from which the run was started or resumed."""
     unread: bool = False
-    """Whether the run was interrupted because its output was closed."""
+    """True if the run was interrupted because its output was closed."""
 
     @property
     def how(self) -> str:

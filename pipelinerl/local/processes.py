@@ -214,7 +214,7 @@ class Service:
     """Called before each start. It returns the process to start."""
     restarts: Restarts
     follows_run: bool = False
-    """Whether progress of the run resets the number of restarts in a row."""
+    """True if progress of the run resets the number of restarts in a row."""
     process: ServiceProcess | None = field(default=None, init=False)
     """The newest process; None before the first start."""
     keeper: asyncio.Task[None] | None = field(default=None, init=False)
@@ -238,8 +238,8 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """If the log is larger than `most_bytes`, move its last `most_bytes` to `<name>.log.1` and empty it. Lines that a process
-    writes meanwhile are lost, because the process keeps the log open."""
+    """Move the last `most_bytes` of a larger log to `<name>.log.1`, and empty the log. Lines that the process writes meanwhile
+    are lost, because it keeps the log open."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)

@@ -103,7 +103,7 @@ class RunState:
     page: str = ""
     """URL of the live page; empty if it is not served."""
     stopping: bool = False
-    """Whether the run's processes are being stopped."""
+    """True while the run's processes are being stopped."""
     ended: bool = False
     moved_s: float = 0.0
     """Seconds from the runner's start to the report of the newest step."""

@@ -85,7 +85,7 @@ _DISK_S = 1.0
 _UNLEARNED_STEPS = 5
 """Number of steps without any learning signal after which a warning is printed."""
 _HUNG_AFTER = 10
-"""A stopping trainer that neither answers nor writes for this multiple of `STOP_WITHIN_S` is killed."""
+"""A stopping trainer is killed if it neither answers nor writes for this multiple of `STOP_WITHIN_S`."""
 _SCALED_GRACE_S = 15.0
 """Time in which an actor that is removed by scaling hands over its sequences."""
 _ENDED_GRACE_S = 1.0

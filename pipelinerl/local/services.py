@@ -69,7 +69,7 @@ def available_cores() -> int:
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """If a CPU quota applies, set OMP_NUM_THREADS, unless it is set, to each process's share. Torch ignores quotas."""
+    """Set OMP_NUM_THREADS, unless it is set, to each process's share of the CPU quota, if any. Torch ignores quotas."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 

@@ -34,7 +34,7 @@ class Device(BaseModel):
 
     @property
     def is_instance(self) -> bool:
-        """Whether this is a MIG instance, that is, a part of a GPU."""
+        """Return whether this is a MIG instance, that is, a part of a GPU."""
         return self.uuid.startswith("MIG-")
 
     def __str__(self) -> str:

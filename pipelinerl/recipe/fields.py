@@ -125,7 +125,7 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
     section = section_of(parent.annotation) if parent else model
     if parent and (item := listed_section(parent.annotation)) is not None:
         if not path[-2].isdecimal():
-            return f"no such field; say which one, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
+            return f"no such field of a list; give a position, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
         section = item
     if section is None:
         return f"no such field; {'.'.join(path[:-1])} is a single value"
@@ -753,7 +753,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written. The last one is written at the end of the run."""
+    """Checkpoints are written at these times, and at the end of a run."""
 
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = only by time.")
     every_minutes: Changeable[float] = Field(

@@ -170,7 +170,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_of_run(path: Path) -> Recipe:
-    """Return the recipe that a run has written. Raises the errors of `load_recipe`, and suggests the version that wrote it."""
+    """Return the recipe that a run has written. An error of its content suggests the version that wrote it."""
     try:
         return recipe_from_data(read_recipe(path), str(path))
     except RecipeError as error:
@@ -217,8 +217,8 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
 
 
 def _read_chat_template(data: dict[str, Any]) -> None:
-    """If `model.chat_template` names an existing file, replace it by the file's text, because services on other machines do not
-    have the file. Raises `FieldError` if the file cannot be read or holds no template."""
+    """Replace the name of a file in `model.chat_template` by the file's text, because other machines do not have the file.
+    Raises `FieldError` if the file cannot be read or holds no template."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):

@@ -152,7 +152,7 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
         size += len(line)
         if len(line) > LONGEST_LINE or size > LARGEST_UNPACKED:
             what = f"a line of more than {LONGEST_LINE:,}" if len(line) > LONGEST_LINE else f"more than {LARGEST_UNPACKED:,}"
-            raise UserError(f"{path}: holds {what} bytes; split it, or check that its format is the one in its name")
+            raise UserError(f"{path}: holds {what} bytes; split it, or correct the format in its name")
         yield line
 
 

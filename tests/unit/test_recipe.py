@@ -329,7 +329,7 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
         ("tasks.0.reward.overlong.buffer_tokens=65", "tasks.0.reward.overlong.buffer_tokens", "than tasks.0.max_tokens (64)"),
         ("tasks.1.task.source=jsonl", "tasks.1.task.path", "is empty"),
         ("tasks.1.weight=0", "tasks.1.weight", "use a number, above 0"),
-        ("tasks.weight=2", "--set tasks.weight", "say which one, from 0: tasks.0.weight"),
+        ("tasks.weight=2", "--set tasks.weight", "give a position, from 0: tasks.0.weight"),
         ("tasks.0.wieght=2", "--set tasks.0.wieght", "allowed here: name, task"),
         ("tasks.2.weight=2", "--set tasks.2.weight", "the list has 2 items, counted from 0"),
     ],
