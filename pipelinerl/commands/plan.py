@@ -1,6 +1,5 @@
-"""`pipelinerl plan RECIPE`: divide accelerators between actors and trainer, and print expected figures with reasons.
-
-Everything is modelled (`pipelinerl/rl/planner.py`); nothing is started or measured.
+"""`pipelinerl plan RECIPE`: divide accelerators between actors and trainer, and print expected figures and reasons. All figures
+come from the model in `pipelinerl/rl/planner.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _BAR = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+(?:\.\d+)?))?")
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Return exit code 0. Raises `UserError` if no plan can be made."""
+    """Print a plan and return exit code 0. Raises `UserError` if no plan can be made."""
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
         raise FieldError("mode", recipe.mode, "actors and trainer divide no accelerators in this mode; use --set mode=pipeline")
@@ -63,7 +62,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def size_of(text: str, option: str = "--parameters") -> float:
-    """Return the number of parameters in a text such as `7.6B`. Raises `FieldError`, which names `option`."""
+    """Return the number of parameters in a text such as `7.6B`. Raises `FieldError` on `option`."""
     found = _SIZE.fullmatch(text)
     if not found or not 0 < float(found[1]) < math.inf:
         raise FieldError(option, text, "give a number with M, B or T, such as 7.6B")
@@ -71,8 +70,7 @@ def size_of(text: str, option: str = "--parameters") -> float:
 
 
 def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
-    """Return the completion lengths given by bars of a histogram or by a run's folder, and their source. Raises
-    `FieldError`."""
+    """Return completion lengths from bars of a histogram or from a run's folder, and their source. Raises `FieldError`."""
     max_tokens = recipe.max_tokens
     given = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
     if not all(given):
@@ -89,9 +87,9 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
-    """Return the completion lengths in the second half of a run's records, including completions dropped as stale, and a label
-    such as '1,234 completions of runs/x'. metrics.jsonl gives only a count per power-of-two bucket. Within a bucket, lengths
-    are distributed as in samples.jsonl, or evenly if samples.jsonl has none there. Raises `FieldError`."""
+    """Return the completion lengths in the second half of a run, and their source. They include dropped completions, and come
+    from metrics.jsonl, which counts completions by power-of-two bucket. Lengths within a bucket are distributed as in
+    samples.jsonl, or else evenly. Raises `FieldError`."""
     if not run_dir.is_dir():
         fix = "is neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, separated by commas) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
@@ -134,7 +132,7 @@ class MeasuredSpeeds(BaseModel, allow_inf_nan=False):
 
 
 def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
-    """Return a known accelerator, or one with the speeds in a JSON file. Raises `FieldError`, `RecipeError`."""
+    """Return a known accelerator, or one with the speeds in the JSON file `name`. Raises `FieldError`, `RecipeError`."""
     if accelerator := {key.upper(): one for key, one in ACCELERATORS.items()}.get(name.upper()):
         return estimated(accelerator, model, recipe, lengths)
     path = Path(name)
@@ -149,7 +147,7 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
 
 
 def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
-    """Return a plan's summary as (name, value) rows. Pure."""
+    """Return a plan's summary as (name, value) rows."""
     split, played, lengths, machine = plan.split, plan.played, plan.lengths, plan.machine
     lag, batch_s = lag_summary(played.lag_histogram), played.duration / played.steps
     conventional, per_actor = plan.conventional / plan.rate, counted(machine.per_actor, "accelerator")
@@ -160,11 +158,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
         ("throughput", f"{plan.rate / lengths.mean:,.1f} sequences/s, {plan.rate:,.0f} tokens/s; {batch_s:.3g} s a step"),
         ("run", f"{counted(plan.steps, 'step')} take {plan.hours:.3g} h, without start, evaluations and checkpoints"),
         ("token lag", f"mean {lag['mean']:.2f}, p95 {lag['p95']:.0f}, max {lag['max']:.0f}; formula {split.largest_lag}"),
-        (
-            "idle",
-            f"trainer {played.trainer_idle:.1%}; actors {played.actor_idle:.1%}, and {played.empty_slots:.1%} of their slots "
-            "are empty",
-        ),
+        ("idle", f"trainer {played.trainer_idle:.1%}; actors {played.actor_idle:.1%}; empty slots {played.empty_slots:.1%}"),
         ("stale", _stale(plan)),
         ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor"),
         ("settings", settings(split)),
@@ -173,7 +167,7 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
 
 
 def settings(split: Split) -> str:
-    """Return the `pipelinerl run` options for this split. On a cluster, the Helm chart sets replicas and GPUs."""
+    """Return the options of `pipelinerl run` for this split. On a cluster, the chart sets these numbers."""
     changes = {
         "actor.count": split.num_generators,
         "actor.sequences_in_progress": split.sequences_in_progress,

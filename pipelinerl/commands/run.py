@@ -1,8 +1,7 @@
-"""`pipelinerl run`, `scale` and `cache`: start or continue a run on this machine, change the number of its actors, and list or
-remove files that are kept for later runs.
+"""`pipelinerl run`, `scale` and `cache`: start or resume a run on this machine, change the number of its actors, list or remove
+cached files.
 
-Nothing is changed before it is certain that a run can start or continue. The trainer of a continued run finds its checkpoint
-itself, as after any restart.
+Nothing is changed before all checks have passed. The trainer of a resumed run finds its checkpoint itself.
 """
 
 from __future__ import annotations
@@ -62,19 +61,17 @@ _LOOK_S = 0.5
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit code. Raises `UserError` for a mistake that is found before anything is started."""
+    """Start or resume a run, and return the exit code. Raises `UserError` if a check finds a mistake."""
     page_port, metrics_port = chosen_ports(args)
     overrides = [*args.overrides, *([f"actor.count={args.actors}"] if args.actors is not None else [])]
     if args.actors is not None and args.placement:
-        raise FieldError(
-            "--actors", args.actors, "leave it out: --placement already sets the number of actors, by its groups of GPUs"
-        )
+        raise FieldError("--actors", args.actors, "leave it out: the groups of GPUs in --placement set the number of actors")
     with ExitStack() as stack:
         make = _new if args.resume is None else _resumed
         recipe, run_dir, placement, notes = make(args, overrides, stack)
         with open_display() as display:
             configure_logging(LogContext(run_dir.name, "runner", "runner"), level="warning")
-            with suppress(OSError):  # if the output is closed, the run notices as well and stops cleanly
+            with suppress(OSError):  # If the output is closed, the run notices this itself and stops cleanly.
                 display.note("\n".join([*notes, f"run directory: {run_dir.path}"]))
             local = LocalRun(recipe, run_dir, display, placement=placement, page_port=page_port, metrics_port=metrics_port)
             ending = asyncio.run(local.run())
@@ -82,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
-    """Return the ports of the live page (None: no page) and of the runner's metrics; 0 is any free one. Raises `FieldError`."""
+    """Return the ports of the live page (None: no page) and of the runner's metrics; 0 = any free port. Raises `FieldError`."""
     for option, port in (("--page-port", args.page_port), ("--metrics-port", args.metrics_port)):
         if not 0 <= port <= 65535:
             raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")
@@ -127,14 +124,13 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
 def resume(
     run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
 ) -> tuple[Recipe, list[str]]:
-    """Prepare the folder for a new start with its own recipe, or with `recipe` if given. Return the recipe used, and notes for
-    the user. Raises `UserError`, with nothing changed, if the run is running or finished, or if recipe or machine do not allow
-    it to continue."""
+    """Prepare a run's folder for a new start, with its own recipe or with `recipe`. Return the recipe and notes for the user.
+    Raises `UserError`, with nothing changed, if the run cannot continue."""
     old = read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
-        set_value(old, field.split("."), "auto")  # as it was before a placement replaced it by a number
+        set_value(old, field.split("."), "auto")  # A placement replaced it by a number.
     if not recipe:
-        recipe_of_run(run_dir.recipe)  # its problems are reported before those of the overrides
+        recipe_of_run(run_dir.recipe)  # Problems of the file are reported before those of the overrides.
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
     changes = check_resumable(old, new)
     if pids := living(run_dir, RESUME):
@@ -151,7 +147,7 @@ def resume(
         stale.unlink(missing_ok=True)
     asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
     if asked or any(change.field == "actor.count" for change in changes):
-        run_dir.scale.unlink(missing_ok=True)  # the number that `scale` set before
+        run_dir.scale.unlink(missing_ok=True)  # It holds the number that `pipelinerl scale` set.
     return new, [*_notes(run_dir.name, new, changes, version), *warnings]
 
 
@@ -167,7 +163,7 @@ def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | N
 
 
 def find_run(folder: Path) -> RunDir:
-    """Return the run in `folder`. Raises `FieldError` if no run there can continue."""
+    """Return the run in `folder`. Raises `FieldError` if the folder is not a run's."""
     run_dir, shown = RunDir(folder, ""), str(folder)
     check_folder(folder, RESUME)
     missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
@@ -177,7 +173,7 @@ def find_run(folder: Path) -> RunDir:
 
 
 def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
-    """Raise `FieldError` for a folder that lacks something, `UserError` for a recipe that does not fit the checkpoint."""
+    """Raise `FieldError` if the folder lacks a file, and `UserError` if the recipe does not fit the newest checkpoint."""
     try:
         if missing := missing_from(run_dir.path):
             raise FieldError(RESUME, str(run_dir.path), missing)
@@ -197,7 +193,7 @@ def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
 
 
 def scale(args: argparse.Namespace) -> int:
-    """Request N actors and wait until they serve. Raises `FieldError` for wrong arguments, `ServiceError` after the timeout."""
+    """Request N actors and wait until they serve. Raises `FieldError` for wrong arguments, `ServiceError` after a timeout."""
     run_dir = RunDir(args.run_dir, args.run_dir.name)
     if not 0 <= args.count <= MOST_ACTORS:
         raise FieldError("N", args.count, f"a run on one machine has 0 to {MOST_ACTORS} actors")
@@ -208,7 +204,7 @@ def scale(args: argparse.Namespace) -> int:
 
 
 async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
-    """Wait until `count` actors serve, printing their phases. Raises `FieldError` if the run ends meanwhile."""
+    """Print the actors' phases until `count` actors serve. Raises `FieldError` if the run ends, `ServiceError` on timeout."""
     certificates = read_certificates(run_dir.credentials.tls_dir, "client")
     shown = ""
     try:
@@ -225,21 +221,19 @@ async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
                     return
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
-        raise ServiceError(
-            f"{counted(count, 'actor')} requested, but not all serve after {timeout_s:g} s: {shown}. "
-            "The run goes on; look at its logs"
-        ) from None
+        wanted = f"{counted(count, 'actor')} requested, but not all serve after {timeout_s:g} s: {shown}"
+        raise ServiceError(f"{wanted}. The run goes on; see its logs") from None
 
 
 def kept_folders() -> dict[str, Path]:
-    """Return the folders of initial models and compiled code in the cache, by name."""
+    """Return the cache's folders of initial models and compiled code, by name."""
     folder = cache_folder(os.environ)
     found = [*sorted(folder.glob("models/[!.]*")), *folder.glob(COMPILED)]
     return {path.name: path for path in found if path.is_dir() and any(path.iterdir())}
 
 
 def cache(args: argparse.Namespace) -> int:
-    """List or remove kept folders. Raises `FieldError` if a removal fails or, before any removal, if a name is unknown."""
+    """List or remove cached folders. Raises `FieldError` if a name is unknown (before any removal) or a removal fails."""
     folder, kept = cache_folder(os.environ), kept_folders()
     chosen = args.clear or list(kept)
     for name in chosen:
@@ -252,7 +246,7 @@ def cache(args: argparse.Namespace) -> int:
             try:
                 shutil.rmtree(kept[name])
                 if name == COMPILED:
-                    kept[name].mkdir()  # engines of a running run look for it there
+                    kept[name].mkdir()  # Engines of a run that is running need the folder.
             except OSError as error:
                 raise FieldError("--clear", name, f"cannot be removed: {error.strerror}") from error
         print(f"{'removed  ' if args.clear is not None else ''}{size / 2**20:9,.1f} MiB  {built}  {name}")

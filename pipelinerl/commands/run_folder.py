@@ -1,8 +1,7 @@
-"""Read a run, finished or not: `pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`.
+"""`pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`, which read a run and change nothing.
 
-None of these commands changes a run. The user names the folder of a local run, or a NATS server and a run's name. In a pod of a
-run neither is needed, since the pod's environment names both. While a local run is running, its own nats-server is asked. After
-its end, a temporary nats-server serves a copy of its streams.
+The user names the folder of a local run, or a NATS server and a run's name. A pod's environment names the server and the run.
+While a local run is running, its own nats-server is used. After its end, a temporary nats-server serves a copy of its streams.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
 
 
 def report(args: argparse.Namespace) -> int:
-    """Print the report's path. Raises `FieldError` if the folder is not a run's."""
+    """Write the report and print its path. Raises `FieldError` if the folder is not a run's."""
     print(write_report(args.run_dir))
     return 0
 
 
 def audit(args: argparse.Namespace) -> int:
-    """Return the exit code: 0 everything adds up, 1 something does not. Without streams, only the files are audited."""
+    """Print the audit. Return exit code 0 if it finds no problem, else 1. Without streams, only the files are audited."""
     run = run_name(args.run_dir)
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):
         raise FieldError("RUN_DIR", str(args.run_dir), "has neither run.json nor lineage.json: give the folder of a run")
@@ -61,7 +60,7 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def dead_letters(args: argparse.Namespace) -> int:
-    """Print the dead letters. Raises `FieldError` if the arguments lead to no streams, `BusError` if NATS does not answer."""
+    """Print the prompt groups that were given up. Raises `FieldError` without streams, `BusError` if NATS does not answer."""
     letters, unreadable = asyncio.run(_read(args))
     if unreadable:
         print(f"{unreadable} messages are not dead letters of this run and are left out", file=sys.stderr)
@@ -76,11 +75,11 @@ def dead_letters(args: argparse.Namespace) -> int:
 
 
 async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Return the dead letters, the oldest first, and the number of messages that cannot be read."""
+    """Return the dead letters, oldest first, and the number of messages that cannot be read."""
     folder, where = args.run_dir, "give the folder of a run, or --nats URL --run NAME"
     run = args.run or (run_name(folder) if folder else "")
     if folder and not args.nats and (folder / NAMED_IN[0]).is_file() and not (folder / LINEAGE).is_file():
-        return [], 0  # a run on this machine that was stopped before its trainer started
+        return [], 0  # The local run was stopped before its trainer started.
     opened = None if folder and args.nats else _streams_of(args, run)
     if opened is None:
         what = "" if args.nats or not folder else "holds no streams of a run; "
@@ -140,8 +139,8 @@ _STOP_WITHIN_S = 5.0
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
-    """Return a function that opens the streams of `run`; None if there are none. They are on the NATS server or in the folder
-    that the arguments name, or else on the server that the environment names. Raises `FieldError` for an invalid run name."""
+    """Return a function that opens the run's streams; None if none are named. The arguments name a NATS server or a folder with
+    streams. Otherwise the environment may name a server. Raises `FieldError` for an invalid run name."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and _holds_streams(args.run_dir):
@@ -154,7 +153,6 @@ def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
 
 
 def _holds_streams(run_dir: Path) -> bool:
-    """Return whether the folder holds streams, as a local run's folder does."""
     return (run_dir / "nats" / _STORE).is_dir()
 
 

@@ -1,7 +1,7 @@
 """`pipelinerl validate RECIPE`: check a recipe, and list everything that is wrong with it.
 
-A recipe for a cluster can be checked on a laptop: if this machine lacks something that the run needs, such as a GPU, a note
-says so, and the recipe still counts as valid. With `--gpu-memory`, the command also adds up the needed memory.
+A recipe for a cluster can be checked on a laptop. Things that this machine lacks, such as a GPU, are listed, but the recipe
+still counts as valid. With `--gpu-memory`, the command also adds up the memory that is needed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from pipelinerl.tasks.source import Source
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
-"""In a name such as 17B-16E, 17B counts the parameters that one token uses, not those of all experts."""
+"""In a name such as 17B-16E, 17B counts only the parameters that one token uses."""
 _ROUNDED = 1.1
-"""Factor for a size that is read from a name. Names round down: a "7B" has 7.6 billion parameters."""
+"""Factor for a size that is read from a name, because names round down. For example, a "7B" has 7.6 billion parameters."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 120
 
@@ -92,19 +92,19 @@ def validate(args: argparse.Namespace) -> int:
 
 
 def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
-    """Return what is wrong with the chart's values in a file. Raises `FieldError` if it has not the values of this chart."""
+    """Return the problems of the chart's values in a file. Raises `FieldError` if the file has no values of this chart."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-        size = values["trainer"]["persistence"]["size"]  # empty for a claim of the user, whose size is not known
+        size = values["trainer"]["persistence"]["size"]  # It is empty if the user brings a claim, whose size is unknown.
         full = volume_problem(recipe, size) if size else None
         return checks.problems(values, recipe) + ([full] if full else [])
     except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        fix = f"give the file values.yaml of the chart's ConfigMap RELEASE-validation ({first_line(error)})"
+        fix = f"cannot be read as chart values ({first_line(error)}); give values.yaml of the ConfigMap RELEASE-validation"
         raise FieldError("--chart-values", str(file), fix) from error
 
 
 def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple[str, str]], list[FieldError]]:
-    """Return (name, value) rows about the user's files, and warnings about overlong prompts and files without problems."""
+    """Return (name, value) rows about the user's files. Also return warnings about overlong prompts and unused files."""
     rows, warnings, limit = [], [], recipe.model.max_context
     sets = list(files_in(sources))
     count = token_counter(recipe.model) if sets else None
@@ -128,13 +128,13 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{origin}"))
         giving = {problem.file for problem in source.problems}
         if not task.max_rows and (others := [file for file in found if str(file).removeprefix(task.path) not in giving]):
-            fix = f"no problem comes from {counted(len(others), 'file')} in it, such as {others[0]}; check if any are missing"
+            fix = f"no problem comes from {counted(len(others), 'file')}, such as {others[0]}; check whether any is missing"
             warnings.append(FieldError(f"{place}task.path", task.path, fix))
     return rows, warnings
 
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return a summary of a recipe as (name, value) rows. Pure."""
+    """Return a summary of a recipe as (name, value) rows."""
     lag, model, trainer = recipe.algorithm.max_lag, recipe.model, recipe.trainer
     shards = f", {trainer.shard_ranks} share one copy" if trainer.shard_ranks else ""
     rows = f", {trainer.context_parallel} share a row" if trainer.context_parallel > 1 else ""
@@ -142,6 +142,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     further = "".join(f", and of {one.name}" for one in recipe.evaluation.sets)
     num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
     often = f"every {counted(steps, 'step')}" if (steps := recipe.evaluation.every_steps) else "at the start and at the end"
+    schedule = f"lr {trainer.learning_rate:g} {trainer.schedule}, {trainer.optimizer}"
     return [
         ("mode", recipe.mode),
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
@@ -151,11 +152,7 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
         ("algorithm", _algorithm(recipe)),
         ("max lag", "unbounded" if lag is None else f"{lag}, of {recipe.algorithm.max_lag_of.replace('_', ' ')}"),
         ("largest lag", _largest_lag(recipe)),
-        (
-            "trainer",
-            f"{counted(trainer.steps, 'step')} of {trainer.batch_size}, lr {trainer.learning_rate:g} {trainer.schedule}, "
-            f"{trainer.optimizer}",
-        ),
+        ("trainer", f"{counted(trainer.steps, 'step')} of {trainer.batch_size}, {schedule}"),
         ("trained", "all weights" if trainer.lora is None else f"adapters of rank {trainer.lora.rank}"),
         ("ranks", f"{trainer.ranks}{shards}{rows}"),
         ("evaluation", f"{counted(num_heldout, 'problem')}{answers} {often}{further}"),
@@ -179,7 +176,7 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _largest_lag(recipe: Recipe) -> str:
-    """Return the largest lag by the formula, for two assumed mean lengths: the actual mean is not known before a run."""
+    """Return the largest lag by the formula for two assumed mean lengths, because the mean is unknown before a run."""
     longest, actors = recipe.max_tokens, recipe.actor.number
     if recipe.mode == "conventional":
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"
@@ -204,8 +201,8 @@ def gib_of(text: str) -> float:
 
 
 def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
-    """Return why the model and its checkpoints do not fit on the trainer's volume of this size. None if they do, or if neither
-    the model's files nor its name on the hub tell its size. (A number in a path may mean anything.)"""
+    """Return an error if the model and its checkpoints surely do not fit on the trainer's volume of `size`, else None."""
+    # The names of hub models tell sizes. A number in a path may mean anything.
     if recipe.model.source != "hub" and not known_parameters(recipe.model):
         return None
     try:
@@ -221,20 +218,20 @@ def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
-    """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
-    if size := size_of(parameters) if parameters is not None else known_parameters(recipe.model):
-        return Model.of(recipe, size, active_share=active_share(recipe.model, size))
-    name = recipe.model.name or recipe.model.source
-    named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
-    if not named:
-        fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
-        raise FieldError("--parameters", None, fix)
-    size = _ROUNDED * max(named)
+    """Return the recipe's model. By default, its files or name tell the number of parameters. Raises `FieldError`."""
+    size: float = size_of(parameters) if parameters is not None else known_parameters(recipe.model)
+    if not size:
+        name = recipe.model.name or recipe.model.source
+        named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
+        if not named:
+            fix = f"the model's name, {name}, does not tell its size; give the size of all experts together, such as 7.6B"
+            raise FieldError("--parameters", None, fix)
+        size = _ROUNDED * max(named)
     return Model.of(recipe, size, active_share=active_share(recipe.model, size))
 
 
 def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tuple[str, str]], list[FieldError]]:
-    """Return the rows of `memory_outline`, and what does not fit GPUs of `memory_gib`."""
+    """Return the rows of `memory_outline`, and a problem for each part of the run that does not fit GPUs of `memory_gib`."""
     if recipe.actor.colocate:
         gpu = Device(uuid="0", name="a GPU of that size", total_bytes=int(memory_gib * GIB), free_bytes=int(memory_gib * GIB))
         try:
@@ -248,7 +245,7 @@ def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tup
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
-    """Return what fills one GPU of an actor and one of the trainer, as (name, value) rows. Pure."""
+    """Return (name, value) rows about the use of memory on a GPU of an actor and on a GPU of the trainer."""
     engine, trainer = recipe.actor.engine, recipe.trainer
     size, in_share = engine.tensor_parallel_size, memory_gib * vllm_share(recipe, model, memory_gib)
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress

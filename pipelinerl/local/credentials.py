@@ -1,7 +1,7 @@
-"""Credentials that keep other users of the machine out of a local run: NATS logins, a certificate, a key for the live page.
+"""Credentials of a local run, which keep other users of the machine out: NATS logins, a certificate and the live page's key.
 
-They are made at each start, in a folder that only its owner can read, and never appear in arguments, environments or messages.
-Processes of the same user are not kept out.
+Each start of a run makes new credentials in a folder that only its owner can read. Credentials never appear in arguments,
+environments or messages. Other processes of the same user can read them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ _KEY_BYTES = 16
 _HANDSHAKE_S = 10
 """Time limit of a TLS handshake. NATS's default of 2 s is too short on a busy machine."""
 _VALID = timedelta(days=3650)
-"""Validity of the certificate. A run that lasts longer must be restarted, which makes a new one."""
 
 
 class Credentials:
@@ -28,9 +27,9 @@ class Credentials:
 
     def __init__(self, folder: Path) -> None:
         self.tls_dir = folder / "tls"
-        """Folder in the layout of `pipelinerl.service.tls`: one self-signed certificate for NATS and all services."""
+        """Folder with one self-signed certificate, for NATS and all services, in the layout of `pipelinerl.service.tls`."""
         self.page_key = folder / "page-key"
-        """File with the key, which is the first part of the path of the live page."""
+        """File with the first part of the live page's path, which is secret."""
         self._folder = folder
 
     def nats(self, user: str) -> Path:
@@ -38,7 +37,7 @@ class Credentials:
         return self._folder / f"nats-{user}"
 
     def make(self, run: str) -> dict[str, Any]:
-        """Write all files. Return the part of nats-server's configuration for the passwords and the certificate."""
+        """Write all files. Return nats-server's configuration of users and TLS."""
         from pipelinerl.service.tls import CA, CERTIFICATE, KEY
 
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -56,7 +55,7 @@ class Credentials:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file by one that only its owner can read, from its first byte on."""
+    """Replace a file by a new one, which only its owner can ever read."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

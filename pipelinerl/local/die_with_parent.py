@@ -1,9 +1,9 @@
 """Run a program that gets a signal when its parent dies: `python die_with_parent.py PARENT_PID SIGNAL COMMAND ...`
 
-A killed runner thus leaves no processes. This is a separate program, because the alternative, Python code between fork and
-exec, can deadlock in a process with threads (such as gRPC's). It imports only the standard library. On Linux it uses
-`PR_SET_PDEATHSIG`; elsewhere it only execs. The kernel watches the *thread* that started the program, so start it from a thread
-that lives as long as the program should, never from a pool's worker. Grandchildren get no signal.
+The services of a killed runner thus end, too. This file is a program because Python code between fork and exec can deadlock in
+a process with threads. On Linux it uses `PR_SET_PDEATHSIG`; elsewhere no signal is sent. The kernel sends the signal when the
+*thread* that started the program ends. Start the program from a thread that lives long enough, never from a pool's worker.
+Grandchildren get no signal.
 """
 
 import os
@@ -15,12 +15,12 @@ _CANNOT_RUN = 127
 
 
 def guarded(command: tuple[str, ...] | list[str], death_signal: int = signal.SIGTERM) -> list[str]:
-    """Return the command that runs `command` this way as a child of this process. Its pid stays the same after exec."""
+    """Return a command that runs `command` as a child of this process, with the death signal. The pid survives exec."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(death_signal)), *command]
 
 
 def become(parent_pid: int, death_signal: int, command: list[str]) -> None:
-    """Replace this process by `command`; the signal survives exec. Exits at once if the parent has already died."""
+    """Request the death signal, and replace this process by `command`. Exit at once if the parent has already died."""
     if sys.platform == "linux":
         import ctypes
 

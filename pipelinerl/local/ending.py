@@ -1,8 +1,4 @@
-"""Write the results of a run that has ended: summary.json, report.html, and the last lines on the terminal.
-
-The report is one page that needs no network. Model output in the report is data, never markup: it is in a JSON block that
-contains no `<`, and the page's scripts insert it as text.
-"""
+"""Write the results of a run that has ended: summary.json, report.html and the last lines on the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 SAMPLES_READ = 64
-"""Number of samples read from the start and from the end of samples.jsonl; the page chooses eight of each."""
+"""Number of samples read from each end of samples.jsonl. The page shows at most eight of each."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -41,7 +37,8 @@ def write_report(run_dir: Path) -> Path:
 
 
 def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
-    """Return the report, with at most 2 · `samples_read` samples. Raises `FieldError` if the folder is not a run's."""
+    """Return a page that needs no network, with samples from the first and the last `samples_read` lines of samples.jsonl.
+    Raises `FieldError` if the folder is not a run's."""
     recipe_file = run_dir / "recipe.yaml"
     check_folder(run_dir)
     if not recipe_file.is_file():
@@ -64,27 +61,30 @@ def report_html(data: Mapping[str, Any]) -> str:
 
 
 def script_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that can stand inside a <script> element: nothing in it can end the element or start another."""
+    """Return JSON for a <script> element. It contains no `<`, so that model output can neither end the element nor add one."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 _REASONS_SHOWN = 3
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
-"""Exit codes of a run. In addition, a run returns `EXIT_USER_ERROR` if a service ended with that code."""
+"""Exit codes of a run. `EXIT_UNREAD`: its output was closed. A run also returns `EXIT_USER_ERROR` if a service did."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run. `wall_s`: seconds since its latest start, which was at version `begun`. `restarts`: number of restarts
-    by service, without zeros. `unread`: the run was interrupted because its output was closed."""
+    """The end of a run."""
 
     wall_s: float
+    """Seconds since the run was started or resumed."""
     restarts: Mapping[str, int] = field(default_factory=dict)
+    """Number of restarts of each restarted process, by its name."""
     interrupted: bool = False
     error: PipelineRLError | None = None
     begun: int = 0
+    """Policy version from which the run was started or resumed."""
     unread: bool = False
+    """True if the run was interrupted because its output was closed."""
 
     @property
     def how(self) -> str:
@@ -100,7 +100,7 @@ class Ending:
 
 
 def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
-    """Complete the run directory, print the result of the run, and return the exit code."""
+    """Write summary and report, print the result of the run, and return the exit code."""
     if ending.error is not None:
         print(f"pipelinerl: the run failed: {ending.error}", file=sys.stderr, flush=True)
     summary = complete_summary(recipe, run_dir, ending)
@@ -110,13 +110,13 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
     except OSError as error:
         fix = "free some space, and run pipelinerl report on the folder"
         print(f"pipelinerl: cannot write summary and report in {run_dir.path} ({error.strerror}): {fix}", file=sys.stderr)
-    with contextlib.suppress(OSError):  # the output is closed; the exit code stays
+    with contextlib.suppress(OSError):  # The output may be closed.
         print("\n".join(closing_lines(summary, run_dir, ending)), flush=True)
     return ending.exit_code
 
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
-    """Return the trainer's summary, or else one from metrics.jsonl, completed with the figures that only the runner knows."""
+    """Return the trainer's summary with the runner's figures added. Without a summary, metrics.jsonl gives one."""
     summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
@@ -135,7 +135,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         lines.append(f"  report             {run_dir.report}")
     if run_dir.checkpoint.is_dir():
         lines.append(f"  checkpoint         {run_dir.checkpoint}")
-    # After a user's mistake, the run cannot continue until the mistake is corrected.
+    # The user must correct a mistake before the run can continue, so no line suggests to resume it.
     if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED) and run_dir.identity.is_file():
         lines.append(f"  continue with      pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
         version, steps = newest_checkpoint(run_dir.path), summary.get("steps") or 0
@@ -155,7 +155,7 @@ def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each known figure. A run may end before its first step."""
+    """Yield a line for each known figure. A run that ends before its first step has few."""
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     multi, broken = summary.get("sequences_multi_version_fraction"), summary.get("parity_failures")

@@ -1,7 +1,7 @@
-"""Keep a `RunState` fresh while a run is running: ask its services over gRPC for step metrics, phases and actor states.
+"""Keep a `RunState` up to date: ask a run's services over gRPC for step metrics, phases and actor states.
 
-This module only reads. A service that does not answer is a state to show, not an error: the runner handles dead services. Each
-loop ends only when it is cancelled.
+A service that does not answer is no error here, because the runner handles dead services. Each loop ends only when it is
+cancelled.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ async def follow_trainer(
     elapsed_s: Callable[[], float],
     on_up: Callable[[ServiceAddress], None],
 ) -> None:
-    """Follow the steps and the status of the trainer's process, and then of each process that replaces it. For each process,
-    wait for its address file and call `on_up` with its content. The runner, not this loop, reports a trainer that died."""
+    """Follow the steps and the status of the trainer, and of each process that replaces it after a restart. When a process has
+    written its address, `on_up` is called with it. A trainer that dies is not reported here."""
     followed: ServiceProcess | None = None
     while True:
         process = service.process
@@ -52,7 +52,7 @@ async def follow_trainer(
         with contextlib.suppress(ServiceDied):
             address = await process.address(timeout_s=math.inf)
             on_up(address)
-            async with asyncio.TaskGroup() as group:  # an error in it ends the run at once
+            async with asyncio.TaskGroup() as group:  # An error in this group ends the run at once.
                 following = group.create_task(follow_calls(address.grpc, state, elapsed_s, certificates))
                 await process.wait()
                 following.cancel()
@@ -66,7 +66,7 @@ async def follow_calls(
     name: str = "",
     options: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """Follow the steps and the status of one trainer's process until cancelled. Other arguments: as of `open_channel`."""
+    """Follow the steps and the status of one trainer process. The other arguments are those of `open_channel`."""
     async with open_channel(target, certificates, name, options) as channel, asyncio.TaskGroup() as group:
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         group.create_task(_follow_status(trainer, state))
@@ -100,7 +100,7 @@ async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Run
     state.rewind(begun := status.policy_version)
     heard = state.step
     while True:
-        with contextlib.suppress(grpc.aio.AioRpcError):  # it is starting, or ending
+        with contextlib.suppress(grpc.aio.AioRpcError):  # The trainer is starting or ending.
             async for message in trainer.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=heard + 1)):
                 if message.step > heard:
                     heard = message.step
@@ -109,7 +109,7 @@ async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Run
 
 
 async def watch_actors(services: Callable[[], Sequence[Service]], certificates: Certificates, state: RunState) -> None:
-    """Ask every actor for its state once a second."""
+    """Ask all actors for their states once per `_ASK_S`."""
 
     async def asked(service: Service) -> tuple[str, ActorState | str]:
         if (process := service.process) is None or process.returncode is not None:
@@ -122,7 +122,7 @@ async def watch_actors(services: Callable[[], Sequence[Service]], certificates: 
 
 
 async def ask_actor(address_file: Path, certificates: Certificates) -> ActorState | str:
-    """Return the state of the actor with this address file, or the reason why the state is unknown."""
+    """Return the state of the actor with this address file, or the reason why it is unknown."""
     try:
         address = read_address(address_file).grpc
     except ServiceError:
@@ -137,7 +137,7 @@ async def ask_actor(address_file: Path, certificates: Certificates) -> ActorStat
 
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` concurrently with the block, and cancel it at the end of the block. An error of `work` is raised there."""
+    """Run `work` during the block and cancel it at the end of the block, which raises an error of `work`, if any."""
     task = asyncio.ensure_future(work)
     try:
         yield

@@ -1,5 +1,5 @@
-"""The local runner's Prometheus endpoint: its own metrics, and at `/targets` the addresses of the services' metrics, for
-Prometheus' HTTP service discovery, so that new and removed actors need no configuration.
+"""The local runner's HTTP server for Prometheus. `/metrics` gives the runner's metrics. `/targets` lists the services' metrics
+for Prometheus' HTTP service discovery.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SERVICES = ("trainer", "actor", "verifier", "nats")
 
 
 class RunnerMetrics:
-    """The runner's metrics. `living`: called at each scrape, to get the names of the processes that are alive."""
+    """The runner's metrics. `living` returns the names of the living processes. It is called at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, living: Callable[[], Collection[str]] = tuple) -> None:
-        metrics = MetricSet("pipelinerl_runner", registry)  # no label `service`: the one that /targets sets would override it
+        metrics = MetricSet("pipelinerl_runner", registry)  # The label `service` is not used, because /targets sets it.
 
         def processes() -> dict[str, float]:
             services = Counter(service_of(name) for name in living())
@@ -44,8 +44,8 @@ class RunnerMetrics:
 
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
-    """Serve /metrics, /targets and the health paths on loopback, at `port`, or at any free port if it is 0. Meanwhile the run
-    directory has an address file. Raises `ServiceError` if the port cannot be used."""
+    """Serve /metrics, /targets and the health paths on loopback; port 0 means any free port. The run directory has an address
+    file while the server runs. Raises `ServiceError` if the port cannot be used."""
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)
@@ -61,7 +61,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
-    """Return a target for each process of `names` that serves metrics. These are all but NATS, as soon as they have started."""
+    """Return a target for each process in `names` that serves metrics, that is, for each one that has started except NATS."""
     found: list[dict[str, object]] = []
     for name in sorted(names):
         try:

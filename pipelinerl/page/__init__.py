@@ -1,7 +1,5 @@
-"""Static files of the web pages: charts, views and styles. They have no dependencies and load nothing from the network.
-
-`report.html` of a finished run inlines them; the trainer serves `live.html`, which links the same files. `data.py` selects the
-data that the pages show.
+"""Static files of the run's pages, which load nothing from the network. `report.html` of a run inlines them. The trainer serves
+`live.html`, which links them. `data` selects the data that the pages show.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-/* Charts of the run's pages: lines, bars and a heat map as inline SVG. No dependency, no network.
+/* Charts of the run's pages: lines, bars and a heat map as inline SVG. views.js decides what to draw.
  *
- * Each function fills one element with a <figure>: a title, a legend for several series, a drawing that follows the element's
- * width, and a readout that follows the pointer or the arrow keys. When a figure is drawn again in the same element with newer
- * data, it keeps the keyboard's focus and the readout. Text is always set as text, never as HTML. views.js decides what to draw. */
+ * Each chart function fills one element with a <figure>. The figure has a title, a legend if there are several series, a drawing as
+ * wide as the element, and a readout that follows the pointer or the arrow keys. When the figure is drawn again with newer data,
+ * keyboard focus and readout are kept. Text is always set as text, never as HTML. */
 "use strict";
 
 const PrlCharts = (() => {
@@ -10,31 +10,30 @@ const PrlCharts = (() => {
   const HEIGHT = 210;
   const PAD = { top: 14, right: 14, bottom: 34, left: 52 };
 
-  function node(name, attributes = {}, text) {
-    const made = document.createElement(name);
+  const isKnown = (value) => value !== null && value !== undefined;
+
+  function fill(made, attributes, children) {
     for (const [key, value] of Object.entries(attributes)) {
       if (key === "style") made.style.cssText = value; // the page's security policy refuses it as an attribute
       else made.setAttribute(key, value);
     }
-    if (text !== undefined) made.textContent = text;
+    made.append(...children.filter(isKnown));
     return made;
   }
 
-  function shape(name, attributes = {}, text) {
-    const made = document.createElementNS(SVG, name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    if (text !== undefined) made.textContent = text;
-    return made;
-  }
+  /* Return a new HTML element. Children are elements or texts; null and undefined are left out. */
+  const node = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
+  /* Return a new SVG element. */
+  const shape = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
-  /* Returns the round distance between about `count` values within [low, high]; if `whole` is true, an integer. */
+  /* Return the round distance between about `count` values within [low, high]; if `whole` is true, an integer. */
   function tickStep(low, high, count, whole = false) {
     const rough = Math.max(whole ? 1 : 0, (high - low || 1) / Math.max(1, count));
     const power = 10 ** Math.floor(Math.log10(rough));
     return [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999 && (!whole || Number.isInteger(s)));
   }
 
-  /* Returns the multiples of `tickStep` within [low, high]. */
+  /* Return the multiples of `tickStep` within [low, high]. */
   function ticks(low, high, count, whole = false) {
     const step = tickStep(low, high, count, whole), found = [];
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
@@ -42,7 +41,7 @@ const PrlCharts = (() => {
   }
 
   function number(value) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (!isKnown(value) || Number.isNaN(value)) return "–";
     const size = Math.abs(value);
     if (size >= 1e9) return (value / 1e9).toFixed(1) + "G";
     if (size >= 1e6) return (value / 1e6).toFixed(1) + "M";
@@ -53,7 +52,7 @@ const PrlCharts = (() => {
 
   const placeText = (value) => (Number.isInteger(value) ? String(value) : number(value)); // steps are not abbreviated
 
-  /* The reader's state in each element with a drawing: {at: place of the readout, focused}. */
+  /* What the reader does in each element with a chart: {at: label of the position in the readout, focused}. */
   const reading = new WeakMap();
 
   function frame(root, options) {
@@ -62,34 +61,22 @@ const PrlCharts = (() => {
     const kept = { ...reading.get(root) };
     root.replaceChildren(); // blurs the focused element, which closes the readout
     reading.set(root, kept);
-    const figure = node("figure", { class: "chart" });
-    const caption = node("figcaption");
-    caption.append(node("div", { class: "title" }, options.title));
-    if (options.sub) caption.append(node("div", { class: "sub" }, options.sub));
-    figure.append(caption);
-    root.append(figure);
-    return figure;
+    const sub = options.sub ? node("div", { class: "sub" }, options.sub) : null;
+    const caption = node("figcaption", {}, node("div", { class: "title" }, options.title), sub);
+    return root.appendChild(node("figure", { class: "chart" }, caption));
   }
 
   function legend(figure, series) {
     if (series.length < 2) return;
-    const box = node("div", { class: "legend" });
-    for (const one of series) {
-      const entry = node("span");
-      entry.append(node("span", { class: "key", style: `background:${one.color};opacity:${one.faint ? 0.35 : 1}` }), one.name);
-      box.append(entry);
-    }
-    figure.append(box);
+    const key = (one) => node("span", { class: "key", style: `background:${one.color};opacity:${one.faint ? 0.35 : 1}` });
+    figure.append(node("div", { class: "legend" }, ...series.map((one) => node("span", {}, key(one), one.name))));
   }
 
-  function empty(figure, text) {
-    figure.append(node("div", { class: "empty" }, text || "No data"));
-  }
+  const empty = (figure, text) => figure.append(node("div", { class: "empty" }, text || "No data"));
 
-  /* Redraws when the element's width changes. */
+  /* Add a drawing that is drawn again when the figure's width changes. */
   function responsive(figure, label, draw, height = HEIGHT) {
-    const svg = shape("svg", { height, role: "img", "aria-label": label, tabindex: 0 });
-    figure.append(svg);
+    const svg = figure.appendChild(shape("svg", { height, role: "img", "aria-label": label, tabindex: 0 }));
     let drawn = 0;
     const redraw = () => {
       if (!svg.isConnected) return observer.disconnect();
@@ -111,6 +98,10 @@ const PrlCharts = (() => {
       svg.append(shape("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y(tick), y2: y(tick) }));
       svg.append(shape("text", { x: PAD.left - 8, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
     }
+    baseLine(svg, width);
+  }
+
+  function baseLine(svg, width) {
     const base = HEIGHT - PAD.bottom;
     svg.append(shape("line", { class: "base", x1: PAD.left, x2: width - PAD.right, y1: base, y2: base }));
   }
@@ -119,14 +110,12 @@ const PrlCharts = (() => {
     svg.append(shape("text", { x: width - PAD.right, y: HEIGHT - 3, "text-anchor": "end" }, text));
   }
 
-  /* Adds a readout that follows the pointer or the arrow keys. positions: [{x, lines: [{name, color, text}], at}], x in pixels. */
+  /* Add a readout that follows the pointer or the arrow keys. positions: [{x, lines: [{name, color, text}], at}], with x in pixels. */
   function readout(figure, svg, width, positions) {
     if (!positions.length) return;
-    const cross = shape("line", { class: "cross", y1: PAD.top, y2: HEIGHT - PAD.bottom, visibility: "hidden" });
-    svg.append(cross);
+    const cross = svg.appendChild(shape("line", { class: "cross", y1: PAD.top, y2: HEIGHT - PAD.bottom, visibility: "hidden" }));
     figure.querySelectorAll(".tip").forEach((old) => old.remove());
-    const tip = node("div", { class: "tip", hidden: "" });
-    figure.append(tip);
+    const tip = figure.appendChild(node("div", { class: "tip", hidden: "" }));
     const kept = reading.get(figure.parentNode) || {};
     let current = -1;
     const show = (index) => {
@@ -136,13 +125,9 @@ const PrlCharts = (() => {
       cross.setAttribute("x1", x);
       cross.setAttribute("x2", x);
       cross.setAttribute("visibility", "visible");
-      tip.replaceChildren(node("div", { class: "at" }, at));
-      for (const line of lines) {
-        const row = node("div");
-        if (line.color) row.append(node("span", { class: "key", style: `display:inline-block;width:10px;height:3px;margin-right:6px;vertical-align:middle;background:${line.color}` }));
-        row.append(`${line.name ? line.name + " " : ""}${line.text}`);
-        tip.append(row);
-      }
+      const style = "display:inline-block;width:10px;height:3px;margin-right:6px;vertical-align:middle;background:";
+      tip.replaceChildren(node("div", { class: "at" }, at), ...lines.map(({ name, color, text }) =>
+        node("div", {}, color ? node("span", { class: "key", style: style + color }) : null, `${name ? name + " " : ""}${text}`)));
       tip.hidden = false;
       const scale = svg.getBoundingClientRect().width / width;
       const left = svg.offsetLeft || 14;
@@ -151,7 +136,7 @@ const PrlCharts = (() => {
       tip.style.top = figure.clientHeight - HEIGHT + "px";
     };
     const hide = () => { tip.hidden = true; cross.setAttribute("visibility", "hidden"); current = -1; kept.at = null; };
-    if (kept.at !== null && kept.at !== undefined) show(Math.max(0, positions.findIndex((one) => one.at === kept.at)));
+    if (isKnown(kept.at)) show(Math.max(0, positions.findIndex((one) => one.at === kept.at)));
     const nearest = (event) => {
       const box = svg.getBoundingClientRect();
       const at = ((event.clientX - box.left) / box.width) * width;
@@ -173,7 +158,7 @@ const PrlCharts = (() => {
     };
   }
 
-  /* Returns the range of a vertical axis, which ends at ticks; `low` and `high` fix its ends. Equal values get a range from 0 to
+  /* Return the range of a vertical axis, which ends at ticks; `low` and `high` fix its ends. Equal values get a range from 0 to
    * twice the value. Other values fill the range, from 0 if they are positive and the least is at most half of the largest,
    * unless labels of three digits would then be equal. */
   function extent(values, low, high) {
@@ -190,7 +175,7 @@ const PrlCharts = (() => {
     return [low ?? step * Math.floor((least - lacking) / step + 1e-9), high ?? step * Math.ceil((most + lacking) / step - 1e-9)];
   }
 
-  /* Returns the range and tick labels of a horizontal axis of `width` pixels. Both ends are labelled. A single value is in the
+  /* Return the range and tick labels of a horizontal axis of `width` pixels. Both ends are labelled. A single value is in the
    * middle. The labels of integers are integers. */
   function across(values, width) {
     const low = Math.min(...values), high = Math.max(...values);
@@ -200,14 +185,14 @@ const PrlCharts = (() => {
     return { low, high, marks: [low, ...inner, high] };
   }
 
-  /* Draws lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]; yLow, yHigh fix the range. */
+  /* Draw lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]. yLow and yHigh fix the range of y. */
   function lines(root, options) {
     const format = options.format || number;
-    const series = options.series.filter((one) => one.points.some((point) => point[1] !== null && point[1] !== undefined));
+    const series = options.series.filter((one) => one.points.some((point) => isKnown(point[1])));
     const figure = frame(root, options);
     if (!series.length) return empty(figure, options.emptyText);
     legend(figure, series);
-    const known = series.map((one) => one.points.filter((point) => point[1] !== null && point[1] !== undefined));
+    const known = series.map((one) => one.points.filter((point) => isKnown(point[1])));
     const places = [...new Set(known.flat().map((point) => point[0]))];
     const [yLow, yHigh] = extent(known.flat().map((point) => point[1]), options.yLow, options.yHigh);
     responsive(figure, `${options.title}: ${summary(known, series, format)}`, (svg, width) => {
@@ -245,7 +230,7 @@ const PrlCharts = (() => {
     return known.map((points, i) => `${series[i].name} from ${format(points[0][1])} to ${format(points[points.length - 1][1])}`).join("; ");
   }
 
-  /* Draws one bar for each of bars: [{label, value, note}]; if a value is null, its place stays free. */
+  /* Draw one bar for each of bars: [{label, value, note}]. A null value leaves a gap. */
   function bars(root, options) {
     const format = options.format || number;
     const figure = frame(root, options);
@@ -271,7 +256,7 @@ const PrlCharts = (() => {
     });
   }
 
-  /* Draws shares by column and row as shades of one colour. columns: [{x, shares: {row: share}}], rows: sorted row keys. */
+  /* Draw shares by column and row as shades of one colour. columns: [{x, shares: {row: share}}]; rows: sorted row keys. */
   function heat(root, options) {
     const figure = frame(root, options);
     const { columns, rows } = options;
@@ -288,7 +273,7 @@ const PrlCharts = (() => {
       }));
       const every = Math.ceil(rows.length / 8);
       rows.forEach((row, r) => { if (r % every === 0) svg.append(shape("text", { x: PAD.left - 8, y: top(r) + h / 2 + 4, "text-anchor": "end" }, row)); });
-      svg.append(shape("line", { class: "base", x1: PAD.left, x2: width - PAD.right, y1: HEIGHT - PAD.bottom, y2: HEIGHT - PAD.bottom }));
+      baseLine(svg, width);
       const xs = columns.map((column) => column.x);
       let labelled = -1;
       for (const value of across(xs, width).marks) {
@@ -304,5 +289,5 @@ const PrlCharts = (() => {
     });
   }
 
-  return { node, shape, number, frame, empty, responsive, lines, bars, heat, scales: { ticks, extent, across } };
+  return { isKnown, node, shape, number, frame, empty, responsive, lines, bars, heat, scales: { ticks, extent, across } };
 })();

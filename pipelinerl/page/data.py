@@ -1,7 +1,5 @@
-"""Make the data of a run's pages, as one plain object. Pure. The data is bounded: records of a long run are thinned.
-
-`pipelinerl.local.ending` makes it from a finished run's files. During a run, the trainer keeps it up to date
-(`services.trainer.reporting.page`).
+"""Make the data of a run's pages as one object of bounded size. `pipelinerl.local.ending` makes it from a run's files. During a
+run, `services.trainer.reporting.page` keeps it up to date.
 """
 
 from __future__ import annotations
@@ -19,18 +17,18 @@ from pipelinerl.run_summary import add_ended, evaluation_of, stale_shares
 Record = Mapping[str, Any]
 
 MAX_RECORDS = 1500
-"""Approximate maximum of steps that are drawn; a longer run is thinned evenly."""
+"""Approximate maximum number of steps that are drawn. The steps of a longer run are thinned evenly."""
 NEWEST = 20
-"""Number of last steps, which are never thinned."""
+"""Number of last steps that are all kept."""
 SAMPLES_SHOWN = 8
 _MAX_TEXT = 4000
 _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
-"""Limits for a shown episode: number of branches; number of turns and observations per branch; characters of each of those."""
+"""Limits for a shown episode: branches, parts (turns and observations) per branch, and characters per part."""
 _DIGITS = 6
 
 
 class ThinnedSeries:
-    """Keeps evenly spaced items, and also all of the last `newest` items: at most 2 · `limit` + `newest` in total."""
+    """Keeps fewer than 2 · `limit` evenly spaced items, and all of the last `newest` items."""
 
     def __init__(self, limit: int, newest: int) -> None:
         self._limit, self._stride, self._count = limit, 1, 0
@@ -48,18 +46,18 @@ class ThinnedSeries:
             self._stride *= 2
 
     def items(self) -> list[Any]:
-        """Return a new list of the kept items, in order of adding."""
+        """Return the kept items in order, as a new list."""
         before = self._count - len(self._newest)
         return self._kept[: -(-before // self._stride)] + list(self._newest)
 
 
 NEWEST_OF_A_KIND = SAMPLES_SHOWN // 2
-"""Number of newest held-out samples, and of newest trained samples, that are kept in addition to the run's first samples."""
+"""Number of newest samples of each kind, held-out and trained, that are kept besides the run's first samples."""
 _TIMES_KEPT = 256
 
 
 class RunHistory:
-    """The run so far, as the page's views draw it. More than about `limit` records, or evaluations, are thinned."""
+    """The data of a run so far. Steps and evaluations beyond about `limit` are thinned."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._records = ThinnedSeries(limit, NEWEST)
@@ -69,15 +67,15 @@ class RunHistory:
         self._lengths: dict[str, list[int]] = {}
         self._mismatch: float | None = None
         self._parity_failures = 0
-        """Number of failures over all probes. `_mismatch` is the difference at the last comparable probe, in nats."""
+        """Number of failures in all probes. `_mismatch` is the difference in the newest probe that gave one, in nats."""
         self._ess: defaultdict[str, float] = defaultdict(float)
         self._ess_steps: Counter[str] = Counter()
-        """Sum of the ESS, and number of steps, by lag bucket."""
+        """Sum of the ESS and number of steps, by lag bucket."""
         self._early: list[dict[str, Any]] = []
         self._late = {kind: deque[dict[str, Any]](maxlen=NEWEST_OF_A_KIND) for kind in (True, False)}
 
     def add(self, record: Record, samples: Iterable[Record] = ()) -> dict[str, Any]:
-        """Add a step and the samples since the previous step. Return the update for pages that have all earlier data."""
+        """Add a step and the samples since the previous step. Return the update for a page that has all earlier data."""
         shown = {key: _short(record[key]) for key in ON_PAGE if key in record}
         self._records.add(shown)
         self._times_s[record.get("step", 0)] = record.get("time_s")
@@ -100,13 +98,13 @@ class RunHistory:
         return {"record": shown, "heldout": point, "samples": fresh, **self._totals()}
 
     def add_samples(self, samples: Iterable[Record]) -> None:
-        """Add earlier samples. A sample without a step, as in a file that somebody edited, is left out."""
+        """Add samples from a file. A sample without a step is left out, because the file may have been edited."""
         for sample in samples:
             if isinstance(sample.get("step"), int):
                 self._add_sample(sample)
 
     def data(self) -> dict[str, Any]:
-        """Return all data, as a snapshot that does not change."""
+        """Return all data as a snapshot."""
         late = [sample for kind in (True, False) for sample in self._late[kind]]
         return {
             "records": self._records.items(),
@@ -134,7 +132,7 @@ class RunHistory:
 
 
 def shown_evaluation(one: Record, time_s: float | None) -> dict[str, Any]:
-    """Return an evaluation of summary.json in the form that the views draw, at the policy version that was evaluated."""
+    """Return an evaluation of summary.json in the form that the charts draw. Its step is the evaluated policy version."""
     accuracy = {"accuracy": one["accuracy"], "lower_bound": one.get("lower_bound")}
     return {"step": one["version"], "time_s": time_s, **accuracy, "sets": one.get("sets") or {}}
 
@@ -142,13 +140,13 @@ def shown_evaluation(one: Record, time_s: float | None) -> dict[str, Any]:
 def report_data(
     run: str, description: str, summary: Record, records: Sequence[Record], samples: Sequence[Record], recipe_text: str
 ) -> dict[str, Any]:
-    """Return the object that pipelinerl/page/views.js draws and describes."""
+    """Return the object that views.js describes and draws, with the run's summary."""
     history = RunHistory(MAX_RECORDS // 2)
     history.add_samples(samples)
     for record in records:
         history.add(record)
     times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
-    measured = summary.get("heldout") or []  # the last evaluation ends after the last record
+    measured = summary.get("heldout") or []  # Records lack the last evaluation, which ends after the last step.
     heldout = [shown_evaluation(one, times_s.get(one["version"])) for one in measured]
     data = {**history.data(), "heldout": heldout}
     about = {"run": run, "description": description, "recipe": recipe_text, "meanings": MEANINGS}
@@ -164,7 +162,7 @@ def _short(value: Any) -> Any:
 
 
 def shown_sample(sample: Record) -> dict[str, Any]:
-    """Return a line of samples.jsonl with clipped texts. Old lines lack some keys. `num_tokens` counts clipped tokens, too."""
+    """Return a line of samples.jsonl with clipped texts. `num_tokens` is the number of tokens before clipping."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
     tokens, weights = _clipped_tokens(sample)

@@ -1,5 +1,4 @@
-/* The ledger as a flow from issued sequences to their outcomes: an SVG with bands as wide as their share, and a table with the
- * numbers. Text is always set as text, never as HTML. */
+/* The ledger, which counts sequences by outcome: a flow diagram whose bands are as wide as their shares, and a table. */
 "use strict";
 
 const PrlFlow = (() => {
@@ -16,12 +15,12 @@ const PrlFlow = (() => {
   const whole = (count) => count.toLocaleString("en-US");
   const share = (count, all) => (all ? `${Number(((100 * count) / all).toFixed(1))}%` : "–");
 
-  /* Returns issued sequences minus all outcomes, which is 0 in a ledger that adds up. */
+  /* Return the issued sequences minus all outcomes. In a correct ledger this is 0. */
   function discrepancy(counts) {
     return (counts.issued || 0) - OUTCOMES.reduce((sum, [key]) => sum + (counts[key] || 0), 0);
   }
 
-  /* Returns the heights of bands in `height` pixels, with a gap between them: by share, but each at least `least` pixels. */
+  /* Return the heights of bands that share `height` pixels, with gaps between them. No band is lower than `least` pixels. */
   function heights(values, height, gap, least = 3) {
     const room = height - gap * (values.length - 1), total = values.reduce((a, b) => a + b, 0) || 1;
     const small = values.map((value) => (value / total) * room < least);
@@ -30,7 +29,7 @@ const PrlFlow = (() => {
     return values.map((value, i) => (small[i] ? least : (value / rest) * (room - taken)));
   }
 
-  /* Returns the middles of labels, at least `apart` from each other and near to the ascending `wanted`, within `low` and `high`. */
+  /* Return positions of labels between `low` and `high`. They are near to the ascending `wanted`, and at least `apart` from each other. */
   function spread(wanted, apart, low, high) {
     const places = [];
     wanted.forEach((y, i) => places.push(Math.max(y, i ? places[i - 1] + apart : low)));
@@ -60,7 +59,7 @@ const PrlFlow = (() => {
     });
   }
 
-  /* counts: {issued, trained, dropped_stale, dropped_filtered, failed, in_flight}; outcomes with 0 only appear in the table. */
+  /* Draw the diagram. counts: {issued, trained, dropped_stale, dropped_filtered, failed, in_flight}. Outcomes with 0 get no band. */
   function diagram(root, counts, title = "What became of the sequences") {
     const figure = frame(root, { title, sub: "Every issued sequence ends in exactly one of these" });
     if (!counts || !counts.issued) return empty(figure, "Nothing issued yet");
@@ -70,15 +69,14 @@ const PrlFlow = (() => {
   }
 
   function row(label, count, issued, key) {
-    const made = node("tr", key ? { "data-ledger": key } : {});
-    made.append(node("th", { scope: "row" }, label), node("td", { class: "num" }, count === undefined ? "–" : whole(count)), node("td", { class: "num" }, count === undefined ? "–" : share(count, issued)));
-    return made;
+    const texts = count === undefined ? ["–", "–"] : [whole(count), share(count, issued)];
+    const cells = texts.map((text) => node("td", { class: "num" }, text));
+    return node("tr", key ? { "data-ledger": key } : {}, node("th", { scope: "row" }, label), ...cells);
   }
 
-  /* Fills in the table of counts. reasons: {outcome: {reason: count}}; meanings: {reason: sentence}. */
+  /* Fill in the table of counts. reasons: {outcome: {reason: count}}; meanings: {reason: sentence}. */
   function table(root, counts, reasons, meanings) {
-    const made = node("table", { class: "narrow" }), body = node("tbody"), given = counts || {};
-    made.append(node("caption", { class: "hidden" }, "The ledger: sequences by outcome"));
+    const body = node("tbody"), given = counts || {}, off = discrepancy(given);
     body.append(row("issued", given.issued, given.issued, "issued"));
     for (const [key, label] of OUTCOMES) {
       body.append(row(label, given[key], given.issued, key));
@@ -89,15 +87,13 @@ const PrlFlow = (() => {
         body.append(of);
       }
     }
-    made.append(body);
-    const box = node("div", { class: "table" }), off = discrepancy(given);
-    box.append(made);
-    root.replaceChildren(box);
+    const caption = node("caption", { class: "hidden" }, "The ledger: sequences by outcome");
+    root.replaceChildren(node("div", { class: "table" }, node("table", { class: "narrow" }, caption, body)));
     if (given.issued !== undefined)
       root.append(node("p", off ? { class: "problem" } : { class: "note" }, off ? `The ledger does not add up: ${whole(off)} sequences are unaccounted for.` : "The ledger adds up: issued = trained + in flight + dropped + failed."));
   }
 
-  /* Shows diagram and table side by side; `root` may be filled again. */
+  /* Show diagram and table side by side. The same `root` may be filled again. */
   function flow(root, counts, reasons, meanings) {
     if (!root.firstChild) root.append(node("div"), node("div"));
     root.classList.add("pair");

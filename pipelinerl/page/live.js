@@ -1,12 +1,12 @@
-/* The live page: fetches the run so far, then its news about once a second, and shows both with the views of views.js.
+/* The live page. It fetches the data of the run so far, and then the news about once a second. views.js draws the data.
  *
- * data is that of views.js, and: total_steps, max_lag, run_dir, meanings; position: that of the newest known step; state: {phase, message,
- * ended, version, served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page). If a
- * page missed too much, the answer is `reset`, and the page fetches everything again. */
+ * data: the object that views.js describes, with total_steps, max_lag, run_dir and state: {phase, message, ended, version,
+ * served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page).
+ * position: position of the newest step that this page has. */
 "use strict";
 
 const PrlLive = (() => {
-  const { node, number } = PrlCharts;
+  const { isKnown, node, number } = PrlCharts;
   const { percent, seconds, duration, heldoutNote, plots, tiles, section, fold } = PrlViews;
   const ASK_EVERY_MS = 1000;
   const ANSWER_WITHIN_MS = 10000;
@@ -22,19 +22,16 @@ const PrlLive = (() => {
   // --- updates of the data
 
   function addStep(data, news) {
-    const { records } = data, step = news.record.step;
-    if (records.length && records[records.length - 1].step >= step) return;
-    records.push(news.record);
+    const { records } = data, { record, heldout, samples, ...totals } = news;
+    if (records.length && records[records.length - 1].step >= record.step) return;
+    records.push(record);
     if (records.length > MOST_RECORDS) data.records = records.filter((_, i) => i % 2 === 0 || i >= records.length - NEWEST);
-    if (news.heldout) data.heldout.push(news.heldout);
-    data.lag_totals = news.lag_totals;
-    data.ess_by_lag = news.ess_by_lag;
-    data.stale_share_by_length = news.stale_share_by_length;
-    data.parity = news.parity;
-    for (const sample of news.samples) addSample(data.samples, sample);
+    if (heldout) data.heldout.push(heldout);
+    Object.assign(data, totals);
+    for (const sample of samples) addSample(data.samples, sample);
   }
 
-  /* Keeps the first samples of the first steps, and equally many of the newest held-out and trained samples. */
+  /* Keep the first samples, and as many of the newest ones: half of them held-out, half of them trained. */
   function addSample(samples, sample) {
     const { early } = samples;
     if (early.length < EARLY && (!early.length || sample.step <= early[0].step + 1)) { early.push(sample); return; }
@@ -44,12 +41,12 @@ const PrlLive = (() => {
 
   // --- drawing
 
-  /* Draws the header and returns a function that updates it. */
+  /* Draw the header, and return a function that updates it. */
   function header(root, data, link) {
-    const box = root.appendChild(node("header")), line = node("p", {}, `${data.description || ""} `);
-    const badge = line.appendChild(node("span", { class: "badge" })), message = node("p", { class: "message" });
+    const badge = node("span", { class: "badge" }), message = node("p", { class: "message" });
     const bar = node("progress", { max: data.total_steps || 1, "aria-label": "Optimizer steps taken" });
-    box.append(node("h1", {}, data.run), line, bar, message, link);
+    const line = node("p", {}, `${data.description || ""} `, badge);
+    root.append(node("header", {}, node("h1", {}, data.run), line, bar, message, link));
     return () => {
       const { state } = data;
       badge.textContent = state.ended || state.phase.replaceAll("_", " ");
@@ -59,14 +56,14 @@ const PrlLive = (() => {
     };
   }
 
-  /* The newest known version of the trainer; a step's record and the state arrive one after the other. */
+  /* Return the trainer's newest known version. The state and a step's record arrive one after the other, so either may be newer. */
   const versionOf = ({ state, records }) => Math.max(state.version ?? 0, records.length ? records[records.length - 1].step : 0);
 
-  /* Returns [note, mark] of the lag's tile. A lag at its bound is normal; it is only marked if sequences are lost by it. */
+  /* Return [note, mark] of the tile of the lag. A lag at its bound is normal. It is marked only if many sequences were dropped. */
   function lagNote(last, bound, counts) {
     const lag = last.lag || {}, formula = last.largest_lag;
     const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}, predicted max ${number(formula)}`;
-    if (bound === null || bound === undefined) return [`${seen}; no bound`, ""];
+    if (!isKnown(bound)) return [`${seen}; no bound`, ""];
     if (last.max_lag_too_small) return [`${seen}; bound ${bound} is too small for that: generation is throttled, or long sequences are dropped`, "warn"];
     if (!(bound > 0 && lag.mean >= NEAR_BOUND * bound)) return [`${seen}; bound ${bound}`, ""];
     const dropped = counts.issued ? (counts.dropped_stale || 0) / counts.issued : 0;
@@ -78,7 +75,7 @@ const PrlLive = (() => {
     const counts = state.sequences || {}, members = state.members || [], serving = members.filter((one) => one.state === "serving");
     const update = [...records].reverse().find((one) => one.weight_update) || {}, heldout = data.heldout;
     const newest = heldout[heldout.length - 1], best = heldout.length ? Math.max(...heldout.map((one) => one.accuracy)) : null;
-    const recent = records.slice(-20).map((one) => one.reward_mean).filter((one) => one !== null && one !== undefined);
+    const recent = records.slice(-20).map((one) => one.reward_mean).filter(isKnown);
     const mean = recent.length ? recent.reduce((a, b) => a + b, 0) / recent.length : null;
     return [
       ["version", "Policy version", String(versionOf(data)), `of ${number(data.total_steps)} steps; ${serving.length ? `served by all actors: ${state.served_version ?? "none yet"}` : "no actor serves"}`],
@@ -98,27 +95,23 @@ const PrlLive = (() => {
   const stateText = { serving: "serving", joining: "joining: receives the weights", waiting: "waiting to join", leaving: "leaving: is stopping" };
 
   function memberRow(member, newest) {
-    const row = node("tr", { "data-member": member.name });
-    const behind = member.version === null ? null : Math.max(0, newest - member.version);
+    const behind = Math.max(0, newest - member.version);
     const seen = member.version === null ? "–" : `v${member.version}${behind ? `, ${behind} behind` : ""}`;
-    row.append(node("th", { scope: "row" }, member.name), node("td", {}, stateText[member.state] || member.state), node("td", { class: "num" }, seen), node("td", { class: "num" }, number(member.in_progress)));
-    return row;
+    const numbers = [seen, number(member.in_progress)].map((text) => node("td", { class: "num" }, text));
+    return node("tr", { "data-member": member.name }, node("th", { scope: "row" }, member.name), node("td", {}, stateText[member.state] || member.state), ...numbers);
   }
 
   function members(root, state, version) {
     const rows = state.members || [];
     if (!rows.length) return root.replaceChildren(node("p", { class: "note" }, "No actor is registered."));
-    const table = node("table", { class: "narrow" }), top = node("thead"), head = node("tr"), body = node("tbody");
-    for (const [name, kind] of [["Actor", ""], ["State", ""], ["Serves", "num"], ["In progress", "num"]]) head.append(node("th", { scope: "col", class: kind }, name));
-    top.append(head);
-    body.append(...rows.map((one) => memberRow(one, version)));
-    table.append(top, body);
-    const box = node("div", { class: "table" });
-    box.append(table);
-    root.replaceChildren(box, node("p", { class: "note" }, `The trainer's policy is version ${version}. An actor one or two versions behind is normal: a version is sent while the next one is computed.`));
+    const names = [["Actor", ""], ["State", ""], ["Serves", "num"], ["In progress", "num"]];
+    const head = node("tr", {}, ...names.map(([name, kind]) => node("th", { scope: "col", class: kind }, name)));
+    const body = node("tbody", {}, ...rows.map((one) => memberRow(one, version)));
+    const table = node("div", { class: "table" }, node("table", { class: "narrow" }, node("thead", {}, head), body));
+    root.replaceChildren(table, node("p", { class: "note" }, `The trainer's policy is version ${version}. An actor one or two versions behind is normal: a version is sent while the next one is computed.`));
   }
 
-  /* Returns whether the reader points at or focuses a box, which is then not replaced. */
+  /* Return whether the reader uses a box, by pointer or keyboard. It is then not redrawn. */
   const inUse = (box) => box.matches(":hover, :focus-within");
 
   function view(root, data, link) {
@@ -180,7 +173,7 @@ const PrlLive = (() => {
       root.toggleAttribute("data-old", kind === "lost" && !(data && data.state.ended)); // the shown data may be outdated
     }
 
-    /* Schedules the next request, unless the tab is hidden. After failures, intervals become longer. */
+    /* Schedule the next request, unless the tab is hidden. After each failure, the interval doubles, up to MOST_RETRY_MS. */
     function askSoon() {
       clearTimeout(timer);
       const over = data && data.state.ended === "finished";
@@ -212,7 +205,7 @@ const PrlLive = (() => {
       told();
     }
 
-    /* Fetches the news after `position`, or everything if the trainer does not know the position. */
+    /* Fetch the news after `position`. The answer `reset` means that the trainer no longer has all of it. */
     async function follow() {
       const news = await asked(`page/news?after=${encodeURIComponent(position)}`);
       if (news.reset) return load();
@@ -232,7 +225,7 @@ const PrlLive = (() => {
     ask();
   }
 
-  return { start, parts: { addStep, addSample } };
+  return { start };
 })();
 
 PrlLive.start(document.getElementById("live"));

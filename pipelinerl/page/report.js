@@ -1,25 +1,23 @@
-/* report.html: a run that has ended, from its first step to its last, drawn with views.js.
+/* The report of a run, drawn with views.js.
  *
- * data: as in views.js, and `summary`, the run's summary.json; `starts`: the version from which each of its trainers began. */
+ * data: the object that views.js describes, with `summary`, the run's summary.json, and `starts`, the version from which each
+ * trainer of the run began. */
 "use strict";
 
 const PrlReport = (() => {
-  const { node, number } = PrlCharts;
+  const { isKnown, node, number } = PrlCharts;
   const { percent, seconds, duration, heldoutNote, tiles, plots, section, fold } = PrlViews;
 
   function header(root, data) {
     const s = data.summary;
     const state = s.interrupted ? ["bad", "interrupted"] : s.error ? ["bad", "failed"] : s.wall_s === undefined ? ["good", "in progress"] : ["good", "finished"];
-    const line = node("p", {}, `${data.description || s.recipe || ""} `);
-    line.append(node("span", { class: `badge ${state[0]}` }, state[1]));
-    root.append(node("h1", {}, data.run), line);
-    if (s.error) root.append(node("p", { class: "problem" }, s.error));
+    const line = node("p", {}, `${data.description || s.recipe || ""} `, node("span", { class: `badge ${state[0]}` }, state[1]));
+    root.append(node("header", {}, node("h1", {}, data.run), line, s.error ? node("p", { class: "problem" }, s.error) : null));
   }
 
-  /* starts: the version from which each trainer of the run began. */
   const restarts = (starts) => (starts.length > 1 ? `trainer started again at version ${starts.slice(1).join(", ")}; ` : "");
 
-  const known = (value, text) => (value === null || value === undefined ? "" : text(value));
+  const known = (value, text) => (isKnown(value) ? text(value) : "");
 
   function summaryTiles(root, data) {
     const s = data.summary, lag = s.lag || {}, ess = s.ess || {}, updates = s.weight_updates || {}, rate = s.tokens_per_s || {};
@@ -36,15 +34,11 @@ const PrlReport = (() => {
       ["Actor stall", seconds(updates.stall_s_p50), `p99 ${seconds(updates.stall_s_p99)}, ${number(updates.count)} updates`],
       ["Parity", number(s.logprob_mismatch_max), s.parity_failures ? `${number(s.parity_failures)} PROBES FAILED` : "largest probe difference, nats"],
     ];
-    const box = node("div");
-    root.append(box);
-    tiles(box, entries.map(([label, value, note]) => [label, label, value, note]));
+    tiles(root.appendChild(node("div")), entries.map(([label, value, note]) => [label, label, value, note]));
   }
 
   function report(root, data) {
-    const top = node("header");
-    header(top, data);
-    root.append(top);
+    header(root, data);
     summaryTiles(root, data);
     plots(root, data);
     const ledger = section(root, "Sequences by outcome").appendChild(node("div"));

@@ -1,19 +1,18 @@
-/* Sample completions: the text shows which policy version sampled each token, and each token's importance weight.
+/* Sample completions. The text shows each token's policy version and importance weight. Model output is set as text, never as HTML.
  *
- * Samples are model output: they are set as text, never as HTML. sample: {step, version, task, prompt, completion, reward, terms: {name:
- * value}, metrics, reference, answer, reason, spans: [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens};
- * see docs/run-directory.md. pipelinerl/page/data.py clips long completions with their tokens; num_tokens is the original number. An episode has
- * branches: [{prompt, spans, parts, num_parts}] with turns and observations: {role, start, end, text, finish_reason, tokens, weights}.
- *
- * The role of an observed text and the calls of a turn are read from the texts of special tokens of chat formats. */
+ * sample: {step, version, task, prompt, completion, reward, terms: {name: value}, metrics, reference, answer, reason,
+ * spans: [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens}; see docs/run-directory.md.
+ * pipelinerl/page/data.py clips long completions with their tokens; num_tokens is the number before clipping. An episode has
+ * branches: [{prompt, spans, parts, num_parts}]. A part is a turn or an observation: {role, start, end, text, finish_reason, tokens,
+ * weights}. Its role and its tool calls are read from the special tokens in the text. */
 "use strict";
 
 const PrlSamples = (() => {
-  const { node, number } = PrlCharts;
+  const { isKnown, node, number } = PrlCharts;
   const COLORS = 6;
   const FAR = 2;
 
-  /* Neighbouring versions have different colours, and a version has the same colour in every sample. */
+  /* Return the CSS class with a version's colour. Neighbouring versions have different colours. */
   const shade = (version) => `v${((version % COLORS) + COLORS) % COLORS}`;
 
   function versionAt(spans, index) {
@@ -22,13 +21,13 @@ const PrlSamples = (() => {
   }
 
   const lagText = (sample, version) => {
-    const lag = sample.version === null || sample.version === undefined ? 0 : sample.version - version;
+    const lag = isKnown(sample.version) ? sample.version - version : 0;
     return lag > 0 ? `, lag ${lag}` : "";
   };
 
   const size = (sample) => sample.num_tokens || sample.tokens.length;
 
-  /* Returns whether a token is the last of the whole completion, not only of the shown part. */
+  /* Return whether a token is the last one of the completion. The shown text may end earlier. */
   const isLast = (sample, index) => index === size(sample) - 1;
 
   function describe(sample, index, version) {
@@ -43,22 +42,19 @@ const PrlSamples = (() => {
   const LEGEND = "Colours and marks show which policy version sampled each token: where they change, new weights arrived in the middle of the completion. A dotted line marks a token with an importance weight above 2 or below 1/2. Point at a token, or move over the tokens with the arrow keys, to read its version and weight.";
 
   function token(sample, index, before, version) {
-    const span = node("span", { class: `token ${version === null ? "" : shade(version)}`, "data-index": index });
+    const piece = sample.tokens[index], w = sample.weights ? sample.weights[index] : null;
+    const span = node("span", { class: `token ${version === null ? "" : shade(version)}`, "data-index": index }, piece);
     if (version !== null && version !== before) {
       span.classList.add("change");
       span.dataset.version = `v${version}`;
     }
-    const w = sample.weights ? sample.weights[index] : null;
-    if (w !== null && w !== undefined && (w > FAR || w < 1 / FAR)) span.classList.add("far");
-    const piece = sample.tokens[index];
+    if (isKnown(w) && (w > FAR || w < 1 / FAR)) span.classList.add("far");
     if (piece === "" && isLast(sample, index)) span.classList.add("end");
-    span.textContent = piece;
     return span;
   }
 
-  /* Returns the completion with coloured tokens. It is one tab stop, and arrow keys move from token to token. */
+  /* Return the completion with coloured tokens. It is one tab stop, and arrow keys move from token to token. */
   function colored(sample, label = "Completion") {
-    const box = node("div");
     const text = node("div", { class: "text scroll tokens", tabindex: 0, role: "group", "aria-label": `${label}, ${size(sample)} tokens`, title: HINT });
     const readout = node("div", { class: "readout", "aria-live": "polite" });
     let before = null, length = 0;
@@ -68,8 +64,7 @@ const PrlSamples = (() => {
       before = version;
       length += piece.length;
     });
-    text.append(sample.completion.slice(length)); // the text after the shown tokens, or the note about the left-out part
-    box.append(text, readout);
+    text.append(sample.completion.slice(length)); // text beyond the tokens, or a note about clipped text
     let current = null;
     const show = (span) => {
       if (current) current.classList.remove("current");
@@ -95,36 +90,32 @@ const PrlSamples = (() => {
       show(spans[Math.max(0, Math.min(spans.length - 1, at))]);
       current.scrollIntoView({ block: "nearest" });
     };
-    return box;
+    return node("div", {}, text, readout);
   }
 
-  /* Returns the versions that sampled a completion: one entry each, and a strip of pieces as long as their share of the tokens. */
+  const tokensText = (count) => `${count} ${count === 1 ? "token" : "tokens"}`;
+
+  /* Return the versions that sampled a completion, as a list with numbers of tokens and as a strip with a piece for each span. */
   function versions(sample) {
-    const box = node("div"), spans = sample.branches ? sample.branches.flatMap((branch) => branch.spans) : sample.spans || [];
-    if (!spans.length) return box;
+    const spans = sample.branches ? sample.branches.flatMap((branch) => branch.spans) : sample.spans || [];
+    if (!spans.length) return node("div");
     const totals = new Map();
     for (const [version, start, end] of spans) totals.set(version, (totals.get(version) || 0) + end - start);
-    const list = node("ul", { class: "versions" });
-    for (const [version, tokens] of totals) {
-      const entry = node("li");
-      entry.append(node("span", { class: `swatch ${shade(version)}` }), `v${version}: ${tokens} ${tokens === 1 ? "token" : "tokens"}${lagText(sample, version)}`);
-      list.append(entry);
-    }
-    const strip = node("div", { class: "strip", role: "img", "aria-label": spans.map((span) => `tokens ${span[1]} to ${span[2]}: version ${span[0]}`).join(", ") });
-    for (const [version, start, end] of spans)
-      strip.append(node("span", { class: shade(version), style: `flex:${Math.max(1, end - start)}` }));
-    box.append(list, strip);
-    return box;
+    const entries = [...totals].map(([version, tokens]) =>
+      node("li", {}, node("span", { class: `swatch ${shade(version)}` }), `v${version}: ${tokensText(tokens)}${lagText(sample, version)}`));
+    const told = spans.map(([version, start, end]) => `tokens ${start} to ${end}: version ${version}`).join(", ");
+    const pieces = spans.map(([version, start, end]) => node("span", { class: shade(version), style: `flex:${Math.max(1, end - start)}` }));
+    return node("div", {}, node("ul", { class: "versions" }, ...entries), node("div", { class: "strip", role: "img", "aria-label": told }, ...pieces));
   }
 
-  const plain = (text, label, kind = "") => node("div", { class: `text scroll ${kind}`, tabindex: 0, role: "group", "aria-label": label }, text);
+  const plain = (label, kind, ...texts) => node("div", { class: `text scroll ${kind}`, tabindex: 0, role: "group", "aria-label": label }, ...texts);
 
   function completion(sample) {
     if (sample.branches) return episode(sample);
-    return sample.tokens && sample.tokens.length ? colored(sample) : plain(sample.completion, "Completion");
+    return sample.tokens && sample.tokens.length ? colored(sample) : plain("Completion", "", sample.completion);
   }
 
-  /* Beginnings of a message in chat formats of common families, with the role's name or another word for it, and of a tool's result,
+  /* HEADER: beginning of a message in the chat formats of common model families, with its role. RESULT: beginning of a tool's result,
    * which some formats write into a user's message. */
   const HEADER = "(?:<\\|im_start\\|>|<\\|start_header_id\\|>|<start_of_turn>|<\\|turn>|\\]~b\\])(\\w{1,32})(?:<\\|end_header_id\\|>)?"
     + "|<[|｜](?:im_|message_|hy_)?(system|developer|user|assistant|model|tool|observation)(?::\\w+)?[|｜]>|\\[(INST|SYSTEM_PROMPT)\\]";
@@ -133,8 +124,8 @@ const PrlSamples = (() => {
   const ROLES = { model: "assistant", ai: "assistant", ipython: "tool", observation: "tool", inst: "user", system_prompt: "system", developer: "system" };
   const ONLY_MARKS = /^(?:\s|<[^<>\s]*>|\[[^[\]\s]*\])*$/;
 
-  /* Splits an observed text into messages: [{role, text}]. An unknown role is "". Text that only begins the next turn belongs to the
-   * message before it. */
+  /* Split an observed text into messages: [{role, text}]. An unknown role is "". A header without a message, which begins the next
+   * turn, belongs to the message before it. */
   function messages(text) {
     const begins = [...text.matchAll(MESSAGE)].map((found) => {
       const result = found[4], role = result ? "tool" : found.slice(5).find((name) => name).toLowerCase();
@@ -146,7 +137,7 @@ const PrlSamples = (() => {
     return begins.map(({ role, at }, i) => ({ role, text: text.slice(at, begins[i + 1] ? begins[i + 1].at : text.length) }));
   }
 
-  /* Forms in which models of common families call a tool: as JSON, as a name and JSON, as tags. */
+  /* Forms of tool calls in common model families. AS_JSON: one JSON object; NAMED: a name and JSON; TAGGED: tags. */
   const CALL = /<tool_call|<\|tool_call|<\|python_tag\|>|\[TOOL_CALLS\]|<function=|<｜tool▁call|<[^<>]*invoke name=/;
   const AS_JSON = /(<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|^)\s*([[{][^]*?[\]}])\s*(?=<\/tool_call>|<\|e\w+_id\|>|<\/s>|$)/g;
   const NAMED = /(?:<｜tool▁sep｜>|<\|tool_call_begin\|>(?:functions\.)?|\[TOOL_CALLS\])([\w.-]+)(?::\d+)?(?:\s*```json|<\|tool_call_argument_begin\|>|\[ARGS\])?\s*(\{[^]*?\})\s*(?=```|<\|tool_call_end\|>|\[TOOL_CALLS\]|<\/s>|$)/g;
@@ -157,7 +148,7 @@ const PrlSamples = (() => {
     try { return JSON.parse(json); } catch { return null; }
   }
 
-  /* Returns the readable tool calls of a turn's text: [[name, arguments]]. */
+  /* Return the tool calls of a turn that can be read: [[name, arguments]]. */
   function calls(text) {
     const objects = [...text.matchAll(AS_JSON)].flatMap(([, mark, json]) =>
       [parsed(json)].flat().map((call) => [call?.name, call?.parameters ?? (mark && call?.arguments)])); // without a mark: Llama's form
@@ -177,21 +168,18 @@ const PrlSamples = (() => {
 
   const rolesText = (parts) => [...new Set(parts.map((part) => part.role).filter((role) => role))].join(", ");
 
-  /* Returns an observed text unchanged; several messages are marked with their roles. */
+  /* Return the box of an observed text. Several messages are marked with their roles. */
   function observed(parts, label) {
-    const box = plain("", label, "observed");
-    for (const { role, text } of parts)
-      box.append(parts.length > 1 ? node("div", role ? { class: "message", "data-role": role } : { class: "message" }, text) : text);
-    return box;
+    const message = ({ role, text }) => node("div", role ? { class: "message", "data-role": role } : { class: "message" }, text);
+    return plain(label, "observed", ...parts.map((part) => (parts.length > 1 ? message(part) : part.text)));
   }
 
   function episode(sample) {
     const box = node("div", { class: "episode" }), many = sample.branches.length > 1;
     sample.branches.forEach((branch, index) => {
-      const name = many ? `Branch ${index + 1} of ${sample.branches.length}` : "Episode";
-      const prompt = node("details"), saw = messages(branch.prompt);
-      prompt.append(node("summary", {}, [`${name}: context of its first turn`, rolesText(saw)].filter(Boolean).join(" · ")), observed(saw, "Prompt"));
-      box.append(prompt);
+      const name = many ? `Branch ${index + 1} of ${sample.branches.length}` : "Episode", saw = messages(branch.prompt);
+      const title = [`${name}: context of its first turn`, rolesText(saw)].filter(Boolean).join(" · ");
+      box.append(node("details", {}, node("summary", {}, title), observed(saw, "Prompt")));
       let turns = 0;
       for (const part of branch.parts) box.append(...turnOrObservation(sample, branch, part, part.role === "observation" ? 0 : ++turns));
       const left = branch.num_parts - branch.parts.length;
@@ -200,19 +188,19 @@ const PrlSamples = (() => {
     return box;
   }
 
-  /* Returns heading and text of a part; `turn` counts from 1, and 0 is an observation. */
+  /* Return heading and text of a part. `turn` counts from 1; an observation has 0. */
   function turnOrObservation(sample, branch, part, turn) {
     const tokens = part.end - part.start, saw = turn ? [] : messages(part.text), roles = rolesText(saw);
     const name = turn ? `Turn ${turn}` : roles ? roles[0].toUpperCase() + roles.slice(1) : "Observation";
     const more = [turn ? callsText(part.text) : "", part.finish_reason === "length" ? "cut at its length limit" : ""];
-    const head = node("div", { class: "head" }, [name, `${tokens} ${tokens === 1 ? "token" : "tokens"}`, ...more].filter(Boolean).join(" · "));
+    const head = node("div", { class: "head" }, [name, tokensText(tokens), ...more].filter(Boolean).join(" · "));
     if (!turn) return [head, observed(saw, name)];
-    if (!part.tokens || !part.tokens.length) return [head, plain(part.text, name)];
+    if (!part.tokens || !part.tokens.length) return [head, plain(name, "", part.text)];
     const spans = branch.spans.map(([version, start, end]) => [version, start - part.start, end - part.start]);
     return [head, colored({ ...part, spans, version: sample.version, completion: part.text, num_tokens: tokens }, name)];
   }
 
-  /* Returns the notes below a reward: its terms, the environment's metrics, answer and reference. */
+  /* Return the notes below a reward: its terms, the environment's metrics, the answer, the reference and the reason. */
   function earned(sample) {
     const values = (of) => Object.entries(of || {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
     const known = [["", values(sample.terms)], ["", values(sample.metrics)], ["answer: ", sample.answer], ["reference: ", sample.reference], ["", sample.reason]];
@@ -220,32 +208,28 @@ const PrlSamples = (() => {
   }
 
   function sampleRow(sample, names, ofSeveral) {
-    const cells = names.map((name, i) => node("td", i === 3 ? { class: "num", "data-label": name } : { "data-label": name }));
-    cells[0].append(`${sample.step ?? "–"}${sample.heldout ? " held-out" : ""}${ofSeveral ? ` ${sample.task}` : ""}`);
-    cells[1].append(node("div", { class: "text scroll", tabindex: 0, role: "group", "aria-label": "Prompt" }, sample.prompt));
-    cells[2].append(completion(sample));
-    cells[3].append(number(sample.reward), ...earned(sample));
-    cells[4].append(versions(sample));
-    const row = node("tr");
-    row.append(...cells);
-    return row;
+    const contents = [
+      [`${sample.step ?? "–"}${sample.heldout ? " held-out" : ""}${ofSeveral ? ` ${sample.task}` : ""}`],
+      [plain("Prompt", "", sample.prompt)],
+      [completion(sample)],
+      [number(sample.reward), ...earned(sample)],
+      [versions(sample)],
+    ];
+    return node("tr", {}, ...contents.map((content, i) =>
+      node("td", i === 3 ? { class: "num", "data-label": names[i] } : { "data-label": names[i] }, ...content)));
   }
 
-  /* Replaces the content of `root` by a titled table of samples. */
+  /* Replace the content of `root` by a titled table of samples. */
   function samples(root, title, rows) {
     root.replaceChildren(node("h3", {}, title));
     if (!rows.length) return root.append(node("p", { class: "lead" }, "None recorded yet."));
-    const table = node("table", { class: "samples" }), head = node("tr"), body = node("tbody"), top = node("thead");
     const names = ["Step", "Prompt", "Completion", "Reward", "Sampled by"];
-    names.forEach((name, i) => head.append(node("th", i === 3 ? { class: "num", scope: "col" } : { scope: "col" }, name)));
-    top.append(head);
+    const head = names.map((name, i) => node("th", i === 3 ? { class: "num", scope: "col" } : { scope: "col" }, name));
     const ofSeveral = new Set(rows.map((one) => one.task)).size > 1;
-    for (const one of rows) body.append(sampleRow(one, names, ofSeveral));
-    table.append(top, body);
-    const box = node("div", { class: "table" });
-    box.append(table);
-    root.append(box);
+    const body = rows.map((one) => sampleRow(one, names, ofSeveral));
+    const table = node("table", { class: "samples" }, node("thead", {}, node("tr", {}, ...head)), node("tbody", {}, ...body));
+    root.append(node("div", { class: "table" }, table));
   }
 
-  return { samples, LEGEND, parts: { versionAt, shade, messages, calls } };
+  return { samples, LEGEND, parts: { messages, calls } };
 })();

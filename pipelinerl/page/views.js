@@ -1,17 +1,16 @@
-/* The views of a run's pages: functions from the run's data to charts, tiles and sections. charts.js draws; report.js and live.js
- * choose and order the views.
+/* Charts, tiles and sections of a run's pages. charts.js draws each chart; report.js and live.js put the page together.
  *
- * data: {run, description, records, lag_totals, stale_share_by_length, ess_by_lag, parity, heldout, samples: {early, late}, recipe, meanings}; see pipelinerl/page/data.py.
- * Any number may be missing; it is shown as a dash, or its chart says so. */
+ * data: {run, description, records, lag_totals, stale_share_by_length, ess_by_lag, parity, heldout, samples: {early, late}, recipe,
+ * meanings}; see pipelinerl/page/data.py. Any number may be missing. It is then shown as a dash, or its chart says so. */
 "use strict";
 
 const PrlViews = (() => {
-  const { node, number, lines, bars, heat } = PrlCharts;
-  const percent = (v) => (v === null || v === undefined ? "–" : `${Number((100 * v).toFixed(1))}%`);
-  const seconds = (v) => (v === null || v === undefined ? "–" : v === 0 || v >= 1 ? `${number(v)} s` : `${number(1000 * v)} ms`);
-  /* The accuracy of an evaluation if problems without a verdict count as wrong; null if all have a verdict. */
+  const { isKnown, node, number, lines, bars, heat } = PrlCharts;
+  const percent = (v) => (isKnown(v) ? `${Number((100 * v).toFixed(1))}%` : "–");
+  const seconds = (v) => (!isKnown(v) ? "–" : v === 0 || v >= 1 ? `${number(v)} s` : `${number(1000 * v)} ms`);
+  /* Return an evaluation's accuracy if unanswered problems count as wrong; null if all are answered. */
   const lowerBound = (one) => (one && (one.lower_bound ?? one.accuracy) < one.accuracy ? one.lower_bound : null);
-  /* "; 95 % interval 61 % to 79 %, pass@8 90 %" of the only set of problems, or the accuracy of each of several. */
+  /* Return "; 95 % interval 61% to 79%, pass@8 90%" if there is one set of problems, or else the accuracy of each set. */
   function setsNote(one) {
     const sets = Object.entries((one && one.sets) || {});
     const passed = (of) => Object.entries(of.pass_at).slice(-1).map(([k, one]) => `, pass@${k} ${percent(one.value)}`).join("");
@@ -23,24 +22,20 @@ const PrlViews = (() => {
   const RECENT = 20;
 
   function duration(seconds) {
-    if (seconds === null || seconds === undefined) return "–";
+    if (!isKnown(seconds)) return "–";
     const s = Math.round(seconds);
     if (s < 60) return `${s} s`;
     return s < 3600 ? `${Math.floor(s / 60)} min ${s % 60} s` : `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
   }
 
-  /* The x axis: optimizer steps or minutes since the start. */
+  /* Return the x axis: minutes since the start, or optimizer steps. */
   function axisOf(byTime) {
-    return byTime
-      ? { name: "minute", of: (r) => (r.time_s === null || r.time_s === undefined ? null : r.time_s / 60) }
-      : { name: "step", of: (r) => r.step };
+    return byTime ? { name: "minute", of: (r) => (isKnown(r.time_s) ? r.time_s / 60 : null) } : { name: "step", of: (r) => r.step };
   }
 
-  function pick(records, axis, value) {
-    return records.map((r) => [axis.of(r), value(r)]).filter((p) => p[0] !== null && p[0] !== undefined).map((p) => [p[0], p[1] ?? null]);
-  }
+  const pick = (records, axis, value) => records.map((r) => [axis.of(r), value(r) ?? null]).filter(([x]) => isKnown(x));
 
-  /* Moving mean over about one thirtieth of the run, for curves that are noisy by nature. */
+  /* Return the moving mean over about one thirtieth of the run. */
   function smooth(points) {
     const known = points.filter((p) => p[1] !== null);
     const half = Math.floor(known.length / 60);
@@ -57,7 +52,7 @@ const PrlViews = (() => {
     return even.length === points.length && even.every((p, i) => p[1] === points[i][1]) ? [{ ...each, name, faint: false }] : [each, { name: `${name}, mean`, color, points: even }];
   }
 
-  /* Old records lack this figure and are ignored. */
+  /* Return the note about clipped gradients. Records of old runs do not say whether a step was clipped and are ignored. */
   function clippedNote(records) {
     const known = records.filter((r) => typeof r.clipped === "boolean"), clipped = known.filter((r) => r.clipped).length;
     return known.length ? `Before clipping, which cut ${percent(clipped / known.length)} of the steps` : "Before clipping";
@@ -71,7 +66,7 @@ const PrlViews = (() => {
     if (bounds.length) evaluations.push({ name: "if unanswered problems count as wrong", color: COLOR[1], points: bounds, dots: true });
     const names = [...new Set(data.heldout.flatMap((one) => Object.keys(one.sets)))];
     const ofSet = (name, label, value) => ({ name: label, color: COLOR[2 + (names.indexOf(name) % 2)], dots: true,
-      points: pick(data.heldout, axis, (one) => (one.sets[name] ? value(one.sets[name]) : null)).filter((p) => p[1] !== null && p[1] !== undefined) });
+      points: pick(data.heldout, axis, (one) => (one.sets[name] ? value(one.sets[name]) : null)).filter(([, y]) => isKnown(y)) });
     if (names.length > 1) evaluations.push(...names.map((name) => ofSet(name, name, (of) => of.accuracy.value)));
     const passed = names.map((name) => ofSet(name, names.length > 1 ? `pass@k, ${name}` : "pass@k", (of) => (Object.values(of.pass_at).slice(-1)[0] || {}).value));
     evaluations.push(...passed.filter((one) => one.points.length));
@@ -83,7 +78,7 @@ const PrlViews = (() => {
       return keys.map(([task, name], i) => ({ name: several ? `${task}: ${name}` : name, color: COLOR[i % COLOR.length], dots,
         points: smooth(pick(rows, axis, (one) => (of(one)[task] || {})[name])) }));
     };
-    /* Terms that equal the reward itself are not drawn, and neither is an empty chart. */
+    /* `beside` hides a chart whose series all equal one that is drawn already, and an empty chart. */
     const within = (points, at) => points.every(([x, y]) => Math.abs(y - at.get(x)) <= 1e-4 * Math.abs(y));
     const beside = (root, drawn, options) => {
       root.hidden = options.series.every((one) => drawn.some((points) => within(one.points, new Map(points))));
@@ -121,7 +116,7 @@ const PrlViews = (() => {
     ];
   }
 
-  /* Returns {lag: tokens}, summed over records. */
+  /* Return {lag: tokens}, summed over records. */
   function lagSums(records) {
     const sums = {};
     for (const record of records)
@@ -129,11 +124,11 @@ const PrlViews = (() => {
     return sums;
   }
 
-  /* Returns all lags from 0 to the largest, also those without tokens. */
+  /* Return all lags from 0 to the largest. */
   const lagsTo = (...lags) => Array.from({ length: Math.max(-1, ...lags) + 1 }, (_, lag) => lag);
 
   function lagBars(sums) {
-    const total = Object.values(sums).reduce((a, b) => a + b, 0) || 1;
+    const total = sum(...Object.values(sums)) || 1;
     return lagsTo(...Object.keys(sums)).map((lag) => {
       const n = sums[lag] || 0;
       return { label: lag, value: n / total, note: `${percent(n / total)} (${number(n)} tokens)` };
@@ -141,18 +136,14 @@ const PrlViews = (() => {
   }
 
   function lagColumns(records, axis) {
-    const usable = records.filter((r) => r.lag_histogram && axis.of(r) !== null && axis.of(r) !== undefined);
+    const usable = records.filter((r) => r.lag_histogram && isKnown(axis.of(r)));
     const size = Math.max(1, Math.ceil(usable.length / 60));
-    const columns = [], rows = new Set();
+    const columns = [];
     for (let i = 0; i < usable.length; i += size) {
-      const sums = {};
-      let all = 0;
-      for (const record of usable.slice(i, i + size))
-        for (const [lag, n] of Object.entries(record.lag_histogram)) { sums[lag] = (sums[lag] || 0) + n; all += n; rows.add(Number(lag)); }
-      for (const lag of Object.keys(sums)) sums[lag] /= all || 1;
-      columns.push({ x: axis.of(usable[i]), shares: sums });
+      const sums = lagSums(usable.slice(i, i + size)), all = sum(...Object.values(sums)) || 1;
+      columns.push({ x: axis.of(usable[i]), shares: Object.fromEntries(Object.entries(sums).map(([lag, n]) => [lag, n / all])) });
     }
-    return { columns, rows: lagsTo(...rows) };
+    return { columns, rows: lagsTo(...columns.flatMap(({ shares }) => Object.keys(shares))) };
   }
 
   const sum = (...values) => values.reduce((total, value) => total + (value || 0), 0);
@@ -176,23 +167,19 @@ const PrlViews = (() => {
     ];
   }
 
-  /* Adds cells for `count` charts. */
+  /* Add elements for `count` charts. */
   function cells(root, count) {
-    const box = node("div", { class: "charts" });
-    root.append(box);
+    const box = root.appendChild(node("div", { class: "charts" }));
     return Array.from({ length: count }, () => box.appendChild(node("div")));
   }
 
   function section(root, title, lead) {
-    const box = node("section");
-    box.append(node("h2", { id: title.toLowerCase().replace(/[^a-z]+/g, "-").replace(/-$/, "") }, title));
-    if (lead) box.append(node("p", { class: "lead" }, lead));
-    root.append(box);
-    return box;
+    const heading = node("h2", { id: title.toLowerCase().replace(/[^a-z]+/g, "-").replace(/-$/, "") }, title);
+    return root.appendChild(node("section", {}, heading, lead ? node("p", { class: "lead" }, lead) : null));
   }
 
-  /* Draws all charts of `data`, below a choice of the horizontal axis. The returned function draws them again with the current
-   * `data`: visible charts at once, others when they become visible. */
+  /* Draw all charts of `data`, below a choice of the horizontal axis. The returned function draws them again with the current data.
+   * It draws visible charts at once, and the others when they become visible. */
   function plots(root, data) {
     const sets = [
       [learning, "Is it learning?", ""],
@@ -225,34 +212,28 @@ const PrlViews = (() => {
     return () => draw(false);
   }
 
-  /* Replaces the content of `root` by tiles. entries: [key, label, value, note, class]. */
+  /* Replace the content of `root` by tiles. entries: [key, label, value, note, class]. */
   function tiles(root, entries) {
     root.className = "tiles";
     root.replaceChildren(...entries.map(([key, label, value, note, mark]) => {
-      const tile = node("div", { class: `tile ${mark || ""}`, "data-tile": key });
-      tile.append(node("div", { class: "label" }, label), node("div", { class: "value" }, value), node("div", { class: "note" }, note || ""));
-      return tile;
+      const texts = Object.entries({ label, value, note: note || "" }).map(([name, text]) => node("div", { class: name }, text));
+      return node("div", { class: `tile ${mark || ""}`, "data-tile": key }, ...texts);
     }));
   }
 
   function fold(root, title, text) {
-    const box = node("details");
-    box.append(node("summary", {}, title), node("pre", { class: "scroll", tabindex: 0 }, text));
-    root.append(box);
+    root.append(node("details", {}, node("summary", {}, title), node("pre", { class: "scroll", tabindex: 0 }, text)));
   }
 
   function axisChoice(root, changed) {
-    const field = node("fieldset", { class: "controls" });
-    field.append(node("legend", {}, "Horizontal axis"));
-    [["step", "optimizer step"], ["time", "minutes"]].forEach(([value, text], i) => {
-      const label = node("label"), input = node("input", { type: "radio", name: "axis", value });
+    const choices = [["step", "optimizer step"], ["time", "minutes"]].map(([value, text], i) => {
+      const input = node("input", { type: "radio", name: "axis", value });
       input.checked = i === 0;
       input.onchange = () => changed(value === "time");
-      label.append(input, ` ${text}`);
-      field.append(label);
+      return node("label", {}, input, ` ${text}`);
     });
-    root.append(field);
+    root.append(node("fieldset", { class: "controls" }, node("legend", {}, "Horizontal axis"), ...choices));
   }
 
-  return { percent, seconds, duration, heldoutNote, learning, freshness, pipeline, plots, tiles, section, fold };
+  return { percent, seconds, duration, heldoutNote, plots, tiles, section, fold };
 })();

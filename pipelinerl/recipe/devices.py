@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipelinerl.rl.memory import GIB
 
 PROBE = (sys.executable, "-m", "services.trainer.devices")
-"""Command that asks torch and NVML for GPUs. It runs as a separate process, since loading both takes seconds and memory."""
+"""Command that asks torch and NVML for GPUs. It is a separate process, because loading them takes seconds and memory."""
 _PROBE_S = 180.0
 _DEVICES = Path("/dev")
 
@@ -42,7 +42,7 @@ class Device(BaseModel):
 
 
 class Devices(BaseModel):
-    """The usable GPUs in CUDA's order, or the reason why there are none (`problem`)."""
+    """The usable GPUs in CUDA's order, or in `problem` the reason why there are none."""
 
     devices: tuple[Device, ...] = ()
     problem: str = ""
@@ -55,14 +55,14 @@ def has_gpu() -> bool:
 
 @functools.cache
 def find_devices() -> Devices:
-    """Return the GPUs that torch can use. On a machine that seems to have one, the first call takes seconds."""
+    """Return the GPUs that torch can use. On a machine with GPUs, the first call takes seconds."""
     if not has_gpu():
         return Devices(problem="this machine has no NVIDIA GPU (no /dev/nvidia0, no nvidia-smi)")
     try:
         done = subprocess.run(PROBE, capture_output=True, text=True, timeout=_PROBE_S, check=True)
         return Devices.model_validate(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
-        return Devices(problem=f"torch has not listed the GPUs within {_PROBE_S:g} s; does nvidia-smi answer?")
+        return Devices(problem=f"torch has not listed the GPUs within {_PROBE_S:g} s; check whether nvidia-smi answers")
     except (subprocess.CalledProcessError, OSError, ValueError, IndexError, ValidationError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
         return Devices(problem=f"torch cannot list the GPUs: {said[-1]}")
@@ -70,10 +70,7 @@ def find_devices() -> Devices:
 
 def main() -> None:
     found = find_devices()
-    for device in found.devices:
-        print(device)
-    if found.problem:
-        print(f"no GPU can be used: {found.problem}")
+    print(*found.devices or [f"no GPU can be used: {found.problem}"], sep="\n")
 
 
 if __name__ == "__main__":

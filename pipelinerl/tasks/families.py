@@ -1,7 +1,4 @@
-"""Two families for reasoning-gym: repeated additions and one-line programs.
-
-Importing this module imports reasoning-gym but registers nothing; `pipelinerl.tasks.source` registers the families.
-"""
+"""Two families for reasoning-gym: repeated additions and one-line programs. `pipelinerl.tasks.source` registers them."""
 
 from __future__ import annotations
 
@@ -17,9 +14,8 @@ from reasoning_gym.factory import ProceduralDataset
 
 @dataclass
 class RepeatedAdditionConfig:
-    """Bounds are inclusive. The number of additions follows a truncated Pareto distribution with α = `tail_index`: most
-    problems are short and a few are very long, like the completions of reasoning models. Each addition needs only the previous
-    result, so a small model that can do one addition can do any number of them."""
+    """Bounds are inclusive. The number of additions follows a truncated Pareto distribution with α = `tail_index`. Most
+    problems are short and a few are very long, like the completions of reasoning models."""
 
     min_start: int = 1000
     max_start: int = 9000
@@ -60,7 +56,7 @@ class RepeatedAdditionDataset(ProceduralDataset):
 
 
 def pareto(quantile: float, lowest: int, highest: int, tail_index: float) -> int:
-    """Return the integer at `quantile`, in [0, 1), of a Pareto distribution between `lowest` and `highest`."""
+    """Return the integer at `quantile`, in [0, 1), of a Pareto distribution from `lowest` to `highest`."""
     cut_off = (lowest / (highest + 1)) ** tail_index
     return int(lowest * (1 - quantile * (1 - cut_off)) ** (-1 / tail_index))
 
@@ -84,8 +80,8 @@ class OneLineFunctionConfig:
 
 
 class OneLineFunctionDataset(ProceduralDataset):
-    """Problems such as `+3 *2 -1`: operations on x, in this order. The answer is a Python function such as `def
-    f(x):return(x+3)*2-1`. The model must learn where brackets belong. The scorer `code` finds the tests in the metadata."""
+    """Problems such as `+3 *2 -1`, which lists operations on x in their order. The answer is a Python function such as
+    `def f(x):return(x+3)*2-1`. The model must learn where brackets belong. The metadata holds tests for the scorer `code`."""
 
     def __init__(self, config: OneLineFunctionConfig) -> None:
         super().__init__(config=config, seed=config.seed, size=config.size)
@@ -109,7 +105,7 @@ def _apply(value: int, operation: str) -> int:
 
 
 def in_brackets(operations: Sequence[str], are_set: Sequence[bool]) -> str:
-    """Return the expression of `operations` on x. `are_set`: for each operation, whether brackets that it needs are written."""
+    """Return the expression of `operations` on x. `are_set`: for each operation, whether to set the brackets that it needs."""
     expression = "x"
     for operation, is_set in zip(operations, are_set, strict=True):
         is_sum = "+" in expression.split(")")[-1] or "-" in expression.split(")")[-1]

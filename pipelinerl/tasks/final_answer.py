@@ -1,7 +1,7 @@
 r"""Find the final answer in a mathematics reference, and make wrong answers that look like it.
 
-A reference is an answer, or a whole solution that ends with `#### 42` (GSM8K) or a box (MATH). The mathematics scorers read it
-with `final_answer`. A rehearsal tests a scorer with the wrong answers of `near_misses`. This module only handles text.
+A reference is an answer, or a whole solution that ends with `#### 42` (GSM8K) or a box (MATH). Scorers of mathematics read
+references with `final_answer`. `pipelinerl.recipe.rehearsal` tests scorers with the wrong answers of `near_misses`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(
 
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
-    r"""Return start, end and content of the last `_LAST_BOXES` boxes, including `\boxed 42`. A cut-off box has content None."""
+    r"""Return start, end and content of the last `_LAST_BOXES` boxes, such as `\boxed 42`. A cut-off box has content None."""
     found = list[tuple[int, int, str | None]]()
     for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
         if match[2]:
@@ -50,7 +50,7 @@ def final_answer(reference: str) -> str:
 
 
 def near_misses(answer: str) -> list[str]:
-    """Return answers that resemble `answer` and are surely wrong: its first number, its negation, or its parts exchanged."""
+    """Return answers that resemble `answer` and are certainly wrong: its first number, its negation, or its parts swapped."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)

@@ -1,7 +1,6 @@
-"""Rows of a data set: from files (JSONL, JSON, CSV, Parquet, compressed or not) and from the Hugging Face hub.
+"""Rows of a data set, from files (JSONL, JSON, CSV, Parquet, compressed or not) or from the Hugging Face hub.
 
-A row that cannot be read is yielded as a `BadRow`, so that the caller can report all such rows at once. This module does not
-interpret prompts and answers.
+A row that cannot be read is yielded as a `BadRow`, so that the caller can report all such rows at once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,11 +24,11 @@ from pipelinerl.recipe.fields import TaskConfig
 ABSENT = object()
 """Result of `value_in` if a row lacks the field."""
 LONGEST_LINE = 64 * 2**20
-"""Maximum bytes of a line, or of a field of CSV."""
+"""Maximum bytes of a line or of a CSV field."""
 LARGEST_WHOLE = 2 * 2**30
-"""Maximum bytes of a file that is read whole: a JSON array, or Parquet inside .gz or .zst."""
+"""Maximum bytes of a file that is read at once: a JSON array, or Parquet inside .gz or .zst."""
 LARGEST_UNPACKED = 32 * 2**30
-"""Maximum bytes of all lines of one file, so that a small compressed file cannot take unbounded time and memory."""
+"""Maximum bytes of all lines of a file. Without it, a small compressed file could take unbounded time."""
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst", ".zstd")
 _SPLITS = re.compile(r"(?<![a-z])(?:(?P<train>train(ing)?)|(?P<test>test(ing)?|eval(uation)?)|val(id(ation)?)?|dev)(?![a-z])")
@@ -38,7 +36,7 @@ _SPLITS = re.compile(r"(?<![a-z])(?:(?P<train>train(ing)?)|(?P<test>test(ing)?|e
 
 
 class BadRow(Exception):
-    """A row that cannot be used. Attribute: `absent`, the field that the row lacks, if that is the reason."""
+    """A row that cannot be used. Attribute: `absent`, the field that the row lacks; empty if there is another reason."""
 
     def __init__(self, problem: str, absent: str = "") -> None:
         self.absent = absent
@@ -50,7 +48,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One row with its place. `number` counts from 1: lines of text files, rows or entries of others."""
+    """A row with its place. `unit` is line, row or entry, and `number` counts these from 1."""
 
     file: str
     unit: str
@@ -63,7 +61,7 @@ class Row:
 
 
 def value_in(row: Any, name: str) -> Any:
-    """Return the field `name`, or `ABSENT`. `a.b` is field b of a, unless the row has a field `a.b`; `a.0` is item 0 of a."""
+    """Return the field `name`, or `ABSENT`. `a.0` is item 0 of a. `a.b` is field b of a, unless the row has a field `a.b`."""
     inside: Any = {str(position): value for position, value in enumerate(row)} if isinstance(row, list) else row
     if not isinstance(inside, Mapping):
         return ABSENT
@@ -76,15 +74,15 @@ def value_in(row: Any, name: str) -> Any:
 
 
 def rows_of(config: TaskConfig) -> Iterator[Row]:
-    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `UserError`: `MissingPackage` without a
-    reader's library, `Lacking` if the hub cannot be reached."""
+    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `UserError`, for instance `MissingPackage`
+    if a library is not installed, or `Lacking` if the hub cannot be reached."""
     rows = _hub_rows(config) if config.source == "hub" else (row for path in files_at(config.path) for row in _file_rows(path))
     yield from islice(rows, config.max_rows or None)
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the sorted files at a path, which may be a file, a folder or a pattern. Raises `FieldError`, also if the files of
-    a folder differ in format or split, because it is then unclear which of them hold the problems."""
+    """Return the sorted files at a path, which may be a file, a folder or a pattern. Raises `FieldError` if there are none. The
+    files of a folder must agree in format and split. Otherwise it would be unclear which of them hold the problems."""
     given = Path(path)
     if given.is_dir():
         visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
@@ -94,8 +92,7 @@ def files_at(path: str) -> list[Path]:
     else:
         found = [given] if given.is_file() else [Path(name) for name in sorted(glob.glob(path, recursive=True))]
         lacking = f"there is no such file{'' if given.is_absolute() else f' in {Path.cwd()}'}"
-    found = [file for file in found if file.is_file()]
-    if not found:
+    if not (found := [file for file in found if file.is_file()]):
         raise FieldError("task.path", path, lacking)
     if other := [file for file in found if not known_format(file)]:
         raise FieldError("task.path", str(other[0]), f"give a {one_of(_FORMATS)} file, perhaps compressed (.gz, .zst)")
@@ -103,7 +100,7 @@ def files_at(path: str) -> list[Path]:
 
 
 def _check_alike(folder: Path, files: list[Path]) -> None:
-    """Raise `FieldError` if the files differ in format or, judging by their names, belong to different splits."""
+    """Raise `FieldError` if the files differ in format, or if their names tell different splits."""
     names = [str(file.relative_to(folder)) for file in files]
     words = [_SPLITS.search(name.lower()) for name in names]
     for kinds in ([known_format(file) for file in files], [word and (word.lastgroup or "validation") for word in words]):
@@ -116,7 +113,7 @@ def _check_alike(folder: Path, files: list[Path]) -> None:
 
 
 def known_format(path: Path) -> str:
-    """Return the format that a file's name ends with, apart from a compression; empty if the format is not supported."""
+    """Return the format by a file's name, such as `.jsonl` for a.jsonl.gz; empty if it is not supported."""
     suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
     return suffixes[-1] if suffixes and suffixes[-1] in _FORMATS else ""
 
@@ -133,18 +130,12 @@ def _file_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[io.BufferedIOBase]:
+def _opened(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
-        with gzip.open(path) as stream:
-            yield stream
-    elif path.suffix in _COMPRESSIONS:
-        arrow = _pyarrow("reading zstd")
-        with arrow.CompressedInputStream(str(path), "zstd") as compressed, io.BufferedReader(compressed) as stream:
-            yield stream
-    else:
-        with path.open("rb") as stream:
-            yield stream
+        return gzip.open(path)
+    if path.suffix in _COMPRESSIONS:
+        return io.BufferedReader(_pyarrow("reading zstd").CompressedInputStream(str(path), "zstd"))
+    return path.open("rb")
 
 
 def _pyarrow(purpose: str) -> Any:
@@ -161,16 +152,14 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
         size += len(line)
         if len(line) > LONGEST_LINE or size > LARGEST_UNPACKED:
             what = f"a line of more than {LONGEST_LINE:,}" if len(line) > LONGEST_LINE else f"more than {LARGEST_UNPACKED:,}"
-            raise UserError(f"{path}: holds {what} bytes; split it, or check that its format is the one in its name")
+            raise UserError(f"{path}: holds {what} bytes; split it, or correct the format in its name")
         yield line
 
 
 def _whole(path: Path, stream: io.BufferedIOBase) -> bytes:
     content = stream.read(LARGEST_WHOLE + 1)
     if len(content) > LARGEST_WHOLE:
-        raise UserError(
-            f"{path}: holds more than {LARGEST_WHOLE:,} bytes, too many to be read at once; use JSONL or plain Parquet"
-        )
+        raise UserError(f"{path}: holds more than {LARGEST_WHOLE:,} bytes, too many for its format; use JSONL or plain Parquet")
     return content
 
 
@@ -196,7 +185,7 @@ def _object(row: Any) -> Values | BadRow:
 
 
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read a JSON array of objects. A file that does not begin with `[` is read as JSONL: such files are often named .json."""
+    """Read a JSON array of objects. A file that does not begin with `[` is read as JSONL, which is often named .json."""
     content = _whole(path, stream)
     if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         yield from _jsonl_rows(path, io.BytesIO(content))
@@ -209,7 +198,7 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read rows under a header. A row's number is its first line's, because a quoted value may span several lines."""
+    """Read rows under a header. A row's number is that of its first line, because a quoted value may span several lines."""
 
     def lines() -> Iterator[str]:
         for number, line in enumerate(_lines(path, stream), start=1):
@@ -246,7 +235,7 @@ def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, 
         for batch in ParquetFile(io.BytesIO(_whole(path, stream)) if path.suffix in _COMPRESSIONS else path).iter_batches():
             try:
                 rows = batch.to_pylist()
-            except (ValueError, OverflowError):  # read the rows one by one, which is slower, to find the bad one
+            except (ValueError, OverflowError):  # To find the bad row, read them one by one, which is slower.
                 rows = [_parquet_row(batch.slice(row, 1)) for row in range(batch.num_rows)]
             yield from enumerate(rows, start=number + 1)
             number += len(rows)
@@ -264,9 +253,9 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the Hugging Face hub, or a local folder laid out like one, with the library `datasets`. It takes the
-    token from the environment, and refuses data sets that come with code. If the hub cannot be reached, only the library's
-    cache is used. Otherwise `task.max_rows` streams the rows, so that a large data set is not downloaded completely."""
+    """Read a data set of the Hugging Face hub, or a local folder laid out like one, with the library `datasets`. The library
+    takes the token from the environment, and refuses data sets that come with code. With `task.max_rows`, rows are streamed, so
+    that a large data set is not downloaded completely. If the hub cannot be reached, only the library's cache is used."""
     try:
         import datasets
     except ImportError as error:
@@ -276,8 +265,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     is_folder = Path(config.path).is_dir()
     commit = None if is_folder else _commit(config)
     was_offline = datasets.config.HF_HUB_OFFLINE
-    # This avoids half a minute of retries. `load_dataset` has no argument for it, and the environment is read at import, before
-    # it is known whether the hub answers.
+    # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it, and its variable is read at import.
     datasets.config.HF_HUB_OFFLINE = was_offline or not (is_folder or commit)
     try:
         found = datasets.load_dataset(
@@ -289,21 +277,21 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         )
         if not is_folder and commit is None and config.revision:
             _check_cached_commit(config, found)
-        # Images, sounds and the like need further packages and do not belong to a problem.
+        # Images and sounds are no part of a problem, and would need further packages.
         kinds = (found.features or {}).items()
         media = [name for name, kind in kinds if hasattr(kind, "decode") and type(kind).__name__ != "Json"]
         for number, row in enumerate(found.remove_columns(media), start=1):
             yield Row(where, "row", number, row)
     except UserError:
         raise
-    except Exception as error:  # the errors of the library and its dependencies have no common base
+    except Exception as error:  # The errors of the library and its dependencies have no common base.
         raise _hub_error(config, error) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
 
 
 def _check_cached_commit(config: TaskConfig, found: Any) -> None:
-    """Raise `Lacking` if the cache has another revision, which the library uses silently if the hub cannot be reached."""
+    """Raise `Lacking` if the cache holds another revision, which the library uses silently when the hub cannot be reached."""
     from huggingface_hub import try_to_load_from_cache
 
     card = try_to_load_from_cache(config.path, "README.md", repo_type="dataset", revision=config.revision)
@@ -314,8 +302,7 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of `task.revision`; None if the hub cannot be reached. Pinned to a commit, all readers of a run get the
-    same rows. Raises `FieldError` if the hub refuses the request."""
+    """Return the commit of `task.revision`; None if the hub cannot be reached. Raises `FieldError` if there is none."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -333,7 +320,7 @@ def _commit(config: TaskConfig) -> str | None:
 
 
 def _hub_error(config: TaskConfig, error: Exception) -> UserError:
-    """Return an error on the field whose value caused the library's error, with the library's message."""
+    """Return an error with the library's message, on the field whose value caused it."""
     from datasets.exceptions import DatasetNotFoundError
 
     said = " ".join(str(error).split())[:300]

@@ -1,13 +1,13 @@
-"""Make the source of problems that a recipe's task section describes. A source is a pure function of split and index.
+"""Make the source of problems that a recipe's task section describes.
 
-The same (split, index) gives the same problem in every process of every run with the same settings, so that a feeder can resume
-from a number. Held-out problems never occur in training. Rows of files or of the hub (`rows`) are all read at the start. The
-seed selects held-out rows at random, since files are often sorted, and shuffles the others for each pass.
+With the same settings, the same split and index give the same problem in every process, so that a feeder can resume from a
+number. Held-out problems never occur in training. Rows of files or of the hub are all read at the start. The seed selects
+held-out rows at random, because files are often sorted, and shuffles the other rows for each pass.
 
-A family of reasoning-gym, ours included, generates blocks of `BLOCK` problems from a seed that is derived from the run's seed,
-the split and the block's number. A training problem whose question is held out is replaced by another candidate. A few families
-(isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder in 0.1.25) iterate over sets, so another process
-generates the same problems only with the same PYTHONHASHSEED.
+A reasoning-gym family generates problems in blocks of `BLOCK`. The seed of a block is derived from the run's seed, the split
+and the block's number. A training problem whose question is held out is replaced by another one. A few families of release
+0.1.25 (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder) iterate over sets. Processes generate the same
+problems of these families only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `reference` holds JSON values: `answer`; `row`, the whole row, if it has more than prompt and answer; for
-    reasoning-gym also `dataset` and `entry`. `messages`: the prompt, if the file has it as OpenAI messages; `question` is then
-    their JSON."""
+    """One problem."""
 
     question: str
+    """The prompt; if the prompt is a list of messages, their JSON."""
     reference: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values: `answer`; `row`, if it has more than prompt and answer; for reasoning-gym also `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
+    """The prompt if the row has it as a list of OpenAI messages."""
     place: str = field(default="", compare=False)
     """The problem's place, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
     file: str = field(default="", compare=False)
-    """Part of the file's path after `task.path`, if that names several files."""
+    """Part of the file's path after `task.path`; empty if `task.path` is the file."""
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the messages if there are any, or else the question."""
+        """Texts of the messages; without messages, the question."""
         return [str(message["content"]) for message in self.messages] or [self.question]
 
     @property
@@ -69,14 +70,14 @@ class Source(Protocol):
     num_heldout: int
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Return a problem. Any index is valid for training; held-out problems have indexes below `num_heldout`."""
+        """Return a problem. Training problems have any index from 0, held-out problems those below `num_heldout`."""
         ...
 
 
 class Interleaving:
-    """Assign a run's problems to several tasks by the tasks' weights, as a pure function of the problem's number. Each task, in
-    order, takes its share, evenly spaced, of the problems that earlier tasks have left. Among the first n problems, a task's
-    number of problems differs from its exact share by at most half the number of tasks."""
+    """Assign a run's problems to several tasks by the tasks' weights, as a pure function of the problem's number. The tasks
+    choose in order. Each takes its share, evenly spaced, of the problems that earlier tasks have left. A task's count among the
+    first n problems differs from its exact share by at most half the number of tasks."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
@@ -93,9 +94,9 @@ class Interleaving:
 
 
 def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> Source:
-    """Make the source of a task. Importing its libraries takes about a second. Raises `UserError` for a user's mistake.
-    `is_trained_on`: False if the task is only evaluated, so that all problems of a file may be held out."""
-    if config.path:  # files, or a data set of the hub
+    """Make the source of a task. Importing its libraries takes about a second. If the task is only evaluated, `is_trained_on`
+    is False, and all problems of a file may be held out. Raises `UserError` for a user's mistake."""
+    if config.path:
         return FileSource(config, seed, is_trained_on=is_trained_on)
     if config.is_episodic:
         return SeededSource(config)
@@ -103,13 +104,13 @@ def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) ->
 
 
 def episode_seed(run_seed: int, split: Split, index: int) -> int:
-    """Return the seed, below 2^62, from which an environment draws a problem. All samples of one problem share it."""
+    """Return the seed, below 2^62, from which an environment draws a problem. All samples of a problem have the same seed."""
     drawn = np.random.SeedSequence((run_seed, list(Split).index(split), index)).generate_state(1, np.uint64)
     return int(drawn[0] >> 2)
 
 
 class SeededSource:
-    """Problems that an environment draws from the episode's seed or, if it is one of `verifiers`, selects by their number."""
+    """Problems of an environment, which draws them from the episode's seed. One of `verifiers` selects them by number."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -121,8 +122,8 @@ class SeededSource:
 
 
 class Division:
-    """A seeded division of problems into held-out and training ones, which are shuffled anew for each pass. Raises `FieldError`
-    if there are too few problems."""
+    """A seeded division of problems into held-out and training problems. The latter are shuffled for each pass. Raises
+    `FieldError` if there are too few problems."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
@@ -149,13 +150,13 @@ class Division:
 
 
 class FileSource:
-    """Problems of files or of the hub. Raises `FieldError`, or `UserError` with the places of bad rows."""
+    """Problems of files or of the hub. Raises `UserError`, which lists the places of bad rows."""
 
     def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems left out as repetitions, place of the first one, and number of those with another answer."""
+        """Number of problems that repeat a question, place of the first one, and number of those with another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -199,7 +200,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
 
 
 _MOST_TOLD = 10
-"""Number of bad rows that are reported individually."""
+"""Maximum number of bad rows that an error lists."""
 
 
 def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
@@ -210,7 +211,7 @@ def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
 
 
 _PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w. -]*)\}\}|\{([A-Za-z_][\w. -]*)\}")
-"""Placeholder in `task.prompt_template`. `{field}` stands for a row's field, and `{{field}}` for the text `{field}`."""
+"""Placeholders in `task.prompt_template`: `{field}` for a row's field, and `{{field}}` for the text `{field}`."""
 
 
 def _names(template: str) -> list[str]:
@@ -228,8 +229,8 @@ def _problem(given: Row, config: TaskConfig) -> Problem:
 
 
 def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any]]:
-    """Return the prompt as text, and its messages if the row has messages. Raises `BadRow`."""
-    if config.source in ("environment", "agent"):  # they may read any field of the row
+    """Return the prompt as text, and the messages of a prompt that is a list of messages. Raises `BadRow`."""
+    if config.source in ("environment", "agent"):  # Environments and agents may read any field of the row.
         return _text(json.dumps(row, ensure_ascii=False, default=str), "the row"), []
     if config.prompt_template:
         return _PLACEHOLDER.sub(lambda one: f"{{{one[1]}}}" if one[1] else _text_at(row, one[2]), config.prompt_template), []
@@ -246,7 +247,7 @@ def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any
 
 
 def conversation(messages: Sequence[Mapping[str, Any]], config: TaskConfig) -> list[dict[str, Any]]:
-    """Return a problem's messages, with the recipe's instruction and system prompt added."""
+    """Return a problem's messages with the recipe's instruction and system prompt."""
     *before, last = map(dict, messages)
     if config.instruction:
         last["content"] = f"{last['content']}\n{config.instruction}"
@@ -255,7 +256,7 @@ def conversation(messages: Sequence[Mapping[str, Any]], config: TaskConfig) -> l
 
 
 def _text_at(row: Mapping[str, Any], name: str) -> str:
-    """Return a field of the row, a text or a number, as text. A list with one item counts as that item. Raises `BadRow`."""
+    """Return a field with a text or a number as text. A list with one item counts as this item. Raises `BadRow`."""
     value = value_in(row, name)
     if value is ABSENT:
         raise BadRow(f"has no field {name!r}, only {', '.join(_fields(row)) or 'an empty object'}", name)
@@ -270,7 +271,7 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
 
 
 def _without_nulls(message: Any) -> Any:
-    """Join the message's text parts, and leave out null keys, which Parquet adds and chat templates do not expect."""
+    """Join the message's text parts, and remove null keys, which Parquet adds and chat templates do not expect."""
     if not isinstance(message, Mapping):
         return message
     kept = {key: value for key, value in message.items() if value is not None}
@@ -283,31 +284,30 @@ def _without_nulls(message: Any) -> Any:
 
 
 def _text(text: str, what: str) -> str:
-    """Return the text. Raises `BadRow` if it holds half a surrogate pair, which JSON can represent but UTF-8 cannot."""
+    """Return the text. Raises `BadRow` if it holds half a surrogate pair, which JSON can express but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):x}"
-        raise BadRow(f"{what} holds {half}, one half of a surrogate pair, which is not a character; remove it") from None
+        raise BadRow(f"{what} holds {half}, half of a surrogate pair and not a character; remove it") from None
     return text
 
 
 def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
-    """Return why a prompt of messages cannot be used; empty if it can."""
+    """Return the problem of a list of messages that cannot be a prompt; empty if it can."""
     if config.prompt_style != "chat":
         return f"is a list of messages, which task.prompt_style = {config.prompt_style!r} does not take; use chat"
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return f"has {message!r:.100}, which is not a message: an object with texts role and content (or parts of text)"
+            return f"has {message!r:.100}, which is not a message; give an object with texts role and content"
     if not messages or messages[-1]["role"] == "assistant":
-        return "must end with a message for the policy to answer, not with one of the assistant"
+        return "must end with a message that the policy answers, not with one of the assistant"
     return ""
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
-    """Return the reference answer and, if a reward may need more than the texts of prompt and answer, the whole row. Raises
-    `BadRow` if a needed answer is missing. Environments, agents and conversations need one only if the recipe sets
-    `answer_field`."""
+    """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
+    `BadRow` without an answer. Environments, agents and conversations need one only if the recipe sets `answer_field`."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -328,7 +328,7 @@ def _answer_in(text: str, config: TaskConfig) -> str:
 
 
 def compact_question(entry: Mapping[str, Any]) -> str:
-    """Return chain_sum's `12 + 7 - 5` as `12+7-5=`, for models that know no words. Raises `FieldError` for other families."""
+    """Return the entry's expression, such as `12+7-5=`, for models that know no words. Raises `FieldError` without one."""
     expression = entry.get("metadata", {}).get("expression")
     if not isinstance(expression, str):
         raise FieldError("task.prompt_style", "compact", "this family's problems have no expression; use plain or chat")
@@ -338,10 +338,10 @@ def compact_question(entry: Mapping[str, Any]) -> str:
 BLOCK = 256
 MOST_TRIES = 64
 _OURS = ("seed", "size")
-"""Arguments that every family takes and that this module sets."""
+"""Arguments of all families that this module sets."""
 _LIST_FAMILIES = 'python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"'
 HELDOUT_SEED = 0
-"""Held-out problems are the same for all seeds of a run, so that accuracies can be compared."""
+"""Seed of held-out problems. It is the same for all runs, so that their accuracies can be compared."""
 
 
 class ReasoningGymSource:
@@ -377,7 +377,7 @@ class ReasoningGymSource:
         raise self._too_few()
 
     def _candidate(self, split: Split, index: int, attempt: int) -> Problem:
-        # Later attempts use blocks that no first attempt uses.
+        # Attempts after the first use blocks with negative numbers, which no first attempt uses.
         block, within = divmod(index, BLOCK)
         entry = self._entry(split, block if attempt == 0 else -(attempt + MOST_TRIES * block), within)
         question = compact_question(entry) if self._compact else entry["question"]
@@ -385,7 +385,7 @@ class ReasoningGymSource:
         return Problem(question, reference)
 
     def _entry(self, split: Split, block: int, within: int) -> dict[str, Any]:
-        """Generate one entry on demand, since an entry of a slow family takes a second."""
+        """Return one entry. Only this entry is generated, because a slow family takes a second for each."""
         try:
             dataset, seed = self._block(split, block)
             with _global_random(seed + within):
@@ -394,7 +394,7 @@ class ReasoningGymSource:
             raise FieldError("task.config", self._config, f"{self._family} refuses it: {error}") from error
 
     def _make_block(self, split: Split, block: int) -> tuple[Any, int]:
-        """Return a data set of `BLOCK` entries, which are not generated yet, and its seed."""
+        """Return a data set of `BLOCK` entries, and its seed. No entry is generated yet."""
         from reasoning_gym import create_dataset
 
         run_seed = HELDOUT_SEED if split is Split.HELDOUT else self._seed
@@ -404,16 +404,13 @@ class ReasoningGymSource:
             return create_dataset(self._family, seed=seed, size=BLOCK, **self._config), seed
 
     def _too_few(self) -> FieldError:
-        return FieldError(
-            "task.heldout_problems",
-            self.num_heldout,
-            f"{self._family} with {self._config} has too few distinct problems; lower this number, or change task.config",
-        )
+        fix = f"{self._family} with {self._config} has too few distinct problems; lower this number, or change task.config"
+        return FieldError("task.heldout_problems", self.num_heldout, fix)
 
 
 @contextmanager
 def _global_random(seed: int) -> Iterator[None]:
-    """Seed Python's global random generator temporarily, since some families, such as list_functions, also draw from it."""
+    """Seed Python's global random generator temporarily, because some families, such as list_functions, draw from it."""
     before = random.getstate()
     random.seed(seed)
     try:
@@ -423,8 +420,9 @@ def _global_random(seed: int) -> Iterator[None]:
 
 
 def _families() -> Mapping[str, tuple[Any, Any]]:
-    """Return each family's classes of data set and configuration, ours included. Raises `FieldError` without reasoning-gym."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # imported by reasoning-gym; warns if the home is read-only
+    """Return the classes of data set and configuration of all families. Raises `FieldError` without reasoning-gym."""
+    # reasoning-gym imports matplotlib, which warns about a home that is read-only.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         from reasoning_gym.factory import DATASETS, register_dataset
 
@@ -438,7 +436,7 @@ def _families() -> Mapping[str, tuple[Any, Any]]:
 
 
 def check_family(family: str) -> None:
-    """Raise `FieldError`, with similar names, if there is no such family."""
+    """Raise `FieldError` if there is no such family. The error suggests similar names."""
     families = _families()
     if family not in families:
         near = difflib.get_close_matches(family, families, n=3)
@@ -447,7 +445,7 @@ def check_family(family: str) -> None:
 
 
 def check_arguments(family: str, config: Mapping[str, Any]) -> None:
-    """Raise `FieldError` for a key of `config` that the recipe sets or `family` does not take; list the keys that it takes."""
+    """Raise `FieldError` for a key of `config` that `family` does not take or that follows from the recipe's seed."""
     known = [field.name for field in fields(_families()[family][1]) if field.name not in _OURS]
     for key, value in config.items():
         if key in _OURS:

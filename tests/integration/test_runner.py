@@ -104,7 +104,7 @@ async def test_each_process_sees_its_gpu_and_a_shared_one_starts_with_the_engine
             assert f"CUDA_VISIBLE_DEVICES={gpu}" in variables[name]
             assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in variables[name]
         assert "actor-2" not in pids
-        warning = "warning: 5 actors are wanted, but the GPUs here suffice for 2 actors"
+        warning = "warning: 5 actors are wanted, but the GPUs here suffice only for 2 actors"
         assert run.printed.getvalue().count(warning) == 1
         serving_s = max(run.dir.address(name).stat().st_mtime for name in ("actor-0", "actor-1"))
         ticks = int(Path(f"/proc/{pids['trainer']}/stat").read_text().rpartition(")")[2].split()[19])
@@ -275,7 +275,7 @@ async def test_a_run_ends_in_order_before_its_disk_is_full(tmp_path: Path) -> No
         await run.until_step(5)
         run.local.reserve_bytes = 10**18
         ending = await task
-    assert re.search(r"MB free, but the next checkpoint needs 1,000,000,000,000 MB: the run ends before", str(ending.error))
+    assert re.search(r"MB free, but the next checkpoint needs 1,000,000,000,000 MB, so the run ends now", str(ending.error))
     assert (ending.exit_code, dict(ending.restarts)) == (1, {})
     assert json.loads(run.dir.summary.read_text())["interrupted"], "the trainer was told to stop, and wrote what it had"
 
@@ -356,7 +356,7 @@ async def test_a_cache_that_is_removed_under_a_run_is_made_again_for_an_actor_th
         await until_pid_changes(run, "actor-0", actor)
         assert is_complete(built)
         assert (cache / "inductor").is_dir()
-        said = f"{built} has been removed: the initial model is made again, since a service needs it to start"
+        said = f"{built} has been removed: the initial model is made again, because a service needs it to start"
         assert run.printed.getvalue().count(said) == 1
         assert "model" not in run.pids()
         os.kill(os.getpid(), signal.SIGINT)
@@ -481,7 +481,7 @@ async def test_a_disk_that_fills_before_the_first_step_is_told_and_ends_the_run(
     ending = await run.end()
     assert finish(run.recipe, run.dir, ending) == 1
     told = capsys.readouterr().err.splitlines()
-    assert re.match(r"pipelinerl: the run failed: .* is on a disk that is full \(.*No space left on device", told[0])
+    assert re.match(r"pipelinerl: the run failed: .* is on a full disk \(.*No space left on device", told[0])
     assert "summary and report in" in told[1]
     assert "No space left on device" in told[1]
 

@@ -100,14 +100,14 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
         ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of its fields: \x1b[2J"),
         ("validate there", "recipe = 'there': is a folder; give a recipe file"),
+        ("validate gsm --fields-only --chart-values nosuch", "--chart-values = 'nosuch': cannot be read as chart values"),
         (
-            "validate gsm --fields-only --chart-values nosuch",
-            "--chart-values = 'nosuch': give the file values.yaml of the chart's",
+            "validate gsm --fields-only --chart-values there.yaml",
+            "--chart-values = 'there.yaml': cannot be read as chart values",
         ),
-        ("validate gsm --fields-only --chart-values there.yaml", "--chart-values = 'there.yaml': give the file values.yaml of"),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
         ("validate gsm --parameters 7B", "--parameters = '7B': needs --gpu-memory; give that, too"),
-        ("validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else", "model, else, does not tell its size"),
+        ("validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else", "name, else, does not tell its size"),
         ("validate gsm --gpu-memory 80GB --set model.name=a/Llama-4-17B-16E", "17B-16E, does not tell its size; give the size"),
         ("run nope", "recipe = 'nope': no such file"),
         ("run nowhere.yaml", "model.name = 'nowhere': is not a folder"),
@@ -226,14 +226,14 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     code, printed, _ = pipelinerl("validate", "there.yaml", "--set", file)
     assert code == 0
     assert "sums.jsonl: 3 problems, 2 held out, the longest prompt of 8 tokens\n" in printed
-    assert "repeated prompts: 1, the first in line 4; they are left out" in printed
+    assert "has 1 repeated prompt, the first in line 4; they are left out" in printed
     assert "reference    line 1: '1'\n" in printed
     (workplace / "parts").mkdir()
     for name, kept in (("0.jsonl", rows[:2]), ("1.jsonl", rows[2:3]), ("2.jsonl", [])):
         (workplace / "parts" / name).write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     _, told, _ = pipelinerl("validate", "there.yaml", "--set", file.replace("sums.jsonl", "parts"))
     assert "parts: 3 .jsonl files, 3 problems, 2 held out, the longest prompt of 8 tokens\n" in told
-    assert "task.path = 'parts': no problem comes from 1 file in it, such as parts/2.jsonl; check if any are missing" in told
+    assert "task.path = 'parts': no problem comes from 1 file, such as parts/2.jsonl; check whether any is missing" in told
     assert "rewards      task: reference answers (1) earn 1; empty ones (1) earn 0; " in printed
     for pattern, found, earned in (
         ("(1?)", "nothing in '1'", 0),

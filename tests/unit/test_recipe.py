@@ -274,7 +274,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "applies only to programs and functions"),
         ("reward.correct=20000", "reward.correct", "is above reward.max_abs (10000)"),
-        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use task here, in this task's own"),
+        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use task here, if necessary"),
         (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the env"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' has no such"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
@@ -329,7 +329,7 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
         ("tasks.0.reward.overlong.buffer_tokens=65", "tasks.0.reward.overlong.buffer_tokens", "than tasks.0.max_tokens (64)"),
         ("tasks.1.task.source=jsonl", "tasks.1.task.path", "is empty"),
         ("tasks.1.weight=0", "tasks.1.weight", "use a number, above 0"),
-        ("tasks.weight=2", "--set tasks.weight", "say which one, from 0: tasks.0.weight"),
+        ("tasks.weight=2", "--set tasks.weight", "give a position, from 0: tasks.0.weight"),
         ("tasks.0.wieght=2", "--set tasks.0.wieght", "allowed here: name, task"),
         ("tasks.2.weight=2", "--set tasks.2.weight", "the list has 2 items, counted from 0"),
     ],
@@ -498,9 +498,9 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
     recipe = recipe_from_data(minimal(task=task, trainer={"steps": 3, "warmup_steps": 4}), "x")
     warmup, repeated, empty = map(str, doubts(recipe, examine(recipe)))
-    assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps (3), so the learning rate never reaches 1e-06")
-    assert "p.jsonl': repeated prompts: 1, the first in line 3, 1 of them with another answer; they are left out" in repeated
-    assert "p.jsonl': empty answers: 1, the first in line 2, with which reward.scorer = 'task' fails" in empty
+    assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps (3), so the rate never reaches 1e-06")
+    assert "p.jsonl': has 1 repeated prompt (1 with another answer), the first in line 3; they are left out" in repeated
+    assert "p.jsonl': has 1 empty answer, the first in line 2; leave such lines out, because reward.scorer = 'task'" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
     assert list(doubts(fine, Examination())) == []
 
@@ -522,7 +522,7 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
         ("json.nope:score", "there is no module json.nope in json", False),
         ("broken:score", "SyntaxError: '(' was never closed (broken.py, line 1) at broken.py:1", False),
         ("raising:score", "cannot import raising: KeyError: 'HOUSE' at raising.py:3", False),
-        ("leaving:score", "importing its module ends the process with code 0; remove the cause", False),
+        ("leaving:score", "importing its module ends the process with code 0; correct the module", False),
         ("needy:score", "No module named 'no_such_package_here' at needy.py:1); install the package", True),
         ("no_such_package_here:score", "No module named 'no_such_package_here'); install the package", True),
     ):
