@@ -1,8 +1,7 @@
 """TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
 
 An initial model that the run unpacked or copied is sent in chunks to actors that share no disk with the trainer. A caller names
-the model, not files, so it cannot request other files. Actors load a hub model or a user's folder themselves, so the call is
-refused for these.
+the model, not files, so it cannot request other files. Actors load other models themselves.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
 
 
 class StepFeed:
-    """The run's step records, for any number of readers at their own pace. All records (a few kilobytes per step) are kept, so
-    that a late reader gets all of them. The feed ends with the run. It must be used on one event loop."""
+    """The run's step records, for any number of readers on one event loop. All records (a few kilobytes per step) are kept for
+    late readers. The feed ends with the run."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._records: list[StepRecord | None] = list(records)
@@ -68,8 +67,8 @@ class StepFeed:
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """`status()` returns the run's current status. `request_checkpoint()` returns once a checkpoint is written. `source`:
-    folder or hub id of the initial policy. CheckpointNow fails with FAILED_PRECONDITION if no checkpoint can be written or the
-    run has ended. GetInitialModel fails with the same code if this trainer does not have the requested model."""
+    folder or hub id of the initial policy. CheckpointNow and GetInitialModel fail with FAILED_PRECONDITION if that is not
+    possible."""
 
     def __init__(
         self,

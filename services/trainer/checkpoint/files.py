@@ -1,5 +1,4 @@
-"""Atomic files and folders for checkpoints: written under another name, synced to disk, then renamed. A folder is replaced as a
-whole or not at all, even after a crash."""
+"""Atomic files and folders for checkpoints: they are written under another name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ def sync_tree(folder: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Fill `target` with the files of `source`, except the state of a run. Files are hard links if the file system supports
-    them, otherwise copies. Raises `OSError`, of which `shutil.Error` is a subclass."""
+    """Fill `target` with the files of `source`, except the state of a run. Files are hard links if possible, otherwise copies.
+    Raises `OSError`."""
     ignored = shutil.ignore_patterns(RUN_STATE.parent.name)
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
@@ -68,8 +67,7 @@ def tidy(parent: Path) -> None:
 
 
 def link_export(step_folder: Path, folder: Path) -> Path:
-    """Make `folder` the policy's export from a checkpoint, without the training state. Files are hard links if possible,
-    otherwise copies."""
+    """Make `folder` the policy's export from a checkpoint, without the training state (`link_tree`)."""
     with replacing(folder) as partial:
         link_tree(step_folder, partial)
     return folder
