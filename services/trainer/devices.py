@@ -1,5 +1,4 @@
-"""`python -m services.trainer.devices`: print one JSON object with the NVIDIA GPUs that torch can use, or with the reason why
-it can use none.
+"""`python -m services.trainer.devices`: print the NVIDIA GPUs that torch can use as JSON, or the reason why it can use none.
 
 The runner starts this as a process (`pipelinerl.recipe.devices`), because it imports neither torch nor NVML. CUDA decides which
 GPUs are visible and in which order. NVML knows the free memory, the division of GPUs (MIG) and the NVLink connections.

@@ -103,8 +103,7 @@ class OptimizerLoop:
         return self._measuring is not None and not self._measuring.done()
 
     async def take_over(self) -> int:
-        """Record the start in the journal, take over the previous trainer's work, and return the number of groups published
-        again. Waits while NATS is unreachable."""
+        """Take over the previous trainer's work, while NATS may be unreachable. Return how many groups were published again."""
         start, feeder, intake = self._start, self._feeder, self._intake
         valid_bytes = start.state.journal_bytes if start.state else 0
         said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": valid_bytes}
@@ -166,8 +165,7 @@ class OptimizerLoop:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError` if it cannot
-        be written, or if the run has ended."""
+        """Write a checkpoint now, or after the running step. Raises `ServiceError` if that fails or the run has ended."""
         try:
             if self._closed:
                 raise ServiceError(RUN_ENDED)

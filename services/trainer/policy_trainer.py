@@ -1,5 +1,4 @@
-"""`PolicyTrainer` is the policy as the optimizer loop uses it. The other functions load, check and shard the model on every
-rank.
+"""`PolicyTrainer`, which is the policy for the optimizer loop; and loading, checking and sharding of the model on every rank.
 
 Rank 0 loads the weights, finds out how to call the model, and tells the other ranks, which read only the model's configuration.
 A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is
@@ -160,8 +159,7 @@ def load_policy_trainer(
 def weight_sender(
     learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
-    """Return the sender of this learner's weights or adapters. Snapshots for which the sending device may lack room are kept in
-    host memory."""
+    """Return the sender of this learner's weights or adapters. Snapshots stay in host memory if the device may lack room."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
@@ -264,8 +262,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
 
 
 def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
-    """Raise `FieldError` if this rank's GPU cannot hold its part of weights, gradients and optimizer state. Warn if they leave
-    little memory for activations."""
+    """Raise `FieldError` if this rank's GPU cannot hold its part of the training state. Warn if little memory is left."""
     if world.device.type != "cuda":
         return
     parameters = sum(parameter.numel() for parameter in whole.parameters())
@@ -322,8 +319,7 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
 
 
 def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
-    """Return this rank's part of each row; None if each rank has whole rows. Raises `FieldError` if ranks cannot share rows of
-    this model."""
+    """Return this rank's part of each row; None for whole rows. Raises `FieldError` if ranks cannot share this model's rows."""
     layout = world.layout
     if layout.sequence_ranks == 1:
         return None

@@ -165,8 +165,8 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the expected actors. If too few come in time and none is starting, raise `ServiceError`; with `linger`, warn
-        and keep waiting."""
+        """Wait for the expected actors. After the timeout, raise `ServiceError`; with `linger` or a starting actor, only
+        warn."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:

@@ -67,8 +67,7 @@ class StepFeed:
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """`status()` returns the run's current status. `request_checkpoint()` returns once a checkpoint is written. `source`:
-    folder or hub id of the initial policy. CheckpointNow and GetInitialModel fail with FAILED_PRECONDITION if that is not
-    possible."""
+    folder or hub id of the initial policy. CheckpointNow and GetInitialModel fail with FAILED_PRECONDITION."""
 
     def __init__(
         self,

@@ -67,8 +67,7 @@ class Message:
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def parts(self) -> list[Tensor]:
-        """Return what is sent: the header's length, the header, and the bytes of each array that is not empty. Only read-only
-        or non-contiguous arrays are copied."""
+        """Return what is sent: the header's length, the header, and each array's bytes, which are copied only if necessary."""
         arrays = {name: np.require(array, requirements=("C", "W")) for name, array in self.arrays.items()}
         shapes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
         header = bytearray(json.dumps((self.kind, dict(self.fields), shapes)).encode())

@@ -250,8 +250,7 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def load_value_head(policy: Policy, folder: Path) -> None:
-    """Load the value head from a checkpoint's `folder`, if the folder and `policy` have one. Raises `FieldError` if it does not
-    fit."""
+    """Load the value head from a checkpoint's `folder`, if there is one. Raises `FieldError` if it does not fit `policy`."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return
     try:

@@ -22,8 +22,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Fill `target` with the files of `source`, except the state of a run. Files are hard links if possible, otherwise copies.
-    Raises `OSError`."""
+    """Fill `target` with links to, or else copies of, the files of `source`, except the state of a run. Raises `OSError`."""
     ignored = shutil.ignore_patterns(RUN_STATE.parent.name)
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
@@ -41,8 +40,7 @@ _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new path, which replaces `folder` if the block succeeds, and is removed otherwise. `tidy` cleans up after a
-    crash."""
+    """Yield a new path, which replaces `folder` if the block succeeds and is removed otherwise. After a crash, call `tidy`."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     replaced = folder.with_name(f".{folder.name}{_REPLACED}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)

@@ -2,8 +2,7 @@
 
 `lineage.json` records every start of this run's trainer with its version, the latest recipe, and when training began. A trainer
 writes the file before it serves anything, so no two trainers of a run use the same incarnation number. A checkpoint has
-`run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages. Of a failed sample, only the
-reason is kept.
+`run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """Return the lineage; None if no trainer has started in this folder. Raises `FieldError` if it is another run's folder, and
-    `UserError` if the file is malformed."""
+    """Return the lineage; None before the first start. Raises `FieldError` for another run's folder, `UserError` for a bad
+    file."""
     if not (run_dir / LINEAGE).is_file():
         return None
     try:

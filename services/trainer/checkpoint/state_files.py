@@ -117,8 +117,8 @@ class _Writer(dcp.FileSystemWriter):
 
 @torch.no_grad()
 def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy this rank's share of `learner_state` into host memory, and wait for the device. `reused`: an earlier result, already
-    written, whose memory is used again."""
+    """Copy this rank's share of `learner_state` into host memory. `reused`: an earlier, written result; its memory is
+    reused."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
         tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)
@@ -139,9 +139,8 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Load the state in `folder`, written by any number of ranks, into `learner`. Each rank keeps its random state if the
-    folder has none for this rank. Raises `FieldError` if the folder has no state, or the state of another model, and
-    `ServiceError` if it cannot be read."""
+    """Load the state in `folder`, written by any number of ranks. Each rank keeps its random state if the folder has none for
+    it. Raises `FieldError` if the folder has no state of this model, and `ServiceError` if it cannot be read."""
     _alone_is_meant()
     mesh = learner.world.host_mesh
     state = {
@@ -205,13 +204,11 @@ class StateSaver:
         self._learner, self._others = learner, learner.world.saving
         self.staged: dict[str, Tensor] = {}
         self._waiting, self._free = threading.Semaphore(0), threading.Event()
-        """`_waiting`: 1 while a staged state is neither being written nor dropped. `_free`: set while no state needs the
-        memory."""
+        """`_waiting`: 1 while a staged state is neither being written nor dropped. `_free`: set while the memory is free."""
         self._free.set()
 
     def stage(self) -> None:
-        """Copy the state of all ranks into host memory. A staged state that is not being written yet is dropped; one that was
-        being written must be finished by now."""
+        """Copy the state of all ranks into host memory. A state that is only staged is dropped. None may be being written."""
         self.abandon()
         assert self._free.is_set(), "the previous state is still being written from the same memory"
         self._learner.order(SAVE)

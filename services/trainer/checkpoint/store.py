@@ -75,8 +75,7 @@ def put_model(folder: Path, url: str) -> int:
 
 def fetch_model(url: str, folder: Path) -> str:
     """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of the folder that was read.
-    Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged, and the store's
-    `OSError`."""
+    Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it is damaged, and the store's `OSError`."""
     store, root = _open(url)
     parent, _, name = root.rpartition("/")
     try:

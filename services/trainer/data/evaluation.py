@@ -173,8 +173,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version` within the timeout, while the caller holds commits. Raises `ServiceError` if no problem gets a
-        verdict."""
+        """Evaluate `version` while the caller holds commits. Raises `ServiceError` if no problem gets a verdict in time."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             began_at = asyncio.get_running_loop().time()
             generated_by = began_at + GENERATION_SHARE * self._timeout_s
@@ -311,8 +310,7 @@ class Evaluator:
         return item_of(self._sequence(completion, None), max_tokens)
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Compare the scores of all actors that serve `version` with `trained`, the trainer's. Return None if no actor
-        answers."""
+        """Compare the scores of all actors that serve `version` with `trained`, the trainer's. Return None if none answers."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -355,8 +353,7 @@ def probe_tolerance(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of a probe. `mismatch`: largest difference in nats; None if no answer could be compared. `problems`: a text for
-    each actor that failed."""
+    """Result of a probe. `mismatch`: largest difference in nats, or None. `problems`: a text for each actor that failed."""
 
     mismatch: float | None = None
     problems: tuple[str, ...] = ()

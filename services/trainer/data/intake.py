@@ -228,8 +228,7 @@ class Intake:
         self._feeder.look_again()
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError` if too many
-        consecutive groups were lost."""
+        """Return a complete group's trainable samples; empty if the group is lost. Raises `UserError` after too many losses."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < groups.smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")
@@ -309,8 +308,8 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-        """Add one step's tokens of lag 0, by actor: all, and those beyond the bound. Return newly quarantined actors, each with
-        its share of tokens beyond the bound."""
+        """Add one step's tokens of lag 0, by actor: (all, those beyond the bound). Return newly quarantined actors and
+        shares."""
         found = {}
         for actor, (seen, off) in tokens.items():
             self._seen[actor] += seen

@@ -1,7 +1,6 @@
 """The trainer's trace spans: issue, receipt and end of each sequence, and one span per optimizer step.
 
-A group's trace begins when the group is issued. After a restart, a sequence's trace gets an end only if the sequence is
-received again.
+A group's trace begins when the group is issued. After a restart, only sequences that are received again get an end.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Attention that never crosses sequences, for many sequences packed into one row of tokens.
 
-With transformers' `sdpa` and `eager`, a packed row has a block-diagonal [T, T] mask, which is quadratic in the tokens of the
-row. The attention registered here works per sequence, on the rows of a padded batch. Padding is harmless: attention is causal,
-padding comes after a row's tokens, and its outputs are dropped. On a GPU with 16-bit weights, torch's variable-length flash
-kernel is used, without padding.
+With transformers' `sdpa` and `eager`, a packed row has a [T, T] mask, which is quadratic in the row's tokens. The attention
+registered here works per sequence, on the rows of a padded batch. Padding is harmless: attention is causal, padding comes after
+a row's tokens, and its outputs are dropped. On a GPU with 16-bit weights, torch's variable-length flash kernel is used.
 
 Sequences with the same prompt may share its tokens in the packed row. Attention gathers these tokens for each sequence, and the
 backward pass adds up the gradients of their keys and values.
 
 If ranks share a row, all-to-all exchanges around attention turn [tokens / P, heads] into [tokens, heads / P] and back
 (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the row collects all scores and computes the same loss. Gradients flow only
-through a rank's own part, so the gradients of all ranks add up. Attention dropout, and ring attention for more ranks than
-heads, are not supported.
+through a rank's own part, so the gradients of all ranks add up. More ranks than heads are not supported.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
     """Return `values` on `device` without waiting for it. On the CPU, the result shares their memory. For a GPU, the values go
-    through pinned memory, because otherwise the host would wait for all queued work. Torch keeps that memory until the copy is
-    done."""
+    through pinned memory, because otherwise the host would wait for all queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -114,8 +111,7 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many of `predictors` (int64[C], ascending) lie in each part of a row of `length` tokens. Without a `host`
-        copy, this waits for the device."""
+        """Return how many of `predictors` (int64[C], ascending) each part has. Without a `host` copy, wait for the device."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
@@ -191,8 +187,7 @@ def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs [first, end) in which each sequence has at least half the longest one's length, so at most half is
-    padding."""
+    """Return runs [first, end) in which each sequence has at least half the longest length, so at most half is padding."""
     runs: list[tuple[int, int]] = []
     first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
     for index, length in enumerate(lengths.tolist()):

@@ -2,10 +2,8 @@
 
 A branch is one linear token sequence of an episode; without episodes, each sequence has one branch. The row has each branch's
 prompt and completion, except the last token, which predicts nothing. Observations within a completion are context without a
-loss. Branches with the same prompt may share its tokens; `places` then maps each branch to its tokens.
-
-A micro-batch is built in NumPy without a loop over tokens. Padding is an extra branch without sampled tokens at the end of the
-row, so it cannot change a loss.
+loss. Branches with the same prompt may share its tokens; `places` then maps each branch to its tokens. Padding is an extra
+branch without sampled tokens at the end of the row, so it cannot change a loss.
 """
 
 from __future__ import annotations
@@ -105,8 +103,7 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0. All sampled tokens of a
-    branch are in one micro-batch."""
+    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0."""
 
     row: TokenRow
     predictors: Tensor

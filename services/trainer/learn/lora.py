@@ -1,8 +1,7 @@
 """Insert, find and disable peft's low-rank adapters in a model, and yield the weights in the form that actors load.
 
 Adapters have the model's dtype, and the optimizer or the shards keep float32 masters. Actors load whole tensors with the
-model's own names and with adapters merged in. Shards are gathered one parameter at a time, so no rank holds more than one whole
-parameter besides its shard.
+model's own names and with adapters merged in. Shards are gathered one parameter at a time, to save memory.
 """
 
 from __future__ import annotations
@@ -170,8 +169,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
-    weights every rank must iterate to the end. If the caller rounds all values to `dtype`, shards without an adapter are
-    gathered in it."""
+    weights every rank must iterate to the end. `dtype`: the caller rounds all values to it, so shards may be gathered in it."""
     for name, parameter, adapter in served_parameters(model):
         if adapter is None:
             yield name, whole(parameter, dtype)
@@ -194,8 +192,7 @@ def factor_names(layer: str) -> tuple[str, str]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
-    """Yield (name in `served_weights`, parameter, adapter to merge into it or None). One rank may call this without the
-    others."""
+    """Yield (name in `served_weights`, parameter, adapter to merge into it or None). A single rank may call this."""
     adapters = layer_adapters(model)
     factors = {id(factor) for adapter in adapters.values() for factor in (adapter.a, adapter.b)}
     of_weight = {id(adapter.weight): adapter for adapter in adapters.values()}

@@ -1,8 +1,7 @@
 """Losses as pure functions over the sampled tokens of a micro-batch.
 
 The loss is the weighted sum of a term for each token. The denominators of the weights are totals of the whole optimizer step,
-so the number of micro-batches and ranks does not change a gradient. Log importance weights are log π − log μ per token, and are
-reported unclamped.
+so the number of micro-batches and ranks does not change a gradient. Log importance weights log π − log μ are unclamped.
 
 A mask excludes tokens from the policy loss if π is too far from μ, because of policy lag or numerical differences. Masked
 tokens still count in the denominators, in ESS, and in the KL and entropy terms. Losses and masks over whole sequences treat
@@ -55,8 +54,8 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is never excluded, so such a step
-is skipped."""
+"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is kept, so the step is
+skipped."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -102,12 +101,9 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 
 
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5).
-
-    This is the token form (section 4.3). All tokens of a branch have the same value s, but each term has only the gradient of
-    its own token's log π. With equal advantages in a branch, the gradient is that of the sequence form. A masked token has
-    none.
-    """
+    """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5). This
+    is the token form (section 4.3): all tokens of a branch have the same value s, but each term has only the gradient of its
+    own token's log π. With equal advantages in a branch, the gradient is that of the sequence form."""
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)
     own_gradient = logprobs - logprobs.detach()
@@ -149,11 +145,8 @@ def compute_loss(
     batch: MicroBatch, scores: TokenScores, config: AlgorithmConfig, reference_logprobs: Tensor | None = None
 ) -> LossOutput:
     """Return policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value
-    loss, each a weighted sum over tokens.
-
-    With a value head, the batch's advantages are returns. The values v_φ are subtracted from them without a gradient (the
-    paper, eq. 4). A masked token adds 0 to the policy loss.
-    """
+    loss, as sums weighted by token. With a value head, the batch's advantages are returns. The values v_φ are subtracted from
+    them without a gradient (the paper, eq. 4). A masked token adds 0 to the policy loss."""
     value_loss = scores.logprobs.new_zeros(())
     if scores.values is not None:
         error = scores.values - batch.advantages

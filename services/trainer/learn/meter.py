@@ -6,8 +6,7 @@ even if activations are recomputed. A micro-batch without a backward pass costs 
 A shared prompt counts once. Model FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's formula
 ignores causality, so the value here is lower.
 
-Each rank reduces its tokens' results to `TokenStatistics`, with unclamped weights. Rank 0 computes the step's figures from the
-statistics of all ranks.
+Each rank reduces its tokens' results to `TokenStatistics`, from which rank 0 computes the step's figures.
 """
 
 from __future__ import annotations
@@ -98,8 +97,7 @@ def _feed_forward(text: Any) -> list[int]:
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each; None if the peak or the time is
-    unknown."""
+    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each; None without a peak or time."""
     return None if peak is None or seconds <= 0 else flops / (seconds * num_devices * peak)
 
 

@@ -100,8 +100,7 @@ def frozen_copy(policy: Policy) -> Policy:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers that transformers marks, or else the longest list of modules, in order of depth; empty if there is
-    neither."""
+    """Return the layers that transformers marks, or else the longest list of modules, in order of depth. It may be empty."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]

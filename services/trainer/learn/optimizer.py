@@ -1,8 +1,5 @@
-"""AdamW on float32 parameters, with clipping and a learning-rate schedule.
-
-A 16-bit model gets float32 master copies, in which the gradients of all micro-batches are summed. Actors serve the masters
-rounded to 16 bits.
-"""
+"""AdamW on float32 parameters, with clipping and a learning-rate schedule. A 16-bit model gets float32 master copies, in which
+the gradients of all micro-batches are summed. Actors serve the masters rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -112,8 +109,8 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 class PolicyOptimizer:
     """AdamW over the trainable parameters of a model, and over a value head with a separate learning rate. Only the policy's
-    gradient is clipped, because the head's gradient grows with the head's errors. Raises `FieldError` if the recipe's optimizer
-    does not work here."""
+    gradient is clipped, because the head's gradient grows with the head's errors. Raises `FieldError` if the optimizer is
+    unusable."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config
@@ -165,8 +162,7 @@ class PolicyOptimizer:
                 live.copy_(stepped)
 
     def trained(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield (parameter of the model, float32 parameter that the optimizer updates). In a float32 model they are the
-        same."""
+        """Yield (parameter of the model, float32 parameter that the optimizer updates), which may be the same."""
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:

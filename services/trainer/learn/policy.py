@@ -332,8 +332,7 @@ def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
 
     Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. A
-    word's log p is its logit minus the log-normaliser. Uncompiled, returned logits and log-normalisers are relative to the
-    largest logit.
+    word's log p is its logit minus the log-normaliser. Uncompiled, both are relative to the token's largest logit.
     """
     blocks = head.blocks()
     buffer = head.buffer()
@@ -380,11 +379,8 @@ def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _LinearScores(torch.autograd.Function):
-    """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy).
-
-    z are the logits, divided by the temperature. g and h are the gradients of log-probabilities and entropies. dp is p − 1 for
-    the target and p for other words.
-    """
+    """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy). z are the logits over the
+    temperature, g and h the gradients of log-probabilities and entropies. dp is p − 1 for the target and p for other words."""
 
     @staticmethod
     def forward(

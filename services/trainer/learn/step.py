@@ -100,8 +100,7 @@ class Learner:
         bound: float = meter.BOUND_16_BIT,
     ) -> None:
         """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as given.
-        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype. `bound`: as in
-        `meter.token_statistics`."""
+        `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: as in `meter.token_statistics`."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
@@ -126,9 +125,8 @@ class Learner:
         """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan and pack one optimizer step on `groups` at policy version `version`, for all ranks, on any thread. Every branch
-        of a sequence is packed separately, with the sequence's advantage and weight. Raises `FieldError` if a branch exceeds
-        `tokens_per_microbatch`."""
+        """Plan and pack one optimizer step on `groups` at policy version `version`, for all ranks, on any thread. All branches
+        of a sequence get its advantage and weight. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`."""
         sequences = [sequence for group in groups for sequence in group.sequences]
         branches, data_ranks = all_branches(groups), self.world.layout.data_ranks
         owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
@@ -237,13 +235,11 @@ class Learner:
         return figures
 
     def compute(self, share: Share) -> tuple[meter.TokenStatistics, NDArray[np.float64], dict[str, Any]]:
-        """Compute this rank's part of one optimizer step on the micro-batches of its `share`. Return statistics, totals and
-        figures.
+        """Compute this rank's `share` of one optimizer step. Return statistics, totals and figures.
 
         The statistics are of the share's values [4, C]: log weight, clipped, masked and entropy of each sampled token; [5, C]
         with a learned baseline, which comes last. Totals [4] of the whole step: loss, KL to the reference, value loss, sum of
-        the weights. Figures: those of `PolicyOptimizer.step`, the same on every rank, and this rank's `memory_peak_gib` and
-        `compute_s`.
+        the weights. Figures: those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
         """
         values, terms = [], []
         for host_batch in share:

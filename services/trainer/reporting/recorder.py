@@ -1,7 +1,6 @@
 """The recorder of a run. It passes the run's events to every sink: files, metrics, page, trackers, gRPC step feed and logs.
 
-It makes one record per optimizer step, adds up the run's totals, and writes the summary. It is called on the trainer's event
-loop and never waits.
+It makes one record per optimizer step, adds up the run's totals, and writes the summary. It never waits.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ def has_tokens(step: int, steps: int) -> bool:
 def trained_sample(
     step: int, sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: NDArray[np.float64] | None
 ) -> Sample:
-    """Return the sample of a sequence that optimizer step `step` trained on. `weights`: importance weights, float64[sampled
-    tokens]."""
+    """Return the sample of a sequence that step `step` trained on. `weights`: importance weights, float64[sampled tokens]."""
     return {"step": step, "version": step - 1, "heldout": False, **_told(sequence, tokenizer, weights)}
 
 
@@ -78,8 +77,7 @@ def _reference(text: str) -> Any:
 def _branches(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
 ) -> list[dict[str, Any]]:
-    """Return an episode's branches. Special tokens are kept, because they mark the roles. `weights`: those of all sampled
-    tokens."""
+    """Return an episode's branches. Special tokens are kept, because they mark the roles. `weights`: of all sampled tokens."""
     branches, written = [], 0
     for branch in sequence.all_branches:
         pieces, parts, end = _pieces(tokenizer, branch.completion_token_ids) or [], [], 0

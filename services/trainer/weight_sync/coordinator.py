@@ -1,5 +1,4 @@
-"""State machine for the members of a transfer group and the progress of one version: the trainer's side of the protocol in
-docs/weight-updates.md. Pure.
+"""State machine for the members of a transfer group and the progress of one version (docs/weight-updates.md). Pure.
 
 `step(event)` returns the actions to perform, in order. `updater.py` performs them. Results of actions, answers of members and
 passed deadlines are the next events. The trainer's own end of the group answers like a member.
@@ -24,19 +23,16 @@ from statistics import median
 from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
-"""Maximum number of retries of one version with the same members. After that, each member must succeed alone before it
-rejoins."""
+"""Maximum number of retries of one version with the same members. Then each member must succeed alone before it rejoins."""
 SLOW = 4.0
-"""A member or transfer is slow if it takes this many times the median, which is that of the members or of the newest
-transfers."""
+"""A member or transfer is slow if it takes this many times the median, that of the members or of the newest transfers."""
 TRAINER = ""
 """`actor` of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One actor process. `ranks`: its number of ranks in the group, which is the tensor-parallel size. `pod_uid`: uid of its
-    Kubernetes pod; "" = none."""
+    """One actor process. `ranks`: its tensor-parallel size. `pod_uid`: uid of its Kubernetes pod; "" = none."""
 
     actor: str
     process: str
@@ -64,8 +60,7 @@ class MemberUp:
 
 @dataclass(frozen=True)
 class MembersLeaving:
-    """These processes are shutting down or have ended. One event for several processes causes only one new epoch. The process
-    "" means any process of the actor.
+    """These processes are shutting down or have ended. The process "" means any process of the actor.
 
     `still_running`: the processes can finish a running transfer, but their answers are no longer awaited. A second event
     reports their end, because the transfer may then wait for their ranks in vain. `cause`: None for an orderly departure.

@@ -23,8 +23,7 @@ Kind = Literal["joined", "left", "evicted"]
 
 @dataclass(frozen=True)
 class MemberChange:
-    """An arrival or departure. `left`: the actor left in order. `evicted`: the actor was removed from `epoch`, or its
-    heartbeats stopped."""
+    """An arrival or departure. `evicted`: the actor was removed from `epoch`, or its heartbeats stopped."""
 
     kind: Kind
     member: Member
@@ -58,8 +57,7 @@ class UpdateObserver(Protocol):
 
 
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`joining`: the actor is on a side group. `waiting`: it serves no version or an old one, and its update has not begun.
-`leaving`: it is shutting down."""
+"""`joining`: on a side group. `waiting`: the actor serves no version or an old one. `leaving`: it is shutting down."""
 
 MOST_AT_ONCE = 4
 """Maximum number of side groups. One of them is reserved for newcomers."""
@@ -181,8 +179,8 @@ class Roster:
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
         """Return the departure that a pod's end causes; None if no actor of the pod is present. The actor of a deleted pod
-        departs twice: at the deletion, and when its processes have ended. If the pod's end is not certain, the actor returns
-        with its next heartbeat."""
+        departs twice: at the deletion, and when its processes have ended. If the pod goes on, a heartbeat brings the actor
+        back."""
         of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
         nameless = present.get(pod.name)
         if nameless is not None and not nameless.pod_uid:

@@ -43,9 +43,8 @@ from services.trainer.learn.lora import factor_names, layer_adapters, served_par
 def as_in_files(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]], converted: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights with the names and shapes of the model's files, which any engine can load. Names and shapes in memory
-    differ if transformers renames layers or stacks the experts of a mixture. `converted`: if given, only these parameters are
-    converted."""
+    """Yield the weights with the names and shapes of the model's files, which any engine can load. In memory they differ if
+    transformers renames layers or stacks a mixture's experts. `converted`: if given, only these parameters are converted."""
     for name, tensor in parameters:
         plain = converted is not None and name not in converted
         yield from [(name, tensor)] if plain else revert_weight_conversion(model, {name: tensor}).items()
@@ -95,8 +94,7 @@ class Snapshot:
         self._checksums: dict[int, int] = {}
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
-        """Return the chunk's bytes in the memory of `placement`, and their checksum. On a device this waits until `stream` is
-        filled. Each checksum is computed once."""
+        """Return the chunk's bytes in the memory of `placement`, and their checksum, when `stream` is filled."""
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
             if chunk.index not in self._checksums:
@@ -149,8 +147,7 @@ class WeightSender:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
-        """Start to connect with the other ranks of a group. `patience_s`: maximum wait for the next rank after one has
-        connected; None = until the deadline."""
+        """Start to connect with the other ranks of a group. `patience_s`: maximum wait between the connections of two ranks."""
         assert self._store is not None
         spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), on_device(self.group_placement.device)
@@ -161,9 +158,8 @@ class WeightSender:
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
-        """Start to send on `group`, on a separate thread. Until that ends, no other code may use the group. A failure closes
-        the group; setting `given_up` makes the broadcast fail within the stall timeout. Chunks that all receivers have are
-        skipped."""
+        """Start to send on `group`, on a separate thread, without the chunks that all receivers have. Until it ends, no other
+        code may use the group. A failure closes the group. Setting `given_up` stops the broadcast within the stall timeout."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         first = group.first_chunk(snapshot.manifest.content(snapshot.version))
         kept, chunks = snapshot.manifest.chunks[:first], snapshot.manifest.chunks[first:]
@@ -204,8 +200,7 @@ class CollectiveGroup:
         self._broadcast: Future[TransferResult] | None = None
 
     async def built(self) -> None:
-        """Wait until every rank has connected. Raises `TransferError`, which is `RanksMissing` if some ranks did not
-        connect."""
+        """Wait until every rank has connected. Raises `TransferError`, as `RanksMissing` if some ranks did not."""
         await asyncio.wrap_future(self._meeting)
 
     async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:

@@ -46,8 +46,7 @@ PATIENCE_S = 3.0
 """Maximum seconds between two connections to a group whose members have all been in a group before. A dead member is thus
 noticed long before its registration expires. A slow member is excluded, too, and returns on a side group."""
 GATHER_S = 5.0
-"""Maximum seconds to wait for further joining actors before a side group is opened. The wait is at most as long as a
-transfer."""
+"""Maximum seconds to wait for further joining actors before a side group is opened; less if a transfer takes less."""
 ASSUMED_BYTES_PER_S = 40e6
 """Assumed transfer rate until one has been measured. The network may be slower by the factor `coordinator.SLOW`."""
 MOST_REASONS = 16
@@ -56,8 +55,7 @@ MOST_REASONS = 16
 
 class TransferSession:
     """One transfer group with its state machine: the epoch of all actors, or the side group of `joiners`. The session performs
-    the coordinator's actions and records the update's figures. Its trace span lasts until all members serve the version, or
-    until the update is given up."""
+    the coordinator's actions and records the update's figures. Its trace span lasts until the update is served or given up."""
 
     def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiners: Iterable[c.Member] = ()) -> None:
         self._updater, self.coordinator = updater, coordinator
@@ -227,8 +225,8 @@ class TransferSession:
 
 class WeightUpdater:
     """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
-    from the offer of the first version until an actor serves it. `on_change` is called when a version is served or an actor is
-    gone."""
+    from the offer of the first version until an actor serves it. `on_change` is called when a version is served or an actor
+    leaves."""
 
     def __init__(
         self,
@@ -285,8 +283,7 @@ class WeightUpdater:
 
     @property
     def limit_s(self) -> float:
-        """Return the maximum seconds for sending a version: `deadline_s`, plus `SLOW` times the median of the newest
-        transfers."""
+        """Return the maximum seconds for sending a version: `deadline_s` plus `SLOW` times the median of recent transfers."""
         return self.deadline_s + c.SLOW * median(self.transfers_s)
 
     @property
@@ -333,8 +330,7 @@ class WeightUpdater:
 
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
-        """Wait until `version`, which must already be offered, is served. Later versions are staged but not committed inside
-        the block."""
+        """Wait until the offered `version` is served. Later versions are staged but not committed inside the block."""
         self.post(self._main, c.HoldCommits(above=version))
         try:
             await self._until(lambda: self.served_version >= version)
@@ -408,8 +404,7 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer of this incarnation to the session with its epoch. The main session gets, and ignores, answers of old
-        epochs."""
+        """Post an answer of this incarnation to the session of its epoch, or else to the main session, which ignores it."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
@@ -428,8 +423,7 @@ class WeightUpdater:
             del self._reasons[next(iter(self._reasons))]
 
     def post(self, session: TransferSession | None, event: c.Event | None) -> None:
-        """Queue an event for `session`. With `session` None, a membership event is for all sessions, and no event means that
-        the wait of `GATHER_S` is over."""
+        """Queue an event. Without a `session`, it concerns the membership. Without an event, the wait of `GATHER_S` is over."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
