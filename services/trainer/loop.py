@@ -185,7 +185,7 @@ class OptimizerLoop:
             except TimeoutError:
                 log.warning("the other ranks still compute after %.0f s", timeout_s)
             except RuntimeError as error:  # from torch.distributed: they are gone, and no longer needed
-                log.warning("the other ranks cannot be told to end: %s", error)
+                log.warning("the other ranks could not be ordered to end: %s", error)
 
     def close(self) -> None:
         """Refuse further checkpoints, without waiting for a running computation or checkpoint."""

@@ -114,7 +114,7 @@ class PolicyTrainer:
         most once, on another thread, before the next checkpoint begins. It makes the state durable; the caller must sync the
         export. It raises `OSError`, and `ServiceError` if a rank cannot write.
         """
-        assert self._version in (None, version), f"weights of {self._version}, the rest of version {version}"
+        assert self._version in (None, version), f"the weights are of version {self._version}, not {version}"
         self._state.stage()
         self._export.stage(self.learner)
         about = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}

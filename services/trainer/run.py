@@ -196,8 +196,8 @@ class TrainingRun:
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
-            progress, uploaded = self.recorder.progress, self.uploads.all_done
-            completing = tasks.create_task(complete(self._settings, self.loop.version, uploaded, progress))
+            completion = complete(self._settings, self.loop.version, self.uploads.all_done, self.recorder.progress)
+            completing = tasks.create_task(completion)
             await stop.wait()
             heartbeat.cancel()
             completing.cancel()

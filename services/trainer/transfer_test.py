@@ -47,11 +47,11 @@ def meet(
         raise TransferError(f"meeting {other}: {error}; {hint}") from error
 
 
-def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int = TOTAL_BYTES) -> float:
-    """Rank 0: broadcast `total_bytes`. Rank 1: receive and compare them. Return GB/s. Raises `TransferError`."""
+def send(group: WeightGroup, chunk_bytes: int, within_s: float) -> float:
+    """Rank 0: broadcast `TOTAL_BYTES`. Rank 1: receive and compare them. Return GB/s. Raises `TransferError`."""
     end, sends = time.monotonic() + within_s, group.spec.rank == 0
     began_at = time.monotonic()
-    rounds = max(total_bytes // chunk_bytes, 2)
+    rounds = max(TOTAL_BYTES // chunk_bytes, 2)
     with group.placement.scope():
         wanted = torch.arange(chunk_bytes // 4, dtype=torch.int32, device=group.placement.device)
         chunk = wanted.clone() if sends else torch.zeros_like(wanted)

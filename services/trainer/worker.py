@@ -120,7 +120,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
         try:
             learner = load_learner(recipe, model_source(recipe, settings), ranks, revision=settings.revision)
         except UserError as error:
-            # Not printed but logged: rank 0 usually prints the same error, but this one may concern a folder of this node.
+            # Rank 0 usually prints the same error. This one is logged, because it may concern a folder of this node.
             log.error("rank %d cannot load the model: %s", ranks.rank, error)
             sys.exit(EXIT_USER_ERROR)
         readiness.reason = ""

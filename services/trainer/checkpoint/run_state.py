@@ -49,7 +49,7 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
             raise TypeError("recipe")
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         path = run_dir / LINEAGE
-        raise UserError(f"{path} does not say how often the run's trainer started: {error!r}; restore it") from error
+        raise UserError(f"{path} does not list the starts of the run's trainer: {error!r}; restore it") from error
     if found != run:
         fix = f"is the folder of run {found!r}, not of {run!r}: give this run its own folder"
         raise FieldError("run_dir", str(run_dir), fix)

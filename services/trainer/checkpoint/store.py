@@ -89,7 +89,7 @@ def fetch_model(url: str, folder: Path) -> str:
             with store.open_input_stream(f"{root}/{name}") as source, (folder / name).open("xb") as target:
                 found = _copy(source, target)
             if said is not None and found != said:
-                raise ServiceError(f"{url}/{name} does not match {MANIFEST}: damaged, or being replaced; start again")
+                raise ServiceError(f"{url}/{name} does not match {MANIFEST}: it is damaged or being replaced; try again")
     except FileNotFoundError as error:
         raise FieldError("model.name", url, f"there is no model: {first_line(error)}") from error
     return url
@@ -142,7 +142,7 @@ def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
 
 def _safe(name: str, url: str) -> str:
     if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
-        raise FieldError("model.name", url, f"names a file {name!r}: it is not a model of this project")
+        raise FieldError("model.name", url, f"has a file with the unsafe name {name!r}; use another model")
     return name
 
 

@@ -185,8 +185,8 @@ class Intake:
             names = (entry.msg_id, named if self._is_proved(named.rpartition(".")[0], token) else "")
             return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
         if not self._is_proved(sequence.group_id, sequence.group_token):
-            what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
-            # Fail the sample whose id this message has: NATS would drop its true sequence as a duplicate.
+            what = f"actor {sequence.actor!r:.100} did not receive group {sequence.group_id!r:.100}"
+            # The sample with this message's id fails, because NATS would drop its true sequence as a duplicate.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
         reason = groups.untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         reason = reason or ("" if sequence.failure else self.quarantine.failure_of(sequence))

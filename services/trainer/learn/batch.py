@@ -182,7 +182,7 @@ def host_microbatch(
     firsts, ends, versions = np.array(spans, dtype=np.int64).reshape(-1, 3).T  # the spans cover the sampled tokens in order
     sampled = ranges(firsts, ends - firsts)
     lags = version - np.repeat(versions, ends - firsts)
-    assert lags.min(initial=0) >= 0, f"a token that a version after {version} sampled cannot be trained on at {version}"
+    assert lags.min(initial=0) >= 0, f"a token was sampled by a version after {version}"
     completion_ids = _joined([member.completion_token_ids for member in members], np.int64)
     padded_ids, padded_lengths, padded_places = _padded(token_ids, lengths, places, pad_multiple)
     return HostMicroBatch(

@@ -251,7 +251,7 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_gr
     log_distribution = torch.log_softmax(scaled, dim=-1)
     logprobs = log_distribution.gather(-1, targets[:, None]).sum(-1)
     source = log_distribution if entropy_grad else log_distribution.detach()
-    # 0 · log 0 = 0: a masked vocabulary entry has logit -inf.
+    # A masked word has logit -inf, and p · log p must then be 0.
     entropy = -(source.exp() * source.clamp(min=torch.finfo(source.dtype).min)).sum(-1)
     return TokenScores(logprobs, entropy)
 

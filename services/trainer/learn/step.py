@@ -47,9 +47,9 @@ Share = tuple[HostMicroBatch, ...]
 
 
 def batch_message(version: int, share: Share) -> Message:
-    content = [(f"{index}/", name, value) for index, batch in enumerate(share) for name, value in vars(batch).items()]
-    arrays = {index + name: value for index, name, value in content if isinstance(value, np.ndarray)}
-    others = {index + name: value for index, name, value in content if not isinstance(value, np.ndarray)}
+    content = {f"{index}/{name}": value for index, batch in enumerate(share) for name, value in vars(batch).items()}
+    arrays = {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
+    others = {name: value for name, value in content.items() if name not in arrays}
     return Message(BATCHES, {"version": version, "size": len(share), **others}, arrays)
 
 
@@ -107,7 +107,6 @@ class Learner:
         self.temperature, self._bound = temperature, bound
         self._batches_sent: dict[PreparedStep, list[Any]] = {}
         """Pending sends of batches to the other ranks, by step."""
-        self.pad_multiple = policy.row_multiple
         self.world = world or World(RankLayout(), policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
             add_value_head(policy)
@@ -142,7 +141,7 @@ class Learner:
         def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
             of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
             options: dict[str, Any] = {"actors": actors[members], "reported": reported[members], "has_gradient": has_gradient}
-            return host_microbatch(*of_chosen, self.pad_multiple, share_prompts=share_prompts, **options)
+            return host_microbatch(*of_chosen, self.policy.row_multiple, share_prompts=share_prompts, **options)
 
         phases_s: dict[str, float] = {}
         with meter.measured(phases_s, "plan"):

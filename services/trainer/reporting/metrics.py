@@ -183,8 +183,7 @@ def phase_name(phase: int) -> str:
 PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() if phase)
 
 
-STREAMS = ("prompts", "sequences")
-BY_STREAM = {"stream": STREAMS}
+BY_STREAM = {"stream": ("prompts", "sequences")}
 
 
 class StreamMetrics:

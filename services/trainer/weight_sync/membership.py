@@ -17,7 +17,6 @@ from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Mem
 MOST_REMEMBERED = 4096
 """Maximum number of ended pods to remember. Late heartbeats of their processes arrive within seconds."""
 
-
 Kind = Literal["joined", "left", "evicted"]
 
 
@@ -58,12 +57,9 @@ class UpdateObserver(Protocol):
 
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
 """`joining`: on a side group. `waiting`: the actor serves no version or an old one. `leaving`: it is shutting down."""
-
 MOST_AT_ONCE = 4
 """Maximum number of side groups. One of them is reserved for newcomers."""
-
 MOST_IN_GROUP = 64
-
 MOST_RESTED = 16
 """Maximum number of heartbeats between two attempts with a failing actor. Each attempt may send the whole version."""
 
