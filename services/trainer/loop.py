@@ -304,7 +304,7 @@ class OptimizerLoop:
         self._feeder.look_again()
 
     async def _take_gpu(self) -> None:
-        """If the engine shares the GPU in turns, wait until it sleeps. A running measurement must end first."""
+        """Wait until the engine sleeps, if trainer and engine take turns on one GPU. A running measurement must end first."""
         if self._turn is None or self._turn.is_held:
             return
         self.waiting_for = "the engine to sleep"

@@ -133,8 +133,7 @@ class PolicyTrainer:
 def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
 ) -> PolicyTrainer:
-    """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint. Raises `FieldError`, and
-    `ServiceError` if the checkpoint cannot be read."""
+    """Rank 0: load model, tokenizer, and the state of `start`'s checkpoint. Raises `FieldError` and the errors of `restore`."""
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
@@ -173,8 +172,8 @@ def weight_sender(
 
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
-    """Return whether the GPU of a single rank keeps the snapshots. Adapters always fit. Whole weights must fit beside the
-    training state, and are not kept on a GPU that an actor uses, on which torch may take only a part of the memory."""
+    """Return whether a single rank's GPU keeps the snapshots. Adapters always fit. Whole weights must fit beside the training
+    state, and do not stay on a GPU that an actor also uses. On such a GPU, torch may take only a part of the memory."""
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))
@@ -337,8 +336,7 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
 
 
 def _bring(modules: Iterable[nn.Module], world: World) -> None:
-    """Copy rank 0's parameters and buffers of `modules`, without submodules, to every rank's device. Tied tensors stay tied. No
-    reference is kept, so that sharding can free them."""
+    """Copy rank 0's parameters and buffers of `modules`, without submodules, to every rank's device. Tied tensors stay tied."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept, so that its id is not reused
     for module in modules:
         for named in (module.named_parameters, module.named_buffers):

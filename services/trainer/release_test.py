@@ -1,7 +1,6 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
-The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. It changes
-nothing. A failed check says where to look.
+The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount. It changes nothing.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """Yield the files of folder `source`, each as at least one chunk. Raises `ServiceError` if another model is `asked` for, or
-    if the run did not make its initial model itself."""
+    """Yield the files of folder `source` in chunks. Raises `ServiceError` if `asked` is not a model that this run made."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
@@ -39,8 +38,7 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
 
 
 class StepFeed:
-    """The run's step records, for any number of readers on one event loop. All records (a few kilobytes per step) are kept for
-    late readers. The feed ends with the run."""
+    """The run's step records, for any number of readers on one event loop. All records are kept for late readers."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._records: list[StepRecord | None] = list(records)

@@ -76,8 +76,8 @@ class Message:
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
-"""Maximum time for which a rank waits for rank 0's next message. It only matters if rank 0 vanished without closing its
-connections, because rank 0 otherwise sends one at least every `loop.HEARTBEAT_S` seconds, or after a long computation."""
+"""Maximum time for which a rank waits for rank 0's next message. Rank 0 sends one every `loop.HEARTBEAT_S` seconds, except
+during long computations. The limit only matters if rank 0 vanished without closing its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum duration of a collective on tensors, including the wait for ranks that are still computing."""
 BATCH_TIMEOUT = timedelta(days=3650)
@@ -134,8 +134,7 @@ class Links:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's layout, device and groups. A single rank has no links and no meshes. `row_group`: group of the ranks that
-    share this rank's rows; None if rows are not shared."""
+    """This rank's layout, device and groups. A single rank has no groups. `row_group`: ranks that share this rank's rows."""
 
     layout: RankLayout
     device: torch.device
@@ -169,8 +168,7 @@ class World:
 
 
 def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> None:
-    """Join the process group that torchrun's environment describes, and wait until all ranks have joined. Raises `ServiceError`
-    on every rank if a value in `same` differs between ranks."""
+    """Join the process group of torchrun's environment with all ranks. Raises `ServiceError` if `same` differs on a rank."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)

@@ -396,7 +396,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match="is the folder of run 'other'"):
         find_start(tmp_path, RUN, RECIPE)
     (tmp_path / "lineage.json").write_text("[]")
-    with pytest.raises(UserError, match="how often the run's trainer started"):
+    with pytest.raises(UserError, match="does not list the starts of the run's trainer"):
         find_start(tmp_path, RUN, RECIPE)
 
 

@@ -73,8 +73,7 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints. `begin(version)`: copies the tensors, on the compute thread. `capture`: copies the other state, on
-    the event loop. `written`: awaited after each checkpoint."""
+    """Writes checkpoints, and awaits `written` after each. `begin(version)` copies the tensors, `capture` the other state."""
 
     def __init__(
         self,

@@ -38,8 +38,7 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """Return the lineage; None before the first start. Raises `FieldError` for another run's folder, `UserError` for a bad
-    file."""
+    """Return the lineage; None before the first start. Raises `UserError`, which is a `FieldError` for another run's folder."""
     if not (run_dir / LINEAGE).is_file():
         return None
     try:

@@ -90,7 +90,7 @@ def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None
     """Write the tensors that all ranks have staged to disk, and sync them. All ranks must call this, each on any thread.
     `group`: process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
     _alone_is_meant()
-    # No copies ahead: torch would make them on a stream of the thread's GPU, which is the first GPU on every rank.
+    # Copies ahead are off, because torch would use a stream of the thread's GPU, which is the first GPU on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
@@ -117,8 +117,8 @@ class _Writer(dcp.FileSystemWriter):
 
 @torch.no_grad()
 def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy this rank's share of `learner_state` into host memory. `reused`: an earlier, written result; its memory is
-    reused."""
+    """Copy this rank's share of `learner_state` into host memory, and wait for the device. `reused`: an earlier result, already
+    written, whose memory is used again."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
         tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)

@@ -6,8 +6,8 @@ contains the name of the newest complete one. A folder without a manifest comes 
 ever deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
-because the checkpoint may be removed meanwhile. A run's next trainer continues an unfinished upload. Each attempt is a separate
-process, so that a store that hangs blocks nothing else:
+because the checkpoint may be removed meanwhile. A run's next trainer continues an unfinished upload. A separate process makes
+each attempt, because a store may hang:
 
     python -m services.trainer.checkpoint.store FOLDER URL    # uploads the model in FOLDER to URL
 """

@@ -2,8 +2,7 @@
 
 The parity probe is a fixed token sequence that the actors and the trainer score with the same version. The largest difference
 of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts the actors' answers that differ too
-much, lack a part of the change that training made, or cannot be compared. A stale KV cache does not affect the probe. The
-caller holds commits of later versions during a measurement.
+much, lack a part of the change that training made, or cannot be compared. A stale KV cache does not affect the probe.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ JUDGE_BATCH = 64
 
 
 def is_right(outcome: VerifyResult, correct_reward: float) -> bool:
-    """Return whether the reward without format and length terms reaches `correct_reward` (> 0)."""
+    """Return whether the verdict is OK and its reward, without format and length terms, reaches `correct_reward` (> 0)."""
     earned = answer_reward(outcome.components)
     return outcome.status == VERIFY_STATUS_OK and earned is not None and earned >= correct_reward * (1 - 1e-9)
 

@@ -70,8 +70,8 @@ _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 @dataclass(frozen=True, eq=False)
 class EncodedProblem:
-    """A problem in the form that actors and verifier use. `index`: position in the task's split. `stop_token_ids`: tokens that
-    end an answer, besides those of the recipe and the model."""
+    """A problem for actors and verifier. `index`: position in the task's split. `stop_token_ids`: tokens that also end an
+    answer."""
 
     share: ProblemSet
     index: int
@@ -104,8 +104,7 @@ class GroupTokens:
 
 
 class Feeder:
-    """Issues prompt groups. `journal`: records which group numbers may be published. `next_group` is the only state needed to
-    resume, because group i always has problem i."""
+    """Issues prompt groups. Group i always has problem i, so `next_group` is the only state needed to resume."""
 
     def __init__(
         self,
@@ -158,8 +157,8 @@ class Feeder:
         return self.tracker.issued_groups - self.tracker.lost_groups
 
     def begin_step(self, wait_share: float, *, for_max_lag: bool) -> None:
-        """Record that a step has its batch. `wait_share`: share of the time since the last step for which the step waited.
-        `for_max_lag`: whether `max_lag` caused the wait."""
+        """Record that a step has its batch, for which it waited `wait_share` of the time since the last step. `for_max_lag`:
+        whether `max_lag` caused the wait."""
         open_groups = self.tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
         self.bounds.begin_step(
@@ -202,12 +201,9 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups below number `reserved`, which an earlier incarnation may have issued. Return how many were
-        published again. Call this before reading the log.
-
-        If a group is on the streams (`prompts`, `arrived`: from `scan_in_flight`), its sequences are awaited. Otherwise it is
-        published again, with a message id that ends with `name`.
-        """
+        """Take over the groups below number `reserved`, which an earlier incarnation may have issued. Call this before reading
+        the log. A group that is not on the streams (`prompts`, `arrived`: from `scan_in_flight`) is published again, with a
+        message id that ends with `name`. Return the number of these groups."""
         while self.next_group < reserved:
             self._open_next()
         published = 0

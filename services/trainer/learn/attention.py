@@ -111,7 +111,7 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many of `predictors` (int64[C], ascending) each part has. Without a `host` copy, wait for the device."""
+        """Return how many `predictors` (int64[C], ascending) are in each part. Without a `host` copy, wait for the device."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]

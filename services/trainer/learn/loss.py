@@ -31,8 +31,7 @@ def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). That paper also multiplies the loss of
-    other tokens by π / μ; here `algorithm.loss` decides this."""
+    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855, without the weighting by π / μ)."""
     return _outside(log_weights, config)
 
 
@@ -54,8 +53,7 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is kept, so the step is
-skipped."""
+"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is not excluded."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -145,8 +143,8 @@ def compute_loss(
     batch: MicroBatch, scores: TokenScores, config: AlgorithmConfig, reference_logprobs: Tensor | None = None
 ) -> LossOutput:
     """Return policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value
-    loss, as sums weighted by token. With a value head, the batch's advantages are returns. The values v_φ are subtracted from
-    them without a gradient (the paper, eq. 4). A masked token adds 0 to the policy loss."""
+    loss, as weighted sums over tokens. With a value head, the batch's advantages are returns. The values v_φ are subtracted
+    from them without a gradient (the paper, eq. 4). A masked token adds 0 to the policy loss."""
     value_loss = scores.logprobs.new_zeros(())
     if scores.values is not None:
         error = scores.values - batch.advantages

@@ -109,8 +109,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 class PolicyOptimizer:
     """AdamW over the trainable parameters of a model, and over a value head with a separate learning rate. Only the policy's
-    gradient is clipped, because the head's gradient grows with the head's errors. Raises `FieldError` if the optimizer is
-    unusable."""
+    gradient is clipped, because the head's gradient grows with the head's errors. Raises `FieldError`, as `build_adamw`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config
@@ -194,7 +193,7 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
     def take_gradient(source: Tensor) -> None:
         assert source.grad is not None
         gradient, source.grad = source.grad, None
-        # The addition reads 16 bits per element: a float32 copy of the gradient would double the memory traffic.
+        # The 16-bit gradient is added directly, because a float32 copy of it would double the memory traffic.
         master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     parameter.register_post_accumulate_grad_hook(take_gradient)

@@ -212,8 +212,8 @@ class Coordinator:
         """Return after how many seconds this phase is stuck or too slow if no further answer arrives.
 
         Each answer extends the time by `deadline_s`, up to `limit_s` after the first answer. Once more than half have answered,
-        the limit is `SLOW` times their median, but at least `deadline_s`. While the trainer sends, only `limit_s` applies,
-        because the transfer itself notices a stuck chunk. `answers_s`: seconds from the phase's begin to each answer, in order.
+        `SLOW` times their median is a further limit, but not below `deadline_s`. While the trainer sends, only `limit_s`
+        applies, because the transfer itself notices a stuck chunk. `answers_s`: seconds from the phase's begin to each answer.
         """
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s

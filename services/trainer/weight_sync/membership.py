@@ -175,8 +175,7 @@ class Roster:
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
         """Return the departure that a pod's end causes; None if no actor of the pod is present. The actor of a deleted pod
-        departs twice: at the deletion, and when its processes have ended. If the pod goes on, a heartbeat brings the actor
-        back."""
+        departs twice: at the deletion, and when its processes have ended."""
         of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
         nameless = present.get(pod.name)
         if nameless is not None and not nameless.pod_uid:

@@ -51,8 +51,7 @@ def as_in_files(
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the parameters whose name or shape differs in the model's files. Call this once, and not while the
-    optimizer waits, because it takes 10 to 50 µs per parameter."""
+    """Return the names of the parameters whose name or shape differs in the model's files. It takes 10 to 50 µs for each."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
@@ -133,8 +132,7 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters. On a device, later changes of the parameters must be queued on the caller's stream. Raises
-        ManifestDiffers if the parameters do not match the manifest."""
+        """Copy the parameters. On a device, queue later changes of them on the caller's stream. Raises ManifestDiffers."""
         with self.placement.beside():
             stream = pack(self.manifest, parameters, self._empty_stream())
         return Snapshot(self.manifest, version, stream, self.placement)

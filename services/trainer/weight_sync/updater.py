@@ -225,8 +225,8 @@ class TransferSession:
 
 class WeightUpdater:
     """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
-    from the offer of the first version until an actor serves it. `on_change` is called when a version is served or an actor
-    leaves."""
+    from the offer of the first version until an actor serves it. `on_change`: called when a version is served or an actor is
+    gone."""
 
     def __init__(
         self,
@@ -492,8 +492,8 @@ class WeightUpdater:
         await self._tend_sides()  # after all actions, because an evicted actor must first wait for some heartbeats
 
     async def _tend_sides(self, *, gathered: bool = False) -> None:
-        """Remove actors from side groups that are gone or in the epoch. Open new side groups, if needed, after a wait for
-        further joining actors. `gathered`: this wait is over."""
+        """Remove gone actors, and members of the epoch, from side groups. Open the side groups that other actors need, after a
+        wait for more of them. `gathered`: this wait is over."""
         for session in list(self._sides):
             if outdated := self.roster.outdated(session.joiners, self.members):
                 await self._step_side(session, c.MembersLeaving(outdated, "it is gone, or in the epoch", still_running=False))
