@@ -64,8 +64,7 @@ def _in_time(following: AsyncResult[Message]) -> Message:
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
-    """Execute orders of rank 0 until the order to end, and call `on_order` after each. Raises `ServiceError` if rank 0 is
-    gone."""
+    """Execute the orders of rank 0 up to `END`, and call `on_order` after each. Raises `ServiceError` if rank 0 is gone."""
     links, received = learner.world.links, receive_batches(learner.world.batches)
     assert links is not None, "a rank that is alone gets no orders"
     saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")

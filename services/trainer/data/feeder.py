@@ -70,8 +70,7 @@ _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 @dataclass(frozen=True, eq=False)
 class EncodedProblem:
-    """A problem for actors and verifier. `index`: position in the task's split. `stop_token_ids`: tokens that also end an
-    answer."""
+    """A problem for actors and verifier. `index`: position in the task's split. `stop_token_ids`: they also end an answer."""
 
     share: ProblemSet
     index: int

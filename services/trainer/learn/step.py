@@ -84,8 +84,7 @@ class PreparedStep:
 
 
 class Learner:
-    """A policy and its optimizer on one rank, and with `kl_coefficient` > 0 a frozen reference policy. Rank 0 gives the
-    orders."""
+    """A policy and its optimizer on one rank, with a frozen reference policy if `kl_coefficient` > 0. Rank 0 gives orders."""
 
     def __init__(
         self,
@@ -190,8 +189,7 @@ class Learner:
                 self.world.batches.tell_all(Message(END))
 
     def send_batches(self, prepared: PreparedStep) -> None:
-        """Rank 0: start to send each rank its batches, on any thread, in the steps' order. Raises `RuntimeError` if a rank is
-        gone."""
+        """Rank 0: start to send each rank its batches, on any thread, in the steps' order. Raises `RuntimeError`."""
         layout, links = self.world.layout, self.world.batches
         if links is not None:
             messages = [batch_message(prepared.version, share) for share in prepared.shares]

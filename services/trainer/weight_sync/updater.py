@@ -225,7 +225,7 @@ class TransferSession:
 
 class WeightUpdater:
     """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
-    from the offer of the first version until an actor serves it. `on_change`: called when a version is served or an actor is
+    from the offer of the first version until an actor serves it. `on_change`: called when a version is served or actors are
     gone."""
 
     def __init__(
