@@ -103,7 +103,8 @@ class OptimizerLoop:
         return self._measuring is not None and not self._measuring.done()
 
     async def take_over(self) -> int:
-        """Take over the previous trainer's work, while NATS may be unreachable. Return how many groups were published again."""
+        """Take over the previous trainer's work. Wait while NATS is unreachable. Return the number of groups published
+        again."""
         start, feeder, intake = self._start, self._feeder, self._intake
         valid_bytes = start.state.journal_bytes if start.state else 0
         said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": valid_bytes}

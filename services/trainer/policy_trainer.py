@@ -1,4 +1,4 @@
-"""`PolicyTrainer`, which is the policy for the optimizer loop; and loading, checking and sharding of the model on every rank.
+"""Load, check and shard the model on every rank. `PolicyTrainer` is the policy as the optimizer loop uses it.
 
 Rank 0 loads the weights, finds out how to call the model, and tells the other ranks, which read only the model's configuration.
 A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is

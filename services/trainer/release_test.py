@@ -26,7 +26,7 @@ from pipelinerl.service.settings import TrainerSettings, read_settings, split_ho
 ANSWER_S = 15.0
 """Seconds allowed for one call."""
 CHECK_S = 60.0
-"""Seconds allowed for a whole check, because importing a client can take a long time on a busy node."""
+"""Seconds allowed for a whole check. Importing a client can take a long time on a busy node."""
 CLOSED_S = 5.0
 """Seconds without an answer after which an address counts as closed. Network policies drop packets silently."""
 

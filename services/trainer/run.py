@@ -165,7 +165,8 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the expected actors. At the timeout, raise `ServiceError`, or warn with `linger` or a starting actor."""
+        """Wait for the expected actors. At the timeout, raise `ServiceError`. With `linger` or a starting actor, warn and wait
+        on instead."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:

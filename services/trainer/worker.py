@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 def receive_batches(links: Links | None) -> Iterator[Message]:
     """Yield a message with the batches of each step, until rank 0 sends the order to end. A thread receives the next message
-    while the caller computes. Ask for a message only after rank 0 has ordered its step. Raises `ServiceError` if it does not
-    arrive within `ORDER_TIMEOUT` after that."""
+    while the caller computes. Ask for a message only after rank 0 has ordered its step. Raises `ServiceError` if the message
+    does not arrive within `ORDER_TIMEOUT` after that."""
     assert links is not None, "a rank that is alone gets no batches"
     with ThreadPool(1) as thread:
         following = thread.apply_async(links.hear)

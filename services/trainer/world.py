@@ -134,7 +134,8 @@ class Links:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's layout, device and groups. A single rank has no groups. `row_group`: ranks that share this rank's rows."""
+    """This rank's layout, device and groups. A single rank has no groups and no meshes. `row_group`: group of the ranks that
+    share this rank's rows."""
 
     layout: RankLayout
     device: torch.device

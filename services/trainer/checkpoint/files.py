@@ -22,7 +22,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Fill `target` with links to, or else copies of, the files of `source`, except the state of a run. Raises `OSError`."""
+    """Link the files of `source`, except the state of a run, into `target`; copy them if links fail. Raises `OSError`."""
     ignored = shutil.ignore_patterns(RUN_STATE.parent.name)
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 

@@ -38,7 +38,8 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """Return the lineage; None before the first start. Raises `UserError`, which is a `FieldError` for another run's folder."""
+    """Return the lineage; None if no trainer has started here. Raises `FieldError` if the folder belongs to another run, and
+    `UserError` if the file is malformed."""
     if not (run_dir / LINEAGE).is_file():
         return None
     try:

@@ -208,7 +208,7 @@ class StateSaver:
         self._free.set()
 
     def stage(self) -> None:
-        """Copy the state of all ranks into host memory. A state that is only staged is dropped. None may be being written."""
+        """Copy the state of all ranks into host memory, in place of one that is only staged. No write may be running."""
         self.abandon()
         assert self._free.is_set(), "the previous state is still being written from the same memory"
         self._learner.order(SAVE)

@@ -350,7 +350,8 @@ def probe_tolerance(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of a probe. `mismatch`: largest difference in nats, or None. `problems`: a text for each actor that failed."""
+    """Result of a probe. `mismatch`: largest difference in nats; None if no answer is comparable. `problems`: one per failed
+    actor."""
 
     mismatch: float | None = None
     problems: tuple[str, ...] = ()

@@ -70,7 +70,8 @@ _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 @dataclass(frozen=True, eq=False)
 class EncodedProblem:
-    """A problem for actors and verifier. `index`: position in the task's split. `stop_token_ids`: they also end an answer."""
+    """A problem in the form that actors and verifier use. `index`: position in the task's split. `stop_token_ids`: tokens that
+    end an answer, besides those of the recipe and the model."""
 
     share: ProblemSet
     index: int

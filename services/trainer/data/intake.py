@@ -308,7 +308,8 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-        """Add one step's tokens of lag 0, by actor: (all, those off). Return newly quarantined actors with their shares."""
+        """Add one step's tokens of lag 0, by actor: all, and those beyond the bound. Return newly quarantined actors, each with
+        its share of tokens beyond the bound."""
         found = {}
         for actor, (seen, off) in tokens.items():
             self._seen[actor] += seen

@@ -92,6 +92,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
         raise FieldError("trainer.lora", f"rank {config.rank}", fix)
     modules, field = dict(model.named_modules()), "trainer.lora.target_modules"
     head = model.get_output_embeddings()
+    body: dict[str, nn.Module]
     body = {name: one for name, one in modules.items() if isinstance(one, nn.Linear | Conv1D) and one is not head}
     if not body:
         raise FieldError(field, config.target_modules, f"{type(model).__name__} has no linear layer that could be adapted")

@@ -53,7 +53,7 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is not excluded."""
+"""Functions from log π − log μ [C] in nats to bool[C]: True excludes the token. NaN is kept, so that the step is skipped."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:

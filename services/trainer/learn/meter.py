@@ -97,7 +97,7 @@ def _feed_forward(text: Any) -> list[int]:
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each; None without a peak or time."""
+    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each; None if the peak is unknown."""
     return None if peak is None or seconds <= 0 else flops / (seconds * num_devices * peak)
 
 
@@ -143,7 +143,7 @@ def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class PhaseTimer:
-    """Measures time by phase without waiting for the device. On a GPU a block only queues work, so events mark its begin and
+    """Measures time by phase without waiting for the device. On a GPU a block only queues work, so events mark its start and
     end in the stream. Work that the device has not finished when `take` is called counts in the next step."""
 
     def __init__(self, new_event: Callable[[], torch.cuda.Event] | None = None) -> None:

@@ -109,7 +109,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 class PolicyOptimizer:
     """AdamW over the trainable parameters of a model, and over a value head with a separate learning rate. Only the policy's
-    gradient is clipped, because the head's gradient grows with the head's errors. Raises `FieldError`, as `build_adamw`."""
+    gradient is clipped, because the head's gradient grows with the head's errors. Raises `FieldError` like `build_adamw`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config
@@ -133,9 +133,9 @@ class PolicyOptimizer:
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
         """Clip the gradients, take a step, and clear them. No weight changes if the loss or a gradient is not finite.
 
-        `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the gradient's norm, which
-        bounds the norm of the weighted mean over tokens by 1. Return figures of metrics.jsonl: `learning_rate`, `grad_norm`
-        before clipping, `clipped`, and `skipped`, the reason why no weight changed.
+        `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the gradient's norm, so a
+        weighted mean over tokens is clipped at norm 1. Return figures of metrics.jsonl: `learning_rate`, `grad_norm` before
+        clipping, `clipped`, and `skipped`, the reason why no weight changed.
         """
         rate = learning_rate(self.steps_taken, self.config)
         bound = total_weight if self.config.max_grad_norm is None else self.config.max_grad_norm

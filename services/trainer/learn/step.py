@@ -189,7 +189,8 @@ class Learner:
                 self.world.batches.tell_all(Message(END))
 
     def send_batches(self, prepared: PreparedStep) -> None:
-        """Rank 0: start to send each rank its batches, on any thread, in the steps' order. Raises `RuntimeError`."""
+        """Rank 0: start to send each rank its batches, on any thread. Steps must be taken in the order in which they are sent.
+        Raises `RuntimeError` if a rank is gone."""
         layout, links = self.world.layout, self.world.batches
         if links is not None:
             messages = [batch_message(prepared.version, share) for share in prepared.shares]

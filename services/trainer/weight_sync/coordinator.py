@@ -25,7 +25,7 @@ from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serv
 MOST_RESTARTS = 3
 """Maximum number of retries of one version with the same members. Then each member must succeed alone before it rejoins."""
 SLOW = 4.0
-"""A member or transfer is slow if it takes this many times the median, that of the members or of the newest transfers."""
+"""A member or transfer is slow if it takes more than this multiple of the median of all members or of recent transfers."""
 TRAINER = ""
 """`actor` of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
@@ -129,7 +129,7 @@ class FormGroup:
 
 @dataclass(frozen=True)
 class Evicted:
-    """An actor was removed from an epoch. `cause`: None if its process is shutting down in order."""
+    """An actor was removed from an epoch. `cause`: None for an orderly shutdown of its process."""
 
     actor: str
     epoch: int

@@ -51,7 +51,7 @@ def as_in_files(
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the parameters whose name or shape differs in the model's files. It takes 10 to 50 µs for each."""
+    """Return the names of the parameters whose name or shape differs in the model's files (10 to 50 µs per parameter)."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
@@ -93,7 +93,7 @@ class Snapshot:
         self._checksums: dict[int, int] = {}
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
-        """Return the chunk's bytes in the memory of `placement`, and their checksum, when `stream` is filled."""
+        """Wait until `stream` is filled. Return the chunk's bytes in the memory of `placement`, and their checksum."""
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
             if chunk.index not in self._checksums:
@@ -198,7 +198,7 @@ class CollectiveGroup:
         self._broadcast: Future[TransferResult] | None = None
 
     async def built(self) -> None:
-        """Wait until every rank has connected. Raises `TransferError`, as `RanksMissing` if some ranks did not."""
+        """Wait until every rank has connected. Raises `TransferError`, and `RanksMissing` if some ranks do not connect."""
         await asyncio.wrap_future(self._meeting)
 
     async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:

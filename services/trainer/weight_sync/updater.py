@@ -252,7 +252,8 @@ class WeightUpdater:
         self.starting: set[str] = set()
         """Actors that report that they are loading, compiling or preparing for the manifest."""
         self.transfers_s = deque([sender.manifest.total_bytes / ASSUMED_BYTES_PER_S], maxlen=5)
-        """Seconds that sending all bytes takes, from the newest transfers to the epoch. The first value is an assumption."""
+        """Seconds for sending all bytes, extrapolated from the newest transfers to the epoch. The first value is an
+        assumption."""
         self._formed_before = False
         self._changed = asyncio.Condition()
         self._under_way: Snapshot | None = None
