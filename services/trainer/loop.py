@@ -103,8 +103,7 @@ class OptimizerLoop:
         return self._measuring is not None and not self._measuring.done()
 
     async def take_over(self) -> int:
-        """Take over the previous trainer's work. Wait while NATS is unreachable. Return the number of groups published
-        again."""
+        """Take over the previous trainer's work. Waits for NATS. Return the number of groups that were published again."""
         start, feeder, intake = self._start, self._feeder, self._intake
         valid_bytes = start.state.journal_bytes if start.state else 0
         said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": valid_bytes}

@@ -350,8 +350,8 @@ def probe_tolerance(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of a probe. `mismatch`: largest difference in nats; None if no answer is comparable. `problems`: one per failed
-    actor."""
+    """Result of a probe. `mismatch`: largest difference in nats; None if no answer is comparable. `problems`: one text per
+    failure."""
 
     mismatch: float | None = None
     problems: tuple[str, ...] = ()
