@@ -1,7 +1,5 @@
-"""`python -m services.trainer`: one training run, configured by environment variables (pipelinerl/service/settings.py).
-
-With several ranks, this process runs torchrun's agent. The agent starts each rank with the same command.
-"""
+"""`python -m services.trainer`: one training run, configured by environment variables (pipelinerl/service/settings.py). With
+several ranks, this process runs torchrun's agent, which starts each rank with the same command."""
 
 from __future__ import annotations
 

@@ -84,6 +84,5 @@ async def serve(
 
 
 def stream_limits(settings: TrainerSettings) -> StreamLimits:
-    """Return the limits of the streams that this trainer creates."""
     sequences_max_bytes = round(settings.sequences_max_gib * 1024**3)
     return StreamLimits(sequences_max_bytes=sequences_max_bytes, replicas=settings.stream_replicas)

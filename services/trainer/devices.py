@@ -1,9 +1,7 @@
-"""`python -m services.trainer.devices`: print one JSON object with the NVIDIA GPUs that torch can use, or with the reason why
-it can use none.
+"""`python -m services.trainer.devices`: print the NVIDIA GPUs that torch can use as JSON, or the reason why it can use none.
 
-The runner starts this as a process (`pipelinerl.recipe.devices`), since it imports neither torch nor NVML. CUDA decides which
-GPUs are visible and in which order; NVML says how much memory is free, which GPUs are divided (MIG), and which ones NVLink
-connects. Nothing is allocated on a GPU.
+The runner starts this as a process (`pipelinerl.recipe.devices`), because it imports neither torch nor NVML. CUDA decides which
+GPUs are visible and in which order. NVML knows the free memory, the division of GPUs (MIG) and the NVLink connections.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ DEVICES = Path("/dev")
 
 
 def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path = DEVICES) -> list[dict[str, Any]]:
-    """Return the fields of a `Device` for each usable GPU or MIG instance. Raises `UserError` if torch can use none.
-
-    `torch`, `nvml`: these modules; `nvml` is None if it is not installed. `nodes`: folder of the device files.
-    """
+    """Return the fields of a `Device` for each usable GPU or MIG instance. Raises `UserError` if torch can use none. `torch`,
+    `nvml`: these modules; `nvml` is None if it is not installed. `nodes`: folder of the device files."""
     if torch.version.cuda is None:
         fix = "install the CUDA build: make clean && make install DEVICE=cuda"
         raise UserError(f"torch {torch.__version__} is built without CUDA; {fix}")
@@ -63,8 +59,8 @@ def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
 
 
 def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the UUIDs of whole GPUs that CUDA shows, and of MIG instances. CUDA shows a process at most one MIG instance. The
-    instances are therefore taken from CUDA_VISIBLE_DEVICES or, if that is not set, from NVML."""
+    """Return the UUIDs of visible whole GPUs and of MIG instances. CUDA shows a process at most one MIG instance, so the
+    instances are taken from CUDA_VISIBLE_DEVICES or, if that is not set, from NVML."""
     whole, instances = set[str](), list[str]()
     for number in range(nvml.nvmlDeviceGetCount()):
         parent = nvml.nvmlDeviceGetHandleByIndex(number)

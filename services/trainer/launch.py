@@ -1,6 +1,5 @@
 """Start the trainer's ranks on this node under torchrun's elastic agent, and end when they have ended. If a rank dies, the
-other ranks of this node are killed at once, and those of other nodes fail at their next communication. Ranks are not
-restarted."""
+other ranks of this node are killed at once. Those of other nodes fail at their next communication."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def launch_ranks() -> int | None:
 
 
 def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
-    """Return how many ranks the trainer has on all nodes together. Raises `FieldError` if several nodes have no rendezvous, or
-    the node number is too high."""
+    """Return the number of ranks on all nodes. Raises `FieldError` if a rendezvous is missing or the node number is wrong."""
     if settings.nodes > 1 and not settings.rendezvous:
         raise FieldError("PIPELINERL_RENDEZVOUS", "", "with several nodes, set it to host:port of node 0")
     if settings.node >= settings.nodes:

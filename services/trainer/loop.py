@@ -1,14 +1,12 @@
-"""The optimizer loop: take batches, step, send versions, evaluate, record.
+"""The optimizer loop: take batches from `Intake`, compute steps, send versions through `WeightUpdater`, evaluate and record.
 
-The loop takes batches from `Intake`, and produces policy versions for `WeightUpdater` and one record per step. It waits for
-full batches. Before it offers a version, it also waits until all remaining actors serve the previous one. There is one
-exception: if a measurement (an evaluation or probe) keeps actors at an earlier version, the new version is skipped, and actors
-get a later one after the measurement. Except in conventional mode, sending overlaps with the computation of the next batch. A
-single compute thread makes all calls to the model. Checkpoints are taken between two steps. With `actor.colocate`, the steps of
-a phase begin when the engine sleeps, and it wakes up for the version after them.
+Before a version is offered, all remaining actors must serve the previous one. If an evaluation or probe holds the actors at an
+earlier version, the new version is skipped, and actors get a later one afterwards. Except in conventional mode, the next batch
+is computed while a version is sent. A single compute thread makes all calls to the model. With `actor.colocate`, the steps of a
+phase begin when the engine sleeps, and it wakes up for the version after them.
 
-Before the first step, the loop takes over the state of a checkpoint and the contents of the streams from the run's previous
-trainer. For the next trainer it writes the journal and captures the non-tensor part of checkpoints.
+Before the first step, the loop takes over a checkpoint and the streams from the run's previous trainer. For the next trainer it
+writes the journal, and the part of checkpoints that is not tensors.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ class OptimizerLoop:
         self._carried_s: dict[str, float] = {}
         """Seconds spent after the last step. They count in the next step's record."""
         self._passed_over = False
-        """True if the current version was not sent because a measurement holds the previous one."""
+        """True if the current version was not sent because a measurement holds an earlier one."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
         self._closed = self.stopping = False
         self.version = start.version
@@ -105,8 +103,7 @@ class OptimizerLoop:
         return self._measuring is not None and not self._measuring.done()
 
     async def take_over(self) -> int:
-        """Record the start in the journal, take over the previous trainer's work, and return the number of groups published
-        again. If the streams were recreated, the checkpoints' positions are reset. Waits while NATS is unreachable."""
+        """Take over the previous trainer's work. Waits for NATS. Return the number of groups that were published again."""
         start, feeder, intake = self._start, self._feeder, self._intake
         valid_bytes = start.state.journal_bytes if start.state else 0
         said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": valid_bytes}
@@ -162,15 +159,13 @@ class OptimizerLoop:
                     task.cancel()
 
     async def heartbeat(self) -> None:
-        """Until cancelled, send heartbeats to the other ranks, if any, since this rank may wait for long. Raises `RuntimeError`
-        if a rank is gone."""
+        """Send heartbeats to the other ranks, if any, until cancelled. Raises `RuntimeError` if a rank is gone."""
         while self._policy.num_ranks > 1:
             await self._in_compute(self._policy.learner.order, HEARTBEAT)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def request_checkpoint(self) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return once it is on disk. Raises `ServiceError` if it cannot
-        be written, or if the run has ended."""
+        """Write a checkpoint now, or after the running step. Raises `ServiceError` if that fails or the run has ended."""
         try:
             if self._closed:
                 raise ServiceError(RUN_ENDED)
@@ -190,7 +185,7 @@ class OptimizerLoop:
             except TimeoutError:
                 log.warning("the other ranks still compute after %.0f s", timeout_s)
             except RuntimeError as error:  # from torch.distributed: they are gone, and no longer needed
-                log.warning("the other ranks cannot be told to end: %s", error)
+                log.warning("the other ranks could not be ordered to end: %s", error)
 
     def close(self) -> None:
         """Refuse further checkpoints, without waiting for a running computation or checkpoint."""
@@ -230,7 +225,7 @@ class OptimizerLoop:
         self._feeder.look_again()
         evaluate = self._due(self._recipe.evaluation.every_steps) or self.version == self._recipe.trainer.steps
         measure = evaluate or (not self.measuring and self._due(self._recipe.weights.probe_every))
-        # After the offer, an engine that takes turns on the GPU needs the memory for itself.
+        # After the offer, an engine on the same GPU needs the memory.
         probed = await self._probe_scores() if measure and self._turn is not None else None
         if starts_phase(self._recipe, self.version) or self.version == self._recipe.trainer.steps:
             await self._offer(seconds, measure=measure)
@@ -286,8 +281,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the current version. Skip it if a measurement holds the commit of an earlier version. `measure`: the
-        current version will be measured, so first wait until the running measurement ends."""
+        """Begin to send the current version. Skip it if a measurement holds an earlier version. `measure`: the current version
+        will be measured, so first wait for the running measurement."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -309,7 +304,7 @@ class OptimizerLoop:
         self._feeder.look_again()
 
     async def _take_gpu(self) -> None:
-        """If the engine uses the same GPU in turns, wait until it sleeps, for which a measurement must end first."""
+        """Wait until the engine sleeps, if trainer and engine take turns on one GPU. A running measurement must end first."""
         if self._turn is None or self._turn.is_held:
             return
         self.waiting_for = "the engine to sleep"
@@ -321,15 +316,13 @@ class OptimizerLoop:
                     await self._turn.take()
 
     async def _offer_when_measured(self) -> None:
-        """Send the version that `_offer` passed over, if the measurement ends before the next batch is ready."""
-        assert self._next is not None, "the last version is measured, and never passed over"
-        assert self._measuring is not None, "a measurement is why it was passed over"
+        """Send the version that `_offer` skipped, if the measurement ends before the next batch is ready."""
+        assert self._next is not None, "the last version is measured, and never skipped"
+        assert self._measuring is not None, "the version was skipped because of a measurement"
         with measured(self._carried_s, "wait"):
             await asyncio.wait((self._next, self._measuring), return_when=asyncio.FIRST_COMPLETED)
         if not self.measuring:
             await self._offer(self._carried_s)
-
-    # --- evaluation and probe, beside the next step ------------------------------------------------------------------
 
     def _due(self, every_steps: int) -> bool:
         """Return whether to measure the current version. Only versions that are sent are measured."""
@@ -389,8 +382,6 @@ class OptimizerLoop:
                 except ServiceError as error:
                     log.error("the held-out evaluation is skipped: %s", error)
             self._recorder.commits_held(time.monotonic() - began_at)
-
-    # --- records -----------------------------------------------------------------------------------------------------
 
     def _record(
         self, figures: Mapping[str, Any], batch: list[TrainingGroup], seconds: dict[str, float], began_at: float

@@ -1,12 +1,10 @@
-"""`PolicyTrainer` is the policy as the optimizer loop uses it. The other functions load, check and shard the model on every
-rank. The methods of `PolicyTrainer` block. Call all of them but `prepare` on one thread, and the function that
-`begin_checkpoint` returns on another.
+"""Load, check and shard the model on every rank. `PolicyTrainer` is the policy as the optimizer loop uses it.
 
-Rank 0 loads the weights, finds out how to call the model, and tells the other ranks, which read only the model's
-configuration. A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the
-KL term is copied, because the reference is the initial policy.
+Rank 0 loads the weights, finds out how to call the model, and tells the other ranks, which read only the model's configuration.
+A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is
+copied, because the reference is the initial policy.
 
-FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer, so no device ever holds more than
+FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer, so a device never holds more than
 one whole layer, or all parameters outside the layers. Trained weights are stored in float32; computation uses the recipe's
 dtype. Gradients are summed in float32, not averaged, because each term of the loss is already weighted over the whole step.
 """
@@ -67,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyTrainer:
-    """Trains the policy, and makes snapshots and checkpoints of it. `sender`: the trainer's end of weight transfers."""
+    """Trains the policy, and makes snapshots and checkpoints of it. All methods block. Call all but `prepare` on one thread."""
 
     def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
         self.learner, self._recipe = learner, recipe
@@ -113,10 +111,10 @@ class PolicyTrainer:
         """Copy the training state and the export of the current weights, which must be of `version`, on all ranks.
 
         Return a function that writes the export into an existing folder, and the state into `resume/state` below it. Call it at
-        most once, before the next checkpoint begins, on a thread that does not compute. When it returns, the state is durable,
-        but the caller must sync the files of the export. It raises `OSError`, and `ServiceError` if a rank cannot write.
+        most once, on another thread, before the next checkpoint begins. It makes the state durable; the caller must sync the
+        export. It raises `OSError`, and `ServiceError` if a rank cannot write.
         """
-        assert self._version in (None, version), f"weights of {self._version}, the rest of version {version}"
+        assert self._version in (None, version), f"the weights are of version {self._version}, not {version}"
         self._state.stage()
         self._export.stage(self.learner)
         about = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
@@ -135,8 +133,7 @@ class PolicyTrainer:
 def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
 ) -> PolicyTrainer:
-    """Rank 0: load model and tokenizer (seconds to minutes), and the state of `start`'s checkpoint. Raises `FieldError`, and
-    `ServiceError` if the checkpoint cannot be read."""
+    """Rank 0: load model, tokenizer, and the state of `start`'s checkpoint. Raises `FieldError` and the errors of `restore`."""
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
@@ -161,8 +158,7 @@ def load_policy_trainer(
 def weight_sender(
     learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
-    """Return the sender of this learner's weights or adapters. Snapshots that the sending device may lack room for are kept in
-    host memory: those of sharded weights, and others as `has_room_for_snapshots` says."""
+    """Return the sender of this learner's weights or adapters. Snapshots stay in host memory if the device may lack room."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
@@ -176,8 +172,8 @@ def weight_sender(
 
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
-    """Return whether the GPU of a single rank keeps the snapshots. Adapters are small. Snapshots of whole weights must fit, and
-    are not kept on a GPU that an actor uses, which is one where torch may take only a part of the memory."""
+    """Return whether a single rank's GPU keeps the snapshots. Adapters always fit. Whole weights must fit beside the training
+    state, and do not stay on a GPU that an actor also uses. On such a GPU, torch may take only a part of the memory."""
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))
@@ -265,8 +261,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
 
 
 def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
-    """Raise `FieldError` if this rank's device cannot hold its part of weights, gradients and optimizer state. Warn if they
-    leave little memory for activations. CPUs are not checked."""
+    """Raise `FieldError` if this rank's GPU cannot hold its part of the training state. Warn if little memory is left."""
     if world.device.type != "cuda":
         return
     parameters = sum(parameter.numel() for parameter in whole.parameters())
@@ -295,8 +290,8 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
     """Shard `policy` over the ranks of `world`, which all must call this. The policy then computes in `dtype`. `reshard`: drop
-    gathered weights after each forward pass and gather them again for the backward pass, which saves memory but costs traffic.
-    Raises `FieldError` if the model has no list of layers, or if ranks cannot share rows of it."""
+    gathered weights after each forward pass, which saves memory but costs traffic. Raises `FieldError` if the model has no list
+    of layers, or if ranks cannot share rows of it."""
     assert world.mesh is not None, "one rank alone has nothing to shard"
     model = policy.model
     model.config.use_cache = False
@@ -323,8 +318,7 @@ def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: b
 
 
 def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | None:
-    """Return this rank's part of each row; None if each rank has whole rows. Raises `FieldError` if ranks cannot share rows of
-    this model."""
+    """Return this rank's part of each row; None for whole rows. Raises `FieldError` if ranks cannot share this model's rows."""
     layout = world.layout
     if layout.sequence_ranks == 1:
         return None
@@ -342,8 +336,7 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
 
 
 def _bring(modules: Iterable[nn.Module], world: World) -> None:
-    """Copy rank 0's parameters and buffers of `modules`, without submodules, to every rank's device. Tied tensors stay tied. No
-    reference is kept, so that sharding can free them."""
+    """Copy rank 0's parameters and buffers of `modules`, without submodules, to every rank's device. Tied tensors stay tied."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept, so that its id is not reused
     for module in modules:
         for named in (module.named_parameters, module.named_buffers):

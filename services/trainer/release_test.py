@@ -1,7 +1,6 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
 
-The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount, but without GPUs. Each check has
-a name, and a failed check says where to look. The test changes nothing, so streams that NATS lost stay missing.
+The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount. It changes nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.settings import TrainerSettings, read_settings, split_host_port
 
 ANSWER_S = 15.0
-"""Seconds allowed for one call. No call waits for the start of the run, since an earlier check fails until then."""
+"""Seconds allowed for one call."""
 CHECK_S = 60.0
-"""Seconds allowed for a whole check, since importing a client can take a long time on a busy node."""
+"""Seconds allowed for a whole check. Importing a client can take a long time on a busy node."""
 CLOSED_S = 5.0
-"""Seconds without an answer after which an address counts as closed, since network policies drop packets silently."""
+"""Seconds without an answer after which an address counts as closed. Network policies drop packets silently."""
 
 OBJECTS = {"configmaps": "run", "secrets": "report", "deployments/scale": "actor", "statefulsets/scale": "trainer"}
 """Name suffixes by kind of object. Of each kind, the trainer may access only the object named RELEASE-SUFFIX."""
@@ -69,7 +68,7 @@ async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str
 
 
 async def check_http(who: str, host: str, port: int) -> str:
-    """Check a Service's name and HTTP port. Other ports need no check: a ready service listens on all of them."""
+    """Check a Service's name and HTTP port. Other ports need no check, because a ready service listens on all of them."""
     from aiohttp import ClientError, ClientSession, ClientTimeout
 
     url = f"http://{host}:{port}/readyz"
@@ -141,8 +140,7 @@ async def check_episodes(address: str) -> str:
 
 
 async def check_policies(closed: str) -> str:
-    """Check that this pod cannot reach an address that only actors and the trainer may reach. Another check tests that the
-    address is up."""
+    """Check that this pod cannot reach an address that only actors and the trainer may reach."""
     if not await answers(closed, CLOSED_S):
         return f"{closed} is closed to this pod"
     raise ServiceError(

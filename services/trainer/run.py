@@ -1,8 +1,4 @@
-"""A training run: its parts, how they are connected, and the order from start to end.
-
-A run that is stopped early writes its summary, finishes the running step, writes a checkpoint, and writes the summary again. It
-spends at most `stop_checkpoint_s` seconds on the step and the checkpoint.
-"""
+"""A training run: its parts, how they are connected, and the order from start to end."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ ANSWER_WITHIN_S = 5.0
 DISMISS_S = 1.5
 """Maximum seconds to wait for the other ranks' computation before ordering them to end."""
 LAST_UPLOAD_S = 1800.0
-"""Maximum seconds to wait for the last upload at the end of the run, if the process then exits (`settings.linger` is false)."""
+"""Maximum seconds to wait for the last upload before the process exits (`settings.linger` is false)."""
 HEARTBEATS_ALONE = "departed actors are noticed only by their own message or by a missing heartbeat"
 
 
@@ -102,8 +98,6 @@ class TrainingRun:
     def view(self) -> RunView:
         loop = self.loop
         return RunView(loop.version, loop.waiting_for, self.updater, self.feeder, self.intake, self.uploads, loop.checkpoints)
-
-    # --- from start to end -------------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
         """Execute the run until it is finished or `stop` is set. Checkpoints are uploaded in the background."""
@@ -171,8 +165,8 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the expected actors. If too few come in time and none is starting, raise `ServiceError`; with `linger`, warn
-        and keep waiting."""
+        """Wait for the expected actors. At the timeout, raise `ServiceError`. With `linger` or a starting actor, warn and wait
+        on instead."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:
@@ -202,8 +196,8 @@ class TrainingRun:
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
-            progress, uploaded = self.recorder.progress, self.uploads.all_done
-            completing = tasks.create_task(complete(self._settings, self.loop.version, uploaded, progress))
+            completion = complete(self._settings, self.loop.version, self.uploads.all_done, self.recorder.progress)
+            completing = tasks.create_task(completion)
             await stop.wait()
             heartbeat.cancel()
             completing.cancel()
@@ -230,7 +224,7 @@ class TrainingRun:
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
-        """Pass the members' load to the recorder. Each actor has a separate task, so that none delays the others."""
+        """Pass the members' load to the recorder. Each actor has a separate task, so a slow actor does not delay the others."""
         loads: dict[str, ActorState] = {}
         asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
@@ -245,7 +239,7 @@ class TrainingRun:
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
-        """Update the actor's entry in `loads` over one channel until cancelled. After an error, open a new channel."""
+        """Update the actor's entry in `loads` until cancelled. After an error, open a new channel."""
         while True:
             try:
                 async with self._calls_to(name, address) as stub:
@@ -268,8 +262,8 @@ class TrainingRun:
 
 
 async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) -> bool:
-    """Execute one part of the run and return True. If it fails after `stop` is set, for example because all actors are gone,
-    log the error and return False, so that the error cannot prevent the checkpoint."""
+    """Execute one part of the run and return True. After `stop` is set, log an error of the part and return False, because such
+    an error must not prevent the last checkpoint."""
     try:
         await part
     except PipelineRLError as error:
@@ -281,8 +275,8 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:
-    """Until cancelled, remove an actor as soon as its pod ends or is deleted, before its heartbeat expires. Return at once
-    outside Kubernetes or without a selector. If the API cannot be used, warn, keep trying, and rely on heartbeats meanwhile."""
+    """Until cancelled, remove an actor as soon as its pod ends or is deleted. Return at once outside Kubernetes or without a
+    selector. If the API cannot be used, warn, keep trying, and rely on heartbeats meanwhile."""
     client = in_cluster(settings)
     if client is None:
         return

@@ -1,8 +1,7 @@
 """TrainerService over gRPC: status, the stream of step records, a checkpoint on demand, the initial model.
 
 An initial model that the run unpacked or copied is sent in chunks to actors that share no disk with the trainer. A caller names
-the model, not files, so it cannot request other files. Actors load a hub model or a user's folder themselves, so the call is
-refused for these.
+the model, not files, so it cannot request other files. Actors load other models themselves.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-    """Yield the files of folder `source`, each as at least one chunk. Raises `ServiceError` if another model is `asked` for, or
-    if the run did not make its initial model itself."""
+    """Yield the files of folder `source` in chunks. Raises `ServiceError` if `asked` is not a model that this run made."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
         raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: it is not sent to actors")
@@ -40,8 +38,7 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
 
 
 class StepFeed:
-    """The run's step records, for any number of readers at their own pace. All records (a few kilobytes per step) are kept, so
-    that a late reader gets all of them. The feed ends with the run. It must be used on one event loop."""
+    """The run's step records, for any number of readers on one event loop. All records are kept for late readers."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._records: list[StepRecord | None] = list(records)
@@ -68,8 +65,7 @@ class StepFeed:
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """`status()` returns the run's current status. `request_checkpoint()` returns once a checkpoint is written. `source`:
-    folder or hub id of the initial policy. CheckpointNow fails with FAILED_PRECONDITION if no checkpoint can be written or the
-    run has ended. GetInitialModel fails with the same code if this trainer does not have the requested model."""
+    folder or hub id of the initial policy. A call that is not possible now fails with FAILED_PRECONDITION."""
 
     def __init__(
         self,

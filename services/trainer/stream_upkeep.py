@@ -1,7 +1,7 @@
 """Keep the run's streams short, and find prompt groups that were lost.
 
 A group is lost if it has left the stream PROMPTS but some of its sequences never arrived. `Intake` then records its missing
-samples as failed, so that the feeder issues another group.
+samples as failed, and the feeder issues another group.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LOOK_EVERY_S = 10.0
 LOST_AFTER_S = 60.0
 GROUP_LOST = "prompt group lost"
 FULL_SHARE = 0.5
-"""Share of SEQUENCES's limits above which a checkpoint is written, so that older messages can be purged."""
+"""Share of the limits of SEQUENCES above which a checkpoint is written, so that older messages can be purged."""
 
 
 class StreamUpkeep:
-    """Purges messages from SEQUENCES that no kept checkpoint of `checkpoints` needs any more, and fails the missing samples of
-    lost groups. If SEQUENCES is more than half full, a new checkpoint is written first, and only later messages are kept."""
+    """Purges messages from SEQUENCES that no kept checkpoint needs, and fails the missing samples of lost groups. If SEQUENCES
+    is more than half full, a new checkpoint is written first, and messages that only older checkpoints need are purged, too."""
 
     def __init__(
         self, bus: Bus, tracker: SequenceTracker, intake: Intake, recorder: Recorder, checkpoints: Checkpointer
@@ -74,10 +74,9 @@ class StreamUpkeep:
             self._purged_below = readable_from
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
-        """Fail the missing samples of lost groups. An actor acknowledges a group only after storing all its sequences, and the
-        acknowledgement removes the group from PROMPTS. Once the intake has read everything that SEQUENCES then contained, the
-        missing sequences can no longer arrive. `LOST_AFTER_S` adds a margin. A group that an actor handed over to others is not
-        lost: it is on PROMPTS again, at another position."""
+        """Fail the missing samples of lost groups. An actor stores all sequences of a group before its acknowledgement removes
+        the group from PROMPTS. Once the intake has read all that SEQUENCES then contained, missing sequences cannot arrive any
+        more. `LOST_AFTER_S` adds a margin. A group that an actor handed over is on PROMPTS again, at another position."""
         gone = self._tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}

@@ -1,7 +1,7 @@
 """`python -m services.trainer.transfer_test`: one pod sends bytes to another as a trainer sends weights to an actor.
 
-`helm test` runs this in two pods of the trainer's image if `test.transferPair.enabled` is set. They meet in a group with the
-backend, network interface and chunk size of the run. Pod 0 broadcasts known bytes; pod 1 checks them. The run is not contacted.
+`helm test` runs this in two pods of the trainer's image if `test.transferPair.enabled` is set. They use the backend, network
+interface and chunk size of the run. Pod 0 broadcasts known bytes; pod 1 checks them. The run is not contacted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from pipelinerl.service.settings import host_port
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, on_device, transfer_backend
 from pipelinerl.transfer.manifest import Backend, GroupSpec, chunk_size
 
-TOTAL_BYTES = 2**30
-"""Total bytes to send, which takes about ten seconds at 1 Gbit/s."""
+TOTAL_BYTES = 2**30  # about ten seconds at 1 Gbit/s
 RECEIVED = "received"
 """Key that pod 1 sets at the end. Pod 0 waits for it."""
 
@@ -48,11 +47,11 @@ def meet(
         raise TransferError(f"meeting {other}: {error}; {hint}") from error
 
 
-def send(group: WeightGroup, chunk_bytes: int, within_s: float, total_bytes: int = TOTAL_BYTES) -> float:
-    """Rank 0: broadcast `total_bytes`. Rank 1: receive and compare them. Return GB/s. Raises `TransferError`."""
+def send(group: WeightGroup, chunk_bytes: int, within_s: float) -> float:
+    """Rank 0: broadcast `TOTAL_BYTES`. Rank 1: receive and compare them. Return GB/s. Raises `TransferError`."""
     end, sends = time.monotonic() + within_s, group.spec.rank == 0
     began_at = time.monotonic()
-    rounds = max(total_bytes // chunk_bytes, 2)
+    rounds = max(TOTAL_BYTES // chunk_bytes, 2)
     with group.placement.scope():
         wanted = torch.arange(chunk_bytes // 4, dtype=torch.int32, device=group.placement.device)
         chunk = wanted.clone() if sends else torch.zeros_like(wanted)

@@ -1,8 +1,7 @@
-"""The process of a rank other than rank 0: load the model, then execute rank 0's orders until the order to end. If rank 0 is
-gone, the wait for orders ends with an error, and torchrun ends the other ranks. A thread receives the next step's batches.
+"""The process of a rank other than rank 0: load the model, then execute rank 0's orders until the order to end.
 
 The first rank of each further node answers /healthz, /readyz and /metrics for that node's pod. A termination signal does not
-end a rank: rank 0 gets the same signal, and needs the other ranks for its last checkpoint.
+end a rank, because rank 0 gets the same signal and needs the other ranks for its last checkpoint.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ log = logging.getLogger(__name__)
 
 
 def receive_batches(links: Links | None) -> Iterator[Message]:
-    """Yield a message with the batches of each step, until rank 0 sends the order to end. While the caller computes a step, a
-    thread receives the next message; this thread does not keep a failed process alive. Ask for a message only after rank 0 has
-    ordered its step. Raises `ServiceError` if the message does not arrive within `ORDER_TIMEOUT` after that."""
+    """Yield a message with the batches of each step, until rank 0 sends the order to end. A thread receives the next message
+    while the caller computes. Ask for a message only after rank 0 has ordered its step. Raises `ServiceError` if the message
+    does not arrive within `ORDER_TIMEOUT` after that."""
     assert links is not None, "a rank that is alone gets no batches"
     with ThreadPool(1) as thread:
         following = thread.apply_async(links.hear)
@@ -65,8 +64,7 @@ def _in_time(following: AsyncResult[Message]) -> Message:
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
-    """Execute rank 0's orders until the order to end, and call `on_order` after each. Raises `ServiceError` if rank 0 is gone
-    without giving the order to end, and any error that the execution of an order raises."""
+    """Execute the orders of rank 0 up to `END`, and call `on_order` after each. Raises `ServiceError` if rank 0 is gone."""
     links, received = learner.world.links, receive_batches(learner.world.batches)
     assert links is not None, "a rank that is alone gets no orders"
     saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
@@ -121,7 +119,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
         try:
             learner = load_learner(recipe, model_source(recipe, settings), ranks, revision=settings.revision)
         except UserError as error:
-            # Not printed but logged: rank 0 usually prints the same error, but this one may concern a folder of this node.
+            # Rank 0 usually prints the same error. This one is logged, because it may concern a folder of this node.
             log.error("rank %d cannot load the model: %s", ranks.rank, error)
             sys.exit(EXIT_USER_ERROR)
         readiness.reason = ""

@@ -1,9 +1,8 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
-Ranks that share the tokens of one packed row have consecutive numbers, and so do ranks that share one copy of the weights,
-because they communicate most and consecutive ranks are usually on one node. Rank 0's orders (in host memory), the batches of
-the next step, tensors, checkpoints and each shared row have separate process groups. A single rank has no groups. A message has
-a kind, small fields and arrays. It is sent as a JSON header and the arrays' own memory (never pickle).
+Ranks that share a packed row, or a copy of the weights, have consecutive numbers, because consecutive ranks are usually on one
+node. Rank 0's orders, batches, tensors, checkpoints and each shared row have separate process groups. A single rank has no
+groups. A message is sent as a JSON header and the arrays' own memory, never as a pickle.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ class Message:
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def parts(self) -> list[Tensor]:
-        """Return what is sent: the header's length, the header, and the bytes of each array that is not empty. Arrays are only
-        copied if they are not contiguous or read-only."""
+        """Return what is sent: the header's length, the header, and each array's bytes, which are copied only if necessary."""
         arrays = {name: np.require(array, requirements=("C", "W")) for name, array in self.arrays.items()}
         shapes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
         header = bytearray(json.dumps((self.kind, dict(self.fields), shapes)).encode())
@@ -78,8 +76,8 @@ class Message:
 
 
 ORDER_TIMEOUT = timedelta(minutes=30)
-"""Maximum time for which a rank waits for rank 0's next message. Rank 0 sends one at least every `loop.HEARTBEAT_S` seconds
-unless it is computing or writing a checkpoint. The limit only matters if rank 0 vanished without closing its connections."""
+"""Maximum time for which a rank waits for rank 0's next message. Rank 0 sends one every `loop.HEARTBEAT_S` seconds, except
+during long computations. The limit only matters if rank 0 vanished without closing its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum duration of a collective on tensors, including the wait for ranks that are still computing."""
 BATCH_TIMEOUT = timedelta(days=3650)
@@ -136,8 +134,8 @@ class Links:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's layout, device and groups. A single rank has no links and no meshes. `row_group`: group of the ranks that
-    share this rank's rows; None if rows are not shared."""
+    """This rank's layout, device and groups. A single rank has no groups and no meshes. `row_group`: group of the ranks that
+    share this rank's rows."""
 
     layout: RankLayout
     device: torch.device
@@ -146,7 +144,7 @@ class World:
     """Mesh over all ranks: (copies, shards), or (shards) if there is one copy."""
     row_group: Any = None
     saving: Links | None = None
-    """Links between the threads that write checkpoints, separate so that these threads never block the computing threads."""
+    """Links between the threads that write checkpoints, separate so that they never block the computing threads."""
     batches: Links | None = None
     """Links on which rank 0 sends the batches of the next step while the current one is computed."""
     host_mesh: DeviceMesh | None = None
@@ -157,8 +155,7 @@ class World:
         return self.layout.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the rows computed at the same time, on every rank. If ranks share a row, only its
-        first rank contributes."""
+        """Return the sum of `values` over the rows computed at the same time, on every rank."""
         if self.mesh is None:
             return values
         total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)
@@ -172,8 +169,7 @@ class World:
 
 
 def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> None:
-    """Join the process group that torchrun's environment describes, and wait until all ranks have joined. Raises `ServiceError`
-    on every rank if a value in `same` differs between ranks."""
+    """Join the process group of torchrun's environment with all ranks. Raises `ServiceError` if `same` differs on a rank."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)

@@ -52,7 +52,7 @@ def checkpoint_beside_training(trainer: PolicyTrainer, folder: Path) -> dict[str
     trainer.step(trainer.learner.prepare([GROUP], 6))
     then = {name: weight.clone() for name, weight in trainer.learner.gather(WEIGHTS)}
     then |= {f"value_head.{name}": weight.clone() for name, weight in trainer.learner.gather(VALUE_HEAD)}
-    with pytest.raises(AssertionError, match="weights of 7, the rest of version 6"):
+    with pytest.raises(AssertionError, match="the weights are of version 7, not 6"):
         trainer.begin_checkpoint(6)
     write = trainer.begin_checkpoint(7)
     trainer.step(trainer.learner.prepare([GROUP], 7))

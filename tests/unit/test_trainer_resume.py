@@ -181,7 +181,7 @@ async def test_an_actor_answers_only_for_groups_that_it_was_handed(tmp_path: Pat
                 await bus.publish_sequence(nameless.SerializeToString(), f"made-up-unreadable-{len(group.group_id)}")
             await one.idle()
             assert (one.intake.bad_messages, one.tracker.ledger.counts) == (7, before)
-            assert "actor 'mallory' was not handed group 'g00000000'" in caplog.text
+            assert "actor 'mallory' did not receive group 'g00000000'" in caplog.text
             taken = replace(make_sequence(second, 0, reward=500.0, spans=(span,)), group_token=first.token)
             await bus.publish_sequence(encode_sequence(taken), second.sequence_id(0))
             for group in (first, second):
@@ -396,7 +396,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match="is the folder of run 'other'"):
         find_start(tmp_path, RUN, RECIPE)
     (tmp_path / "lineage.json").write_text("[]")
-    with pytest.raises(UserError, match="how often the run's trainer started"):
+    with pytest.raises(UserError, match="does not list the starts of the run's trainer"):
         find_start(tmp_path, RUN, RECIPE)
 
 

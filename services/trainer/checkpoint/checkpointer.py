@@ -1,12 +1,7 @@
 """Decide when to write checkpoints. Each one holds exactly one policy version, and an existing folder is always complete.
 
-Tensors and other state are captured at the same moment between two steps: while they are copied, no step is being computed, and
-every computed step is in the tracker. During the next steps, a separate thread writes one checkpoint at a time to a hidden
-folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
-
-`PolicyExport` stages the policy in host memory while training waits, and writes the Hugging Face folder while training
-continues. Everything else that transformers needs to write a model (class, configuration, ties, conversions) is in a second
-model on the meta device, so that the writing thread uses nothing that a step changes.
+Tensors and other state are captured at the same moment between two steps. During the next steps, a separate thread writes one
+checkpoint at a time to a hidden folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
 """
 
 from __future__ import annotations
@@ -62,7 +57,7 @@ def write_checkpoint(
     run_dir: Path, keep: int, write_tensors: WriteTensors, state: RunState, before_rename: Callable[[], None] = lambda: None
 ) -> WrittenCheckpoint:
     """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `write_tensors` and `state` must be
-    of the same version. `before_rename` runs when only the rename is left; an error in it makes the checkpoint fail."""
+    of the same version. `before_rename` runs last before the rename; an error in it makes the checkpoint fail."""
     began_s = time.monotonic()
     folder = run_dir / CHECKPOINTS / f"step-{state.policy_version}"
     with replacing(folder) as partial:
@@ -78,8 +73,7 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints; those of earlier trainers are in `start`. `begin(version)`: copies the tensors, on the compute
-    thread. `capture`: copies the other state, on the event loop. `written`: awaited after each checkpoint."""
+    """Writes checkpoints, and awaits `written` after each. `begin(version)` copies the tensors, `capture` the other state."""
 
     def __init__(
         self,
@@ -94,7 +88,7 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """For each kept checkpoint, by version: the position in SEQUENCES up to which it covers messages."""
+        """Position in SEQUENCES up to which each kept checkpoint covers messages, by version."""
         self.saved_at_s = start.saved_at_s
         """Unix time at which the newest checkpoint was written, or training began if there is none; None before training."""
         self._began_version, self._began_s = start.version, time.monotonic()
@@ -151,7 +145,7 @@ class Checkpointer:
         return await asyncio.shield(task)
 
     async def _idle(self) -> None:
-        """Wait until no checkpoint is being written, since the next one is copied into the same memory."""
+        """Wait until no checkpoint is being written, because the next one is copied into the same memory."""
         while self._newest is not None and self._busy:
             await asyncio.wait({self._newest[1]})
 
@@ -199,7 +193,9 @@ _KEPT = ("generation_config", "_weight_conversions", "peft_config")
 
 
 class PolicyExport:
-    """Exports a policy in `dtype`. Each `stage` reuses the memory of the previous one, which must already be written."""
+    """Exports a policy in `dtype` as a Hugging Face folder, staged while training waits and written while it continues. `form`,
+    a second model on the meta device, has all that transformers needs besides the tensors, so that the writing thread uses
+    nothing that a step changes. Each `stage` reuses the memory of the previous one, which must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         with torch.device("meta"):
@@ -214,7 +210,7 @@ class PolicyExport:
 
     @torch.no_grad()
     def stage(self, learner: Learner) -> None:
-        """On all ranks, gather the policy's tensors into host memory. Must be called on the compute thread."""
+        """On all ranks, gather the policy's tensors into host memory. Call this on the compute thread."""
         there = {WEIGHTS: True, VALUE_HEAD: learner.policy.value_head is not None, ADAPTER: has_adapters(self.form)}
         for kind in (kind for kind, has in there.items() if has):
             copies = self.staged.setdefault(kind, {})
@@ -253,8 +249,7 @@ def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def load_value_head(policy: Policy, folder: Path) -> None:
-    """Load the value head from a checkpoint's `folder`, if the folder and `policy` have one. Raises `FieldError` if the head
-    does not fit the model."""
+    """Load the value head from a checkpoint's `folder`, if there is one. Raises `FieldError` if it does not fit `policy`."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return
     try:

@@ -1,5 +1,4 @@
-"""Atomic files and folders for checkpoints: written under another name, synced to disk, then renamed. A folder is replaced as a
-whole or not at all, even after a crash."""
+"""Atomic files and folders for checkpoints: they are written under another name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Fill `target` with the files of `source`, except the state of a run. Files are hard links if the file system supports
-    them, otherwise copies. Raises `OSError`, of which `shutil.Error` is a subclass."""
+    """Link the files of `source`, except the state of a run, into `target`; copy them if links fail. Raises `OSError`."""
     ignored = shutil.ignore_patterns(RUN_STATE.parent.name)
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
@@ -42,8 +40,7 @@ _PARTIAL, _REPLACED = ".partial-", ".old-"
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new path, which replaces `folder` if the block succeeds, and is removed otherwise. `tidy` cleans up after a
-    crash."""
+    """Yield a new path, which replaces `folder` if the block succeeds and is removed otherwise. After a crash, call `tidy`."""
     partial = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
     replaced = folder.with_name(f".{folder.name}{_REPLACED}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -68,8 +65,7 @@ def tidy(parent: Path) -> None:
 
 
 def link_export(step_folder: Path, folder: Path) -> Path:
-    """Make `folder` the policy's export from a checkpoint, without the training state. Files are hard links if possible,
-    otherwise copies."""
+    """Make `folder` the policy's export from a checkpoint, without the training state (`link_tree`)."""
     with replacing(folder) as partial:
         link_tree(step_folder, partial)
     return folder

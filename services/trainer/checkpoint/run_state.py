@@ -1,10 +1,8 @@
-"""Resume state: the non-tensor part of a checkpoint, and `lineage.json`.
+"""Resume state: the part of a checkpoint that is not tensors, and `lineage.json`.
 
 `lineage.json` records every start of this run's trainer with its version, the latest recipe, and when training began. A trainer
-writes the file before it serves anything, so that no two trainers of a run use the same incarnation number.
-
-The non-tensor part has two files: `run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages.
-For a failed sample, only the reason is kept.
+writes the file before it serves anything, so no two trainers of a run use the same incarnation number. A checkpoint has
+`run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """Return the lineage; None if no trainer has started in this folder. Raises `FieldError` if it is another run's folder, and
+    """Return the lineage; None if no trainer has started here. Raises `FieldError` if the folder belongs to another run, and
     `UserError` if the file is malformed."""
     if not (run_dir / LINEAGE).is_file():
         return None
@@ -51,7 +49,7 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
             raise TypeError("recipe")
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         path = run_dir / LINEAGE
-        raise UserError(f"{path} does not say how often the run's trainer started: {error!r}; restore it") from error
+        raise UserError(f"{path} does not list the starts of the run's trainer: {error!r}; restore it") from error
     if found != run:
         fix = f"is the folder of run {found!r}, not of {run!r}: give this run its own folder"
         raise FieldError("run_dir", str(run_dir), fix)
@@ -67,7 +65,7 @@ def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> 
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
-    """Record on disk when training began. Call this after `write_lineage`. Only the first call of a run has an effect."""
+    """Record on disk when training began, after `write_lineage`. Only the first call of a run has an effect."""
     content = _lineage_file(run_dir)
     if content and BEGAN not in content:
         write_whole(run_dir / LINEAGE, json.dumps({**content, BEGAN: now_s}) + "\n", durably=True)
@@ -82,8 +80,8 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the run's `GroupTokens`. If the folder has no key, make one; groups before number `reserved` then need no proof,
-    since they may already be in progress. Raises `UserError` if the file is malformed."""
+    """Return the run's `GroupTokens`. If the folder has no key, make one. Groups below number `reserved` then need no proof,
+    because they may already be in progress. Raises `UserError` if the file is malformed."""
     path = run_dir / "group-key.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -115,7 +113,6 @@ class RunState:
     books: Mapping[str, Any]
     """`SequenceTracker.to_state()`."""
     next_group: int
-    """The feeder's next group number."""
     position: int
     """Position of the last message read from SEQUENCES."""
     held: HeldSequences
@@ -196,11 +193,10 @@ class Start:
     folder: Path | None = None
     """Folder `…/resume` of the checkpoint to resume from."""
     state: RunState | None = None
-    """Non-tensor state in that checkpoint."""
     positions: Mapping[int, int] = field(default_factory=dict)
     """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
     saved_at_s: float | None = None
-    """Unix time at which the newest checkpoint was written, or training began if there is none; None before training."""
+    """As in `Checkpointer`."""
 
     @property
     def version(self) -> int:

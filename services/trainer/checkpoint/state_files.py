@@ -1,4 +1,4 @@
-"""Save and restore a learner's state, which is staged in host memory while training waits and written while training continues.
+"""Save and restore a learner's state. It is staged in host memory while training waits, and written while training continues.
 
 The state is a set of named tensors, independent of the number of ranks that share it and of the computation's dtype:
 
@@ -11,12 +11,11 @@ Parameters have their names in `Policy`, including the value head. Sharded param
 and the reference are not saved, because they are those of the initial model.
 
 The files are torch.distributed.checkpoint's: each rank writes its part, and any number of ranks can read them. `.metadata` is a
-pickle, so restore only the files of your own runs. It is written last, so a folder without it is incomplete. `dcp.save` runs on
-a thread of this project. `dcp.async_save` is not suitable: it already needs the folder when it stages, and by default it stages
-into new memory each time.
+pickle, so restore only the files of your own runs. It is written last, so a folder without it is incomplete. `dcp.async_save`
+is not used, because it needs the folder's path when it stages, and stages into new memory each time.
 
 On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder's path later, in a process group of the
-writing threads, so that no rank's training waits for it. Other modules decide which versions to save, and rename folders.
+writing threads, so that no rank's training waits for it.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Return whether the tensor is one of torchao's quantised tensors. This check does not import torchao."""
+    """Return whether the tensor is one of torchao's quantised tensors, without importing torchao."""
     return type(local_part(tensor)) is not Tensor
 
 
@@ -91,7 +90,7 @@ def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None
     """Write the tensors that all ranks have staged to disk, and sync them. All ranks must call this, each on any thread.
     `group`: process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
     _alone_is_meant()
-    # No copies ahead: torch would make them on a stream of the thread's GPU, which is the first GPU on every rank.
+    # Copies ahead are off, because torch would use a stream of the thread's GPU, which is the first GPU on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
@@ -104,7 +103,7 @@ def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writer that raises the root cause of a write error, since torch sends errors to other ranks without their causes."""
+    """Raises the root cause of a write error, because torch sends errors to other ranks without their causes."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -140,9 +139,8 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Load the state in `folder`, written by any number of ranks, into `learner`. Each rank reads separately, and keeps its
-    random state if the folder has none for this rank. Raises `FieldError` if the folder has no state, or the state of another
-    model, and `ServiceError` if it cannot be read."""
+    """Load the state in `folder`, written by any number of ranks. Each rank keeps its random state if the folder has none for
+    it. Raises `FieldError` if the folder has no state of this model, and `ServiceError` if it cannot be read."""
     _alone_is_meant()
     mesh = learner.world.host_mesh
     state = {
@@ -191,7 +189,7 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
 
 
 def _alone_is_meant() -> None:
-    """Silence torch's warning about saving from a single process; permanently, as `catch_warnings` is not thread-safe."""
+    """Silence torch's warning about saving from a single process."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
@@ -200,20 +198,17 @@ FOLDER, DISCARD = "folder", "discard"
 
 class StateSaver:
     """One rank's part in saving. A state is staged on all ranks, then written or abandoned. The next state reuses its memory.
-    Rank 0 decides; other ranks stage on its order, and execute its decision about the staged state in `follow`. If a state
-    cannot be written, rank 0 reports that, and training continues."""
+    Other ranks stage on rank 0's order, and execute rank 0's decision about the staged state in `follow`."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
         self.staged: dict[str, Tensor] = {}
         self._waiting, self._free = threading.Semaphore(0), threading.Event()
-        """`_waiting`: 1 while a staged state is neither being written nor dropped. `_free`: set while the memory holds no state
-        that is still to be written."""
+        """`_waiting`: 1 while a staged state is neither being written nor dropped. `_free`: set while the memory is free."""
         self._free.set()
 
     def stage(self) -> None:
-        """Copy the state of all ranks into host memory. A staged state that is not being written yet is dropped; one that was
-        being written must be finished by now."""
+        """Copy the state of all ranks into host memory, in place of one that is only staged. No write may be running."""
         self.abandon()
         assert self._free.is_set(), "the previous state is still being written from the same memory"
         self._learner.order(SAVE)
@@ -222,8 +217,7 @@ class StateSaver:
         self._waiting.release()
 
     def write(self, folder: Path) -> None:
-        """Write the staged state, and block until it is durable on all ranks. Call this on any thread. Raises `ServiceError` if
-        a rank cannot write."""
+        """Write the staged state, and block until it is durable on all ranks. Raises `ServiceError` if a rank cannot write."""
         begun = self._waiting.acquire(blocking=False)
         assert begun, "a staged state is written once"
         try:

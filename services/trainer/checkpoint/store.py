@@ -1,18 +1,15 @@
 """Models in an object store: each checkpoint's model is uploaded to `checkpoint.upload`, and initial models are fetched.
 
-Each folder that this project writes to a store has a `pipelinerl-manifest.json`. The manifest is first written to mark the
-model as incomplete. Then the files are written, read back and compared. Finally the manifest is written again, with the size
-and the SHA-256 of every file. The object `latest` beside the folders contains the name of the newest complete one. A folder
-without a manifest comes from other tools and is not checked. Nothing is ever deleted. Stores are accessed through pyarrow,
-which finds credentials in the same places as each store's own tools.
+A folder in the store has a `pipelinerl-manifest.json`, which first marks the model as incomplete. The files are written, read
+back and compared. Then the manifest gets the size and the SHA-256 of every file. The object `latest` beside the folders
+contains the name of the newest complete one. A folder without a manifest comes from other tools and is not checked. Nothing is
+ever deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
 
-Training never waits for uploads. A newer checkpoint replaces a waiting one. Each attempt is a separate process, so that a store
-that hangs blocks nothing else:
+Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
+because the checkpoint may be removed meanwhile. A run's next trainer continues an unfinished upload. A separate process makes
+each attempt, because a store may hang:
 
     python -m services.trainer.checkpoint.store FOLDER URL    # uploads the model in FOLDER to URL
-
-The files are first linked into another folder, since the checkpoint may be removed meanwhile. A run's next trainer continues an
-unfinished upload. The training state is not uploaded.
 """
 
 from __future__ import annotations
@@ -78,8 +75,7 @@ def put_model(folder: Path, url: str) -> int:
 
 def fetch_model(url: str, folder: Path) -> str:
     """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of the folder that was read.
-    Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it arrives damaged or is being replaced, and
-    the store's `OSError`."""
+    Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it is damaged, and the store's `OSError`."""
     store, root = _open(url)
     parent, _, name = root.rpartition("/")
     try:
@@ -93,14 +89,14 @@ def fetch_model(url: str, folder: Path) -> str:
             with store.open_input_stream(f"{root}/{name}") as source, (folder / name).open("xb") as target:
                 found = _copy(source, target)
             if said is not None and found != said:
-                raise ServiceError(f"{url}/{name} does not match {MANIFEST}: damaged, or being replaced; start again")
+                raise ServiceError(f"{url}/{name} does not match {MANIFEST}: it is damaged or being replaced; try again")
     except FileNotFoundError as error:
         raise FieldError("model.name", url, f"there is no model: {first_line(error)}") from error
     return url
 
 
 def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
-    """Fill the empty `folder` with the model `name`: a URL, or a folder, relative to `run_dir`'s parent or else to the current
+    """Fill the empty `folder` with the model `name`: a URL, or a folder relative to `run_dir`'s parent or else to the current
     folder. A run's `checkpoints/latest` means its newest checkpoint. Return its source. Raises like `fetch_model`."""
     if "://" in name:
         found = fetch_model(name, folder)
@@ -146,7 +142,7 @@ def _listed(store: FileSystem, root: str, url: str) -> dict[str, Digest | None]:
 
 def _safe(name: str, url: str) -> str:
     if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
-        raise FieldError("model.name", url, f"names a file {name!r}: it is not a model of this project")
+        raise FieldError("model.name", url, f"has a file with the unsafe name {name!r}; use another model")
     return name
 
 
@@ -198,8 +194,7 @@ class _Waiting:
 
 
 class Uploads:
-    """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones. Must be
-    used on one event loop."""
+    """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones."""
 
     def __init__(self, url: str, run_dir: Path, run: str, metrics: tuple[Counter, Histogram]) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
@@ -221,8 +216,7 @@ class Uploads:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Context in which accepted checkpoints are uploaded. The run's next trainer continues an upload that is unfinished at
-        its end."""
+        """Context in which accepted checkpoints are uploaded."""
         if not self._root:
             yield
             return
@@ -302,7 +296,7 @@ class Uploads:
 
 
 def _written_s(folder: Path) -> float:
-    """Return the Unix time at which a checkpoint was written. `folder`, its linked copy, has the same modification time."""
+    """Return the Unix time at which a checkpoint was written, from its linked copy."""
     return folder.stat().st_mtime
 
 

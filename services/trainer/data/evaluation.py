@@ -1,11 +1,8 @@
 """Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
-The parity probe is a fixed token sequence. Every actor scores it with the version that it serves, and the trainer scores it
-with that version's weights. The largest difference of token log-probabilities is the run's `logprob_mismatch_max`. An actor's
-answer counts in `parity_failures` if its difference exceeds the tolerance, if the actor serves only a part of the change that
-training made, or if the answer cannot be compared. Unlike `mismatch_kl`, the probe is not affected by a stale KV cache.
-
-During a measurement the caller holds commits of later versions, so that every completion is from the measured version.
+The parity probe is a fixed token sequence that the actors and the trainer score with the same version. The largest difference
+of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts the actors' answers that differ too
+much, lack a part of the change that training made, or cannot be compared. A stale KV cache does not affect the probe.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ class Scored:
 
 
 def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
-    """Return a held-out answer's branches. Outside an episode, the completion is the only branch. Raises `MessageError`."""
+    """Return an answer's branches. Outside an episode, the completion is the only branch. Raises `MessageError`."""
     kind = "GenerateResult"
     if result.branches:
         return tuple(branch_from_proto(branch, kind) for branch in result.branches)
@@ -97,7 +94,7 @@ JUDGE_BATCH = 64
 
 
 def is_right(outcome: VerifyResult, correct_reward: float) -> bool:
-    """Return whether the reward without format and length terms reaches `correct_reward` (> 0)."""
+    """Return whether the verdict is OK and its reward, without format and length terms, reaches `correct_reward` (> 0)."""
     earned = answer_reward(outcome.components)
     return outcome.status == VERIFY_STATUS_OK and earned is not None and earned >= correct_reward * (1 - 1e-9)
 
@@ -140,9 +137,8 @@ GENERATION_SHARE = 0.9
 
 @dataclass(frozen=True)
 class HeldoutResult:
-    """Result of an evaluation. `overall`: accuracy over the tasks' problems. `sets`: accuracy of each set, by name.
-    `num_tokens`: sampled tokens. `samples`: some answers; an answer without a verdict has a `failure`. An answer gets no
-    verdict if the completion was late, the actor or the reward failed, or the verifier did not answer in time."""
+    """Result of an evaluation. `overall`: accuracy over the recipe's tasks. `sets`: accuracy of each problem set. `num_tokens`:
+    sampled tokens. `samples`: some answers; those without a verdict have a `failure`."""
 
     version: int
     overall: Accuracy
@@ -176,8 +172,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version` within the timeout. The caller must hold commits of later versions meanwhile. Raises
-        `ServiceError` if no problem has a verdict by then."""
+        """Evaluate `version` while the caller holds commits. Raises `ServiceError` if no problem gets a verdict in time."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             began_at = asyncio.get_running_loop().time()
             generated_by = began_at + GENERATION_SHARE * self._timeout_s
@@ -224,15 +219,14 @@ class Evaluator:
         return done
 
     def _by_task(self, problem_ids: Iterable[str]) -> dict[str, list[str]]:
-        """Group the problems by task, since the problems of one task share sampling settings."""
+        """Group the problems by task, because the problems of one task share sampling settings."""
         found: dict[str, list[str]] = {}
         for problem_id in problem_ids:
             found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
         return found
 
     def _sampling(self, problem: EncodedProblem) -> sequence_pb2.SamplingParams:
-        """Return the settings of training, but with the evaluation's temperature and the task's `max_tokens`. If the prompt
-        leaves less room, the actor truncates the completion."""
+        """Return the settings of training, with the evaluation's temperature and the task's `max_tokens`."""
         changed = {"temperature": self._recipe.evaluation.temperature, "max_tokens": problem.share.max_tokens}
         return sequence_pb2.SamplingParams(**vars(sampling_of(self._recipe, problem)) | changed)
 
@@ -284,7 +278,7 @@ class Evaluator:
         return HeldoutResult(version, overall, num_tokens, tuple(known[answer] for answer in self._shown(completions)), sets)
 
     def _shown(self, completions: Mapping[str, actor_pb2.GenerateResult]) -> list[str]:
-        """Return the first answers, taking the sets in turn: four answers, or one per set if there are more than four sets."""
+        """Return the first answers, taking the sets in turn: four answers, or one per set if there are more sets."""
         by_set = self._by_task(sorted(completions)).values()
         in_turn = [answer for answers in zip_longest(*by_set) for answer in answers if answer is not None]
         return in_turn[: max(4, len(by_set))]
@@ -315,8 +309,7 @@ class Evaluator:
         return item_of(self._sequence(completion, None), max_tokens)
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Compare the scores of all actors that serve `version` with `trained`, the trainer's. Return None if no actor
-        answers."""
+        """Compare the scores of all actors that serve `version` with `trained`, the trainer's. Return None if none answers."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -342,10 +335,8 @@ class Evaluator:
 
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
-"""Allowed difference in nats: of every token in float32, and of the median token in 16 bits. In 16 bits, rounding alone routes
-some tokens to other experts of a mixture, and moves log-probabilities by whole nats (figures: docs/weight-updates.md)."""
-
-
+"""Allowed difference in nats: of every token in float32, and of the median token in 16 bits. In 16 bits, rounding can send a
+token to other experts of a mixture, which moves its log-probability by whole nats (figures: docs/weight-updates.md)."""
 SHARE_TOLERANCE = 0.1
 """Allowed distance of `served_share` from 1, in addition to the error that rounding explains."""
 
@@ -359,8 +350,8 @@ def probe_tolerance(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of a probe. `mismatch`: largest difference in nats; None if no answer could be compared. `problems`: a text for
-    each actor that does not serve the trained policy, or cannot be compared."""
+    """Result of a probe. `mismatch`: largest difference in nats; None if no answer is comparable. `problems`: one text per
+    failure."""
 
     mismatch: float | None = None
     problems: tuple[str, ...] = ()
@@ -369,10 +360,10 @@ class Parity:
 def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[float, float]:
     """Return the share of the change from `base` to `trained` that `served` has, and the error that rounding explains. Pure.
 
-    The share is the slope of served − base over trained − base. The error has two parts. The first is six standard errors of
-    the slope; each token's residual is computed with the slope of the other tokens, so that no single token decides. The second
-    is twice the size of the residuals relative to the change, since rounding in `trained` itself biases the slope towards 0.
-    The error is infinite if nothing has changed, or if one token makes up more than a quarter of the squared change.
+    The share is the slope of served − base over trained − base. Its error has two parts. The first is six standard errors of
+    the slope. Each token's residual there is computed with the slope of the other tokens, so that no single token decides. The
+    second is twice the squared residuals over the squared change, because rounding in `trained` itself biases the slope towards
+    0. The error is infinite if nothing has changed, or if one token makes up more than a quarter of the squared change.
     """
     change, off = trained.astype(np.float64) - base, served.astype(np.float64) - trained
     size = float(change @ change)
@@ -387,9 +378,9 @@ def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[f
 def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
-    """Compare the actors' answers, by name, with the trainer's. Log each problem as an error. `of_median`: apply the tolerance
-    to the median token instead of every token. `base`: log-probabilities before training; actors must serve the whole change
-    since then, even if it is smaller than the tolerance."""
+    """Compare the actors' answers, by name, with the trainer's, and log each problem. `of_median`: apply the tolerance to the
+    median token instead of every token. `base`: log-probabilities before training. Actors must serve the whole change since
+    then, even if it is smaller than the tolerance."""
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():

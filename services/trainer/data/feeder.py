@@ -1,9 +1,8 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
-The feeder consumes the tasks' problems in order and produces messages on PROMPTS. It may issue more groups after a new version,
-a lost group, the arrival of a sequence, or the start of an optimizer step. A group enters the tracker before it is published,
-so that no unknown sequence can arrive. The group's number is reserved on disk even earlier, so that a restarted trainer knows
-which groups may have been published. Completions are never tokenised again.
+The feeder looks again after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
+enters the tracker before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
+restarted trainer knows which groups may have been published. Completions are never tokenised again.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ log = logging.getLogger(__name__)
 
 async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], set[str]]:
     """Return what an earlier incarnation left on the streams: the position after which to read the log; the groups on PROMPTS,
-    each with the position of its newest message; and the groups with a sequence in the log after the returned position.
+    each with the position of its newest message; and the groups with a sequence after the returned position.
 
-    `position`: the last message of SEQUENCES that the checkpoint covers. PROMPTS is read first: an actor stores a group's
-    sequences before it acknowledges the group, so a group that has left PROMPTS is already in the log.
+    `position`: last message of SEQUENCES that the checkpoint covers. PROMPTS is read first, because an actor stores a group's
+    sequences before it acknowledges the group. A group that has left PROMPTS is thus already in the log.
     """
     prompts = {group_id_of(msg_id): at for msg_id, at in (await bus.pending_prompts()).items()}
     log_now = await bus.sequences_info()
@@ -105,9 +104,7 @@ class GroupTokens:
 
 
 class Feeder:
-    """Issues prompt groups. `updater`: knows the actors and the version that all serve. `journal`: records on disk which group
-    numbers may be published, before any of them is. `next_group`: the only state needed to resume, because group i always holds
-    problem i."""
+    """Issues prompt groups. Group i always has problem i, so `next_group` is the only state needed to resume."""
 
     def __init__(
         self,
@@ -126,7 +123,7 @@ class Feeder:
         self._look.set()
         self._unusable_in_a_row = 0
         self.refused: dict[str, str] = {}
-        """For each reason, the message of the first prompt that was left out for it."""
+        """The first message for each reason for which a prompt was left out."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
@@ -176,7 +173,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return the figures about sequences for a step's record. `ended_by_length` covers the time since the previous call."""
+        """Return a step record's figures about sequences. `ended_by_length` covers the time since the previous call."""
         tracker = self.tracker
         return {
             "in_flight": self.in_flight,
@@ -204,12 +201,9 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups below number `reserved`, which an earlier incarnation may have issued. Return how many were
-        published again.
-
-        If a group is on the streams (`prompts`, `arrived`: from `scan_in_flight`), its sequences are awaited. Otherwise it is
-        published again, with a message id that ends with `name`. Call this before reading the log.
-        """
+        """Take over the groups below number `reserved`, which an earlier incarnation may have issued. Call this before reading
+        the log. A group that is not on the streams (`prompts`, `arrived`: from `scan_in_flight`) is published again, with a
+        message id that ends with `name`. Return the number of these groups."""
         while self.next_group < reserved:
             self._open_next()
         published = 0
@@ -289,7 +283,6 @@ def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str
 
 
 def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
-    """Return the sampling settings for the problem's completions."""
     sampling = recipe.sampling
     return SamplingParams(
         sampling.temperature,
@@ -300,13 +293,13 @@ def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
 
 
 def longest_completion(recipe: Recipe, problem: EncodedProblem) -> int:
-    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or fewer if the prompt leaves less room in
-    the context. Length penalties use this number, too, so that a long prompt does not evade them."""
+    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or what the prompt leaves in the context.
+    Length penalties use it, too, so a long prompt does not evade them."""
     return min(problem.share.max_tokens, recipe.model.max_context - len(problem.prompt_token_ids))
 
 
 def group_seed(run_seed: int, group_number: int) -> int:
-    """Return the group's own seed, from 1 to 2^62 - 1."""
+    """Return the group's seed, from 1 to 2^62 - 1."""
     return int(np.random.SeedSequence((run_seed, group_number)).generate_state(1, np.uint64)[0] >> 2) or 1
 
 
@@ -334,8 +327,8 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
-    """Encode the prompt in the task's style, as int32[tokens]. An episode's prompt is empty, since the environment makes it.
-    Raises `FieldError` if a chat template is needed and the tokenizer has none."""
+    """Encode the prompt in the task's style. An episode's prompt is empty, because the environment makes it. Raises
+    `FieldError` if a chat template is needed and the tokenizer has none."""
     config = share.task
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)
     end = answer_end(tokenizer) if in_chat else None

@@ -1,9 +1,8 @@
 """Turn the SEQUENCES log into batches of complete groups.
 
-`Intake.run` reads the log from a position, checks every sequence and produces ready groups. Every sequence that is dropped is
-closed in the tracker. `take_batch` takes ready groups, drops those that are too old for the requested version, and waits until
-a batch is full. The feeder replaces lost groups, so that this wait ends. After too many consecutive lost groups the run ends
-with an error, since it would never train. Stale groups do not count, because groups sampled by newer versions are not stale.
+`Intake.run` reads the log, checks every sequence and produces ready groups. `take_batch` drops ready groups that are too old
+for the requested version, and waits until a batch is full. The feeder replaces lost groups. After too many consecutive lost
+groups the run ends with an error. Stale groups do not count as lost here, because newer versions sample fresh groups.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class Intake:
         """Trainable samples of each complete group that waits for a step."""
         self._changed = asyncio.Condition()
         self._phase: list[TrainingGroup] = []
-        self._handed_out: list[TrainingGroup] = []
-        """The last batch that `take_batch` returned."""
+        self._handed_out: list[TrainingGroup] = []  # the last batch
         self.position = 0
         """Position of the last message read. After a restart, reading continues after it."""
         self._lost_in_a_row = 0
@@ -113,7 +111,7 @@ class Intake:
         """Tokens since this start. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """For each short reason, the message of the first sequence that failed for it."""
+        """The first message for each short reason for which a sequence failed."""
         self.quarantine = Quarantine(recipe.weights.verify_logprobs)
 
     async def run(self) -> None:
@@ -131,7 +129,7 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return one step's groups, fresh enough for `version`; in conventional mode, the next part of the phase's groups."""
+        """Return the groups of the step at `version`. In conventional mode, they are the next part of the phase's groups."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
@@ -179,7 +177,7 @@ class Intake:
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """Return the sequence in a log entry. Return None if the entry is unusable and matches no pending sample."""
+        """Return the sequence in a log entry; None if the entry is unusable and matches no pending sample."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -187,8 +185,8 @@ class Intake:
             names = (entry.msg_id, named if self._is_proved(named.rpartition(".")[0], token) else "")
             return self._set_aside(f"message {entry.position} of the sequence log", names, f"unreadable: {error}")
         if not self._is_proved(sequence.group_id, sequence.group_token):
-            what = f"actor {sequence.actor!r:.100} was not handed group {sequence.group_id!r:.100}"
-            # Fail the sample whose id this message has: NATS would drop its true sequence as a duplicate.
+            what = f"actor {sequence.actor!r:.100} did not receive group {sequence.group_id!r:.100}"
+            # The sample with this message's id fails, because NATS would drop its true sequence as a duplicate.
             return self._set_aside(f"message {entry.position} of the sequence log", (entry.msg_id,), f"forged: {what}")
         reason = groups.untrainable_reason(sequence, self._recipe.model.max_context, self._vocab_size)
         reason = reason or ("" if sequence.failure else self.quarantine.failure_of(sequence))
@@ -230,8 +228,7 @@ class Intake:
         self._feeder.look_again()
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return the trainable samples of a complete group; empty if the group is lost. Raises `UserError` if too many
-        consecutive groups were lost."""
+        """Return a complete group's trainable samples; empty if the group is lost. Raises `UserError` after too many losses."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < groups.smallest_group(algorithm.advantage):
             self._lose(good, Outcome.FAILED, "group incomplete")
@@ -258,7 +255,7 @@ class Intake:
                 return group
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """Close stale samples and those of quarantined actors. Return the rest; None if none is left."""
+        """Close stale samples and those of quarantined actors. Return the rest; None if no sample is left."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)
@@ -289,18 +286,16 @@ class Intake:
 
 
 FEWEST_TOKENS = 256
-"""Number of an actor's tokens of lag 0 after which the actor is checked. The count then starts again at 0."""
+"""Number of an actor's tokens of lag 0 after which the actor is checked and the count starts again."""
 QUARANTINED = "actor_quarantined"
 
 
 class Quarantine:
     """Actors whose log μ does not match the policy version that they claim. Their sequences are no longer trained on.
 
-    A token has lag 0 if the version that is trained on it also sampled it. Actor and trainer then compute the same probability,
-    up to rounding. Other tokens are not checked, and some actors may send none of lag 0. Actors are identified by the name in
-    their sequences. Checkpoints do not contain the quarantine.
-
-    `share`: share of an actor's tokens of lag 0 that may be off by more than `meter.bound_of`; 0 = no actor is quarantined.
+    Only tokens of lag 0 are checked: the version that is trained on them also sampled them, so actor and trainer must agree up
+    to rounding. Checkpoints do not contain the quarantine. `share`: share of an actor's tokens of lag 0 that may be off by more
+    than `meter.bound_of`; 0 = no actor is quarantined.
     """
 
     def __init__(self, share: float) -> None:

@@ -1,7 +1,6 @@
 """The trainer's trace spans: issue, receipt and end of each sequence, and one span per optimizer step.
 
-A group's trace begins when the group is issued. For sampled traces, the parent of a sequence's next span is remembered until
-the sequence has ended. After a restart, a sequence's trace gets an end only if the sequence is received again.
+A group's trace begins when the group is issued. After a restart, only sequences that are received again get an end.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import Trace, child, is_on, root, trace_in, trace_of
 
 MOST_OPEN = 100_000
-"""Maximum number of sequences in progress whose trace is remembered. Beyond that, the oldest trace gets no end."""
+"""Maximum number of remembered traces of sequences in progress. Beyond that, the oldest trace gets no end."""
 
 
 class SequenceTraces:
-    """Remembers traces of sequences. A sequence without a sampled trace costs one dictionary look-up."""
-
     def __init__(self) -> None:
         self._open: OrderedDict[str, Trace] = OrderedDict()
         """By sequence id: the span that becomes the parent of the sequence's next span."""
@@ -34,7 +31,7 @@ class SequenceTraces:
         """Trace of the running optimizer step, and the step's start (Unix ns)."""
 
     def issue(self, group: PromptGroup, message_id: str) -> Span:
-        """Return the span of issuing a group, which begins the group's trace. Publish the message inside `with span:`."""
+        """Return the span that begins a group's trace. Publish the message inside `with span:`."""
         if not is_on():
             return root("group.issue")
         about: a.Attributes = {a.GROUP_ID: group.group_id, a.TASK: group.task, a.VERSION: group.issued_version}

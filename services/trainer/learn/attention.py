@@ -1,20 +1,15 @@
 """Attention that never crosses sequences, for many sequences packed into one row of tokens.
 
-transformers detects packed rows by their restarting position ids. Its `sdpa` and `eager` then get a block-diagonal [T, T] mask,
-which is correct but quadratic in the tokens of the whole row. The attention registered here works per sequence. It lays out the
-packed tokens as rows of a padded batch; every other layer computes real tokens only. Because attention is causal, padding is
-harmless: it comes after the tokens of its row, and its own outputs are dropped. On a GPU with 16-bit weights, torch's
-variable-length flash kernel is used, without padding.
+With transformers' `sdpa` and `eager`, a packed row has a [T, T] mask, which is quadratic in the row's tokens. The attention
+registered here works per sequence, on the rows of a padded batch. Padding is harmless: attention is causal, padding comes after
+a row's tokens, and its outputs are dropped. On a GPU with 16-bit weights, torch's variable-length flash kernel is used.
 
-Sequences with the same prompt may share the prompt's tokens in the packed row. Attention gathers the prompt's tokens for each
-of these sequences, and its backward pass adds up the gradients of their keys and values.
+Sequences with the same prompt may share its tokens in the packed row. Attention gathers these tokens for each sequence, and the
+backward pass adds up the gradients of their keys and values.
 
-If ranks share a row, all-to-all exchanges around attention turn [tokens / P, heads] into [tokens, heads / P] and back, so that
-any attention over whole sequences can be used (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the row collects all scores
-and computes the same loss. Gradients flow only through a rank's own part, so that the gradients of all ranks add up.
-
-transformers provides flex and flash_attention_2, and `model.py` selects them. Attention dropout, and ring attention for more
-ranks than heads, are not supported.
+If ranks share a row, all-to-all exchanges around attention turn [tokens / P, heads] into [tokens, heads / P] and back
+(DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the row collects all scores and computes the same loss. Gradients flow only
+through a rank's own part, so the gradients of all ranks add up. More ranks than heads are not supported.
 """
 
 from __future__ import annotations
@@ -36,13 +31,12 @@ VARLEN = "pipelinerl_varlen"
 """Name by which this module's attention is registered with transformers."""
 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments that some architectures pass to attention. They change the result and are not implemented here."""
+"""Arguments of some architectures that change the result of attention and are not implemented here."""
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` on `device`, with the same dtype, without waiting for the device. On the CPU, the result shares their
-    memory. For a GPU, the values are first put into pinned memory, since otherwise the host would wait for all queued work.
-    Torch keeps that memory until the copy is done."""
+    """Return `values` on `device` without waiting for it. On the CPU, the result shares their memory. For a GPU, the values go
+    through pinned memory, because otherwise the host would wait for all queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -58,8 +52,7 @@ class Slots:
     first: Tensor
     """int64[T]: for each token, one of its slots."""
     shared: tuple[Tensor, Tensor] | None
-    """(int64[slots without padding]: slots grouped by token; int64[T]: start of each group); None if each token has one
-    slot."""
+    """(int64[slots without padding]: slots grouped by token; int64[T]: start of each group); None if no token is shared."""
 
 
 class _AllToAll(torch.autograd.Function):
@@ -118,8 +111,7 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many of `predictors` (int64[C], ascending) lie in each part of a row of `length` tokens. Without a `host`
-        copy of them, this waits for the device."""
+        """Return how many `predictors` (int64[C], ascending) are in each part. Without a `host` copy, wait for the device."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
@@ -159,7 +151,7 @@ class PackedLayout:
 
     @cached_property
     def padded(self) -> Slots:
-        """Return the slots of all blocks, computed on first use, since the flash kernel does not need them."""
+        """Return the slots of all blocks."""
         row_tokens = np.repeat([tokens for _, tokens in self.blocks], [rows for rows, _ in self.blocks])
         return self._slots(np.cumsum(row_tokens) - row_tokens, int(row_tokens.sum()))
 
@@ -195,7 +187,7 @@ def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs [first, end) in which each sequence has at least half the longest one's length: at most half is padding."""
+    """Return runs [first, end) in which each sequence has at least half the longest length, so at most half is padding."""
     runs: list[tuple[int, int]] = []
     first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
     for index, length in enumerate(lengths.tolist()):

@@ -1,19 +1,16 @@
 """One packed micro-batch: branches in one row, and for each sampled token the inputs of the loss.
 
 A branch is one linear token sequence of an episode; without episodes, each sequence has one branch. The row has each branch's
-whole prompt and completion, except the last token, which predicts nothing. Observations within a completion are only context,
-without a loss. Branches with the same prompt may share it: the row then has the prompt's tokens once, and `places` maps each
-branch to its tokens. An episode's branches may be in different micro-batches.
-
-A micro-batch is built in NumPy without a loop over tokens. Padding is an extra branch without sampled tokens at the end of the
-row, so it cannot change a loss. A micro-batch without branches is only padding.
+prompt and completion, except the last token, which predicts nothing. Observations within a completion are context without a
+loss. Branches with the same prompt may share its tokens; `places` then maps each branch to its tokens. Padding is an extra
+branch without sampled tokens at the end of the row, so it cannot change a loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +20,11 @@ from torch import Tensor
 from pipelinerl.messages.sequences import Branch, Sequence
 from services.trainer.learn.attention import PackedLayout, on_device, packed_layout, ranges
 
-Normalization = Literal["token", "sequence", "batch"]
 
-
-def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normalization) -> NDArray[np.float64]:
+def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: str) -> NDArray[np.float64]:
     """Return [S]: for each sequence of an optimizer step, the factor of each of its tokens in the loss.
 
-    `sampled_tokens` int64[S]: each sequence's number of sampled tokens, over all branches. `normalization` sets the factor.
+    `sampled_tokens` int64[S]: each sequence's number of sampled tokens, over all branches. The factor by `normalization`:
     `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476). `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300).
     `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as in Dr. GRPO, arXiv 2503.20783).
     """
@@ -41,8 +36,7 @@ def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: Normaliza
 
 @dataclass(frozen=True, eq=False)
 class TrainingGroup:
-    """Trainable sequences of one group, and their advantages [n]. Each sequence has at least one prompt token and one sampled
-    token."""
+    """Trainable sequences of one group, and their advantages [n]. Each sequence has a prompt token and a sampled token."""
 
     sequences: tuple[Sequence, ...]
     advantages: NDArray[np.float64]
@@ -59,7 +53,7 @@ class TokenRow:
     input_ids: Tensor
     """int64[1, T]"""
     position_ids: Tensor
-    """int64[1, T]: position of each token in its branch, from 0. Positions continue from a prompt into its completion."""
+    """int64[1, T]: position of each token in its branch, from 0, counted through prompt and completion."""
     layout: PackedLayout
     predictors: NDArray[np.int64] | None = None
     """Host copy of the predictors of `HostMicroBatch`, to read without waiting for the device."""
@@ -97,7 +91,7 @@ class HostMicroBatch:
     num_tokens: int
     """Number of tokens in the row, without padding."""
     has_gradient: bool = True
-    """True if the loss of any of its tokens may have a gradient. All ranks have the same value."""
+    """True if any token's loss may have a gradient. All ranks have the same value."""
 
     def on(self, device: torch.device | str) -> MicroBatch:
         names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "branch_index")
@@ -109,8 +103,7 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0. All sampled tokens of a
-    branch are in one micro-batch."""
+    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0."""
 
     row: TokenRow
     predictors: Tensor
@@ -171,8 +164,8 @@ def host_microbatch(
     reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
     """Pack `branches`, in `row_order`, with the arrays [S] that describe them, for the gradient at policy version `version`.
-    `share_prompts`: put a prompt of several branches into the row only once. Without branches, the row is only padding: a rank
-    may run out of branches before the others. By default actor 0 sampled all branches, and none is reported."""
+    `share_prompts`: put a prompt of several branches into the row only once. Without branches, the row is only padding, because
+    a rank may run out of branches before the others."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]
@@ -189,7 +182,7 @@ def host_microbatch(
     firsts, ends, versions = np.array(spans, dtype=np.int64).reshape(-1, 3).T  # the spans cover the sampled tokens in order
     sampled = ranges(firsts, ends - firsts)
     lags = version - np.repeat(versions, ends - firsts)
-    assert lags.min(initial=0) >= 0, f"a token that a version after {version} sampled cannot be trained on at {version}"
+    assert lags.min(initial=0) >= 0, f"a token was sampled by a version after {version}"
     completion_ids = _joined([member.completion_token_ids for member in members], np.int64)
     padded_ids, padded_lengths, padded_places = _padded(token_ids, lengths, places, pad_multiple)
     return HostMicroBatch(

@@ -1,10 +1,7 @@
 """Insert, find and disable peft's low-rank adapters in a model, and yield the weights in the form that actors load.
 
-peft's layers replace linear layers inside the model. Adapters have the model's dtype, and the optimizer or the shards keep
-float32 masters. peft is imported only if a recipe uses adapters.
-
-Actors load whole tensors with the model's own names and with adapters merged in. Shards are gathered one parameter at a time,
-so that no rank ever holds more than one whole parameter besides its shard.
+Adapters have the model's dtype, and the optimizer or the shards keep float32 masters. Actors load whole tensors with the
+model's own names and with adapters merged in. Shards are gathered one parameter at a time, to save memory.
 """
 
 from __future__ import annotations
@@ -73,8 +70,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 @cache
 def rounded_once() -> type[nn.Module]:
     """Return peft's layer for `nn.Linear`, changed so that in 16 bits W·x + s · B·(A·x) is rounded only once. peft rounds W·x
-    before the addition. An adapter term below half a unit in the last place then vanishes for every token, although the first
-    steps learn mostly such terms. If they are added before the rounding, they survive on average over tokens."""
+    first, and then loses every adapter term below half a unit in the last place. The first steps learn mostly such terms."""
     from peft.tuners import lora
 
     class RoundedOnce(lora.Linear):
@@ -94,33 +90,26 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
     if getattr(model.config, "quantization_config", None):
         fix = "needs a model whose weights are not quantised: adapters are merged into them; name the original checkpoint"
         raise FieldError("trainer.lora", f"rank {config.rank}", fix)
-    modules = dict(model.named_modules())
-    linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
-    body = {name: module for name, module in linear.items() if module is not model.get_output_embeddings()}
-    targets: dict[str, nn.Module]
-    if config.target_modules == "all-linear":
-        targets = dict(body)
-    else:
-        targets = {name: modules[name] for part in config.target_modules for name in _named(part, modules)}
-    field = "trainer.lora.target_modules"
-    if not targets:
+    modules, field = dict(model.named_modules()), "trainer.lora.target_modules"
+    head = model.get_output_embeddings()
+    body: dict[str, nn.Module]
+    body = {name: one for name, one in modules.items() if isinstance(one, nn.Linear | Conv1D) and one is not head}
+    if not body:
         raise FieldError(field, config.target_modules, f"{type(model).__name__} has no linear layer that could be adapted")
-    for name in targets:
-        if name not in body:
-            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in body}))
-            fix = f"matches {name}, which is the output head or no linear layer; adapters can go on {kinds}"
-            raise FieldError(field, config.target_modules, fix)
+    if config.target_modules == "all-linear":
+        return body
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in body}))
+    targets: dict[str, nn.Module] = {}
+    for part in config.target_modules:
+        found = [name for name in modules if name == part or name.endswith(f".{part}")]  # peft's rule
+        if not found:
+            raise FieldError(field, part, f"the model has no such layer; adapters can go on {kinds}")
+        for name in found:
+            if name not in body:
+                fix = f"matches {name}, which is the output head or no linear layer; adapters can go on {kinds}"
+                raise FieldError(field, config.target_modules, fix)
+            targets[name] = body[name]
     return targets
-
-
-def _named(part: str, modules: dict[str, nn.Module]) -> list[str]:
-    """Return the names of modules that match `part` by peft's rule. Raises `FieldError` if none does."""
-    found = [name for name in modules if name == part or name.endswith(f".{part}")]
-    if not found:
-        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise FieldError("trainer.lora.target_modules", part, f"the model has no such layer; it has {known}")
-    return found
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -181,8 +170,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
-    weights every rank must iterate to the end, since each item gathers one parameter and its adapter. If all values will be
-    rounded to `dtype`, shards without an adapter are rounded before they are gathered."""
+    weights every rank must iterate to the end. `dtype`: the caller rounds all values to it, so shards may be gathered in it."""
     for name, parameter, adapter in served_parameters(model):
         if adapter is None:
             yield name, whole(parameter, dtype)
@@ -205,8 +193,7 @@ def factor_names(layer: str) -> tuple[str, str]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
-    """Yield (name in `served_weights`, parameter, adapter to merge into it or None). One rank may call this without the
-    others."""
+    """Yield (name in `served_weights`, parameter, adapter to merge into it or None). A single rank may call this."""
     adapters = layer_adapters(model)
     factors = {id(factor) for adapter in adapters.values() for factor in (adapter.a, adapter.b)}
     of_weight = {id(adapter.weight): adapter for adapter in adapters.values()}

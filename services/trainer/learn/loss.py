@@ -1,14 +1,11 @@
 """Losses as pure functions over the sampled tokens of a micro-batch.
 
-Each token's term is multiplied by its weight, and the terms are summed. The weights' denominators are totals of the whole
-optimizer step, so the number of micro-batches and ranks never changes a gradient. Log importance weights are log π − log μ per
-token, and are reported unclamped in any case.
+The loss is the weighted sum of a term for each token. The denominators of the weights are totals of the whole optimizer step,
+so the number of micro-batches and ranks does not change a gradient. Log importance weights log π − log μ are unclamped.
 
-A mask excludes tokens from the policy loss if π is too far from μ, because of policy lag or numerical differences between
-actor and trainer. Masked tokens still count in the denominators, in ESS and in the KL and entropy terms.
-
-Losses and masks over whole sequences treat each branch separately, with its sampled tokens over all turns; a branch is always
-in one micro-batch.
+A mask excludes tokens from the policy loss if π is too far from μ, because of policy lag or numerical differences. Masked
+tokens still count in the denominators, in ESS, and in the KL and entropy terms. Losses and masks over whole sequences treat
+each branch separately, with its sampled tokens of all turns.
 """
 
 from __future__ import annotations
@@ -34,8 +31,7 @@ def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855). In that paper an unmasked token's loss
-    is also multiplied by π / μ; here that depends on `algorithm.loss`."""
+    """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855, without the weighting by π / μ)."""
     return _outside(log_weights, config)
 
 
@@ -57,8 +53,7 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ, float32[C] in nats, to bool[C]: True excludes the token. NaN is never excluded, so that the
-step is skipped."""
+"""Functions from log π − log μ [C] in nats to bool[C]: True excludes the token. NaN is kept, so that the step is skipped."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -67,12 +62,12 @@ def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 LARGEST_LOG_RATIO = 20.0
-"""Bound of |log ratio| wherever a gradient flows through exp(): e^20 = 5e8 is far outside any clip range."""
+"""Bound of |log ratio| wherever a gradient flows through exp(). e^20 = 5e8 is far outside any clip range."""
 
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """Result of `compute_loss`. Only `loss` has a gradient; everything else is detached."""
+    """Result of `compute_loss`. Only `loss` has a gradient."""
 
     loss: Tensor
     reference_kl: Tensor
@@ -105,9 +100,8 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5). This
-    is the token form (section 4.3): all tokens of a branch share the value s, but the gradient with respect to a token's log π
-    comes only from that token's term. With equal advantages in a branch, the gradient is that of the sequence form; a masked
-    token has none."""
+    is the token form (section 4.3): all tokens of a branch have the same value s, but each term has only the gradient of its
+    own token's log π. With equal advantages in a branch, the gradient is that of the sequence form."""
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)
     own_gradient = logprobs - logprobs.detach()
@@ -136,7 +130,7 @@ POLICY_TERMS: dict[str, PolicyTerm] = {
     "gspo": gspo,
     "cispo": cispo,
 }
-"""GRPO's policy term is PPO's. Its advantages and normalisation differ; `AlgorithmConfig` sets them by default."""
+"""GRPO's policy term is PPO's. `AlgorithmConfig` sets its other advantages and normalisation by default."""
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -149,8 +143,8 @@ def compute_loss(
     batch: MicroBatch, scores: TokenScores, config: AlgorithmConfig, reference_logprobs: Tensor | None = None
 ) -> LossOutput:
     """Return policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value
-    loss, each a weighted sum over tokens. With a value head, the batch's advantages are returns, from which the values v_φ are
-    subtracted without a gradient (the paper, eq. 4). A masked token adds 0 to the policy loss."""
+    loss, as weighted sums over tokens. With a value head, the batch's advantages are returns. The values v_φ are subtracted
+    from them without a gradient (the paper, eq. 4). A masked token adds 0 to the policy loss."""
     value_loss = scores.logprobs.new_zeros(())
     if scores.values is not None:
         error = scores.values - batch.advantages

@@ -1,15 +1,12 @@
 """Figures of one step: its use of the device, and statistics of its data.
 
-Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (in a mixture of experts, the
-experts that a token visits), attention over the pairs that a causal query sees, and the output head at predicted tokens. A
-training step costs three forward passes, one for the forward and two for the backward pass, even if activations are recomputed.
-It costs one pass for a micro-batch without a backward pass, and two for products with frozen weights if only adapters are
-trained. A shared prompt counts once. Norms, activations, the optimizer and a KL reference's forward pass are not counted. Model
-FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's formula ignores causality, so the value here
-is lower.
+Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (of a mixture, the experts
+that a token visits), causal attention, and the output head at predicted tokens. A training step costs three forward passes,
+even if activations are recomputed. A micro-batch without a backward pass costs one, and products with frozen weights cost two.
+A shared prompt counts once. Model FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's formula
+ignores causality, so the value here is lower.
 
-Per-token results stay on the device until one transfer at the end of the step. Each rank reduces its tokens' results to
-`TokenStatistics`, in NumPy and with unclamped weights. Rank 0 computes the step's figures from the statistics of all ranks.
+Each rank reduces its tokens' results to `TokenStatistics`, from which rank 0 computes the step's figures.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ GATED_MODELS = frozenset(
 
 def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
     """Return the FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths. For an unknown
-    architecture, each token costs twice `num_parameters` (a tied embedding counts once); attention is left out, and all experts
-    of a mixture count."""
+    architecture, each token costs twice `num_parameters`, and attention is left out."""
     text: Any = config.get_text_config()
     if text.model_type not in GATED_MODELS:
         return CostModel(per_token=2.0 * num_parameters)
@@ -71,9 +67,8 @@ def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
 
 
 def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
-    """Return a training step's cost / `TRAINING_PASSES`, if the weights of `forward` are frozen and only `num_trained` adapter
-    weights are trained. Frozen weights get no gradients, so their matrix products take two passes instead of three. Every token
-    uses the adapters. Attention has no weights, so its cost does not change."""
+    """Return a training step's cost / `TRAINING_PASSES` if only `num_trained` adapter weights are trained. Frozen weights get
+    no gradients, so their matrix products take two passes instead of three. The cost of attention does not change."""
     share = (TRAINING_PASSES - 1) / TRAINING_PASSES
     return replace(
         forward, per_token=share * forward.per_token + 2.0 * num_trained, per_output_token=share * forward.per_output_token
@@ -102,11 +97,8 @@ def _feed_forward(text: Any) -> list[int]:
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each. None if the peak is unknown or no time
-    has passed."""
-    if peak is None or seconds <= 0:
-        return None
-    return flops / (seconds * num_devices * peak)
+    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each; None if the peak is unknown."""
+    return None if peak is None or seconds <= 0 else flops / (seconds * num_devices * peak)
 
 
 PROCESS_STATUS = Path("/proc/self/status")
@@ -151,9 +143,8 @@ def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class PhaseTimer:
-    """Measures time by phase without waiting for the device: `measure` each piece of work, and `take` the times once per step.
-    On a GPU a block only queues work, so `new_event` marks its beginning and end in the stream, and the phase lasts from one
-    event to the other. Work that the device has not finished when the times are taken counts in the next step."""
+    """Measures time by phase without waiting for the device. On a GPU a block only queues work, so events mark its start and
+    end in the stream. Work that the device has not finished when `take` is called counts in the next step."""
 
     def __init__(self, new_event: Callable[[], torch.cuda.Event] | None = None) -> None:
         self._new_event = new_event
@@ -208,8 +199,7 @@ def bound_of(recipe: Recipe) -> float:
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return two sequences of a step: the first, and the one that the most versions sampled (of another group, if there is
-    one)."""
+    """Return two sequences of a step: the first, and the one that the most versions sampled, of another group if possible."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
@@ -239,10 +229,10 @@ class TokenStatistics:
     by_lag: NDArray[np.int64]
     """[largest lag + 1]: number of tokens of each lag."""
     by_bucket: NDArray[np.float64]
-    """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which is not finite if a log weight
-    is not. k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π), and is never negative."""
+    """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, not finite if a log weight is not.
+    k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
     moments: NDArray[np.float64]
-    """[2, 3]: `_moments` of returns and of returns − baseline. Without a learned baseline, these are moments of no values."""
+    """[2, 3]: `_moments` of returns and of returns − baseline; of no values without a learned baseline."""
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
     reported: NDArray[np.float64]
@@ -250,8 +240,8 @@ class TokenStatistics:
 
 
 def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch, ...], bound: float) -> TokenStatistics:
-    """Reduce the per-token values [4, C] or [5, C] that `Learner.compute` describes. `bound`: up to this |log weight|, actor
-    and trainer agree about a token of lag 0."""
+    """Reduce the per-token values [4, C] or [5, C] that `Learner.compute` describes. `bound`: largest |log weight| of a token
+    of lag 0 at which actor and trainer agree."""
     of_tokens = [(one.lags, one.advantages, one.actors[one.branch_index], one.reported[one.branch_index]) for one in batches]
     lags, returns, actors, branches = map(np.concatenate, zip(*of_tokens, strict=True))
     by_lag = np.bincount(lags)
@@ -313,7 +303,7 @@ def token_figures(
 
 
 def summed(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return the sum of arrays whose first dimensions may differ. The rows that an array lacks are 0."""
+    """Return the sum of arrays whose first dimensions may differ. Missing rows count as 0."""
     total = np.zeros((max(map(len, arrays)), *arrays[0].shape[1:]), dtype=np.int64)
     for array in arrays:
         total[: len(array)] += array

@@ -1,5 +1,5 @@
 """Load and prepare the policy: any Hugging Face causal language model, from a folder or, by name, from the hub. Dropout is
-switched off permanently, because the policy that is trained must be the one that sampled."""
+always off, because the policy that is trained must be the one that sampled."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ DEFAULTS = TrainerConfig()
 def load_policy(
     source: str, config: ModelConfig, trainer: TrainerConfig = DEFAULTS, device: torch.device | str = "cpu"
 ) -> Policy:
-    """Load the model from folder or hub id `source`, with the recipe's dtype and attention, in training mode, on `device`. If
-    `trainer` has adapters, insert new ones. Raises `FieldError` if the model does not load or does not suit the recipe: no
-    causal language model, missing weights, a context shorter than `max_context`, or an attention that is not available."""
+    """Load the model from folder or hub id `source` onto `device`, in training mode, with new adapters if `trainer` has them.
+    Raises `FieldError` if the model does not load or does not suit the recipe."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
@@ -49,7 +48,7 @@ def load_policy(
 
 
 def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, attention: str, own_logits: bool) -> Policy:
-    """Return a policy on the meta device. `attention`, `own_logits`: found by the rank that loaded and checked the policy.
+    """Return a policy on the meta device. `attention` and `own_logits` come from the rank that loaded and checked the policy.
     Raises `FieldError` if the model's configuration does not load."""
     hf_config = _load_config(source, hub_arguments(source, config))
     _disable_dropout(hf_config)
@@ -67,8 +66,8 @@ def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, atten
 def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
-    """Return a policy of `model`. `auto`: this project's attention (`sdpa` for chunked attention) if it reproduces the model's
-    log-probabilities, else `eager`."""
+    """Return a policy of `model`. `auto`: use this project's attention (`sdpa` if the model has chunked attention). If that
+    does not reproduce the model's log-probabilities, use `eager`."""
     _disable_dropout(model.config)
     _prepare(model, gradient_checkpointing)
     if attention != "auto":
@@ -101,8 +100,7 @@ def frozen_copy(policy: Policy) -> Policy:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers in order of depth: those that transformers marks, or else the longest list of modules. Return
-    an empty list if there is neither."""
+    """Return the layers that transformers marks, or else the longest list of modules, in order of depth. It may be empty."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]
@@ -110,13 +108,11 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_policy(policy: Policy, device: torch.device) -> None:
-    """Make `torch.compile` compile decoder layers and the passes over logits at first use, on `device`.
+    """Compile the decoder layers and the work on logits with `torch.compile` at first use.
 
-    Each layer is compiled separately and in place, so that weights keep their names. All layers share the first layer's code,
-    so compiling takes seconds to a minute once. Shapes are dynamic, since lengths of packed rows differ. This project's
-    attention is not compiled, because its layout differs by row. The layers of a copied policy, the embedding and the optimizer
-    are not compiled either; the latter two are a few large operations. Activation checkpointing wraps the compiled layer.
-    Raises `FieldError` if this machine cannot compile, or if the model's layers cannot be found.
+    Each layer is compiled in place, so its weights keep their names. All layers share the compiled code of the first one.
+    Shapes are dynamic, because packed rows differ in length. This project's attention is not compiled, because its layout
+    differs by row. Raises `FieldError` if this machine cannot compile, or if the model's layers cannot be found.
     """
     layers = decoder_layers(policy.model)
     if not layers:

@@ -1,8 +1,5 @@
-"""AdamW on float32 parameters, with clipping, a learning-rate schedule, and skipped steps for non-finite gradients.
-
-A 16-bit model gets float32 master copies, for which gradients of all micro-batches are summed in float32. Actors serve the
-masters rounded to 16 bits.
-"""
+"""AdamW on float32 parameters, with clipping and a learning-rate schedule. A 16-bit model gets float32 master copies, in which
+the gradients of all micro-batches are summed. Actors serve the masters rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ from services.trainer.learn.lora import whole
 def learning_rate(step: int, config: TrainerConfig) -> float:
     """Return the learning rate of the step that turns policy version `step` into `step + 1`.
 
-    The rate rises linearly to the peak over `warmup_steps`, then follows `schedule`; the final rate is `final_learning_rate` ·
-    peak. `linear` and `cosine` fall to it at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls linearly to it over the last
+    The rate rises linearly to the peak over `warmup_steps`, then follows `schedule`. The final rate is `final_learning_rate` ·
+    peak. `linear` and `cosine` reach it at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls linearly to it over the last
     `decay_steps`. `inverse_sqrt` is peak · √(warmup_steps / step) (arXiv 1706.03762, section 5.3), but at least the final rate.
     """
     if step < config.warmup_steps:
@@ -52,11 +49,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
-    """Return AdamW over groups of float32 parameters; each group may have its own `weight_decay` and `RATE_FACTOR`.
+    """Return AdamW over groups of float32 parameters. Each group may have a `weight_decay` and a `RATE_FACTOR`.
 
     `adamw_8bit` is torchao's, with block-wise quantised moments (Dettmers et al., arXiv 2110.02861): 2.03 bytes per parameter
-    instead of 8. A tensor, or a rank's shard of it, keeps float32 moments if it has fewer than `MIN_QUANTIZED` elements or its
-    size is not a multiple of 256. Raises `FieldError` if torchao cannot be imported, or its step does not compile.
+    instead of 8. Tensors or shards with fewer than `MIN_QUANTIZED` elements, or not a multiple of 256, keep float32 moments.
+    Raises `FieldError` if torchao cannot be imported, or its step does not compile.
     """
     common: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
     devices = {parameter.device for group in groups for parameter in group["params"]}
@@ -81,7 +78,7 @@ MIN_QUANTIZED = 4096
 
 
 def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
-    """Compile and take a step of one small tensor (seconds). Raises `FieldError` if this machine cannot compile it."""
+    """Take a compiled step of one small tensor (seconds). Raises `FieldError` if this machine cannot compile it."""
     probe = nn.Parameter(torch.zeros(MIN_QUANTIZED, device=device))
     probe.grad = torch.zeros_like(probe)
     try:
@@ -97,11 +94,11 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
 RATE_FACTOR = "rate_factor"
 """Key in a parameter group for its learning rate relative to the policy's. 1 if missing."""
 VALUE_RATE_FACTOR = 10.0
-"""Default `RATE_FACTOR` of the value head, which is one linear layer that starts at 0 and must follow the policy."""
+"""Default `RATE_FACTOR` of the value head, which starts at 0 and must learn faster than the policy."""
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the policy's learning rate. A group may keep it in a tensor, which a compiled step reads."""
+    """Set the policy's learning rate. A compiled step reads it from a tensor."""
     for group in optimizer.param_groups:
         of_group = rate * group.get(RATE_FACTOR, 1.0)
         if isinstance(group["lr"], Tensor):
@@ -111,9 +108,8 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 class PolicyOptimizer:
-    """AdamW over the trainable parameters of a model, and over a value head with its own learning rate. Only the policy's
-    gradient is clipped: the head's gradient is as large as the head's errors, so a common bound would shrink the policy's
-    gradient. Raises `FieldError` if the recipe's optimizer does not work here."""
+    """AdamW over the trainable parameters of a model, and over a value head with a separate learning rate. Only the policy's
+    gradient is clipped, because the head's gradient grows with the head's errors. Raises `FieldError` like `build_adamw`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config
@@ -135,11 +131,11 @@ class PolicyOptimizer:
         self._adamw = build_adamw([group for group in groups if group["params"]], config)
 
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
-        """Clip the gradients, take a step, and clear them. If the loss or a gradient is not finite, no weight changes.
+        """Clip the gradients, take a step, and clear them. No weight changes if the loss or a gradient is not finite.
 
-        `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the norm: the gradient is then
-        clipped if its weighted mean over tokens has a norm above 1. Return, as in metrics.jsonl: `learning_rate`; `grad_norm`,
-        before clipping; `clipped`; and `skipped`, the reason why no weight changed.
+        `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the gradient's norm, so a
+        weighted mean over tokens is clipped at norm 1. Return figures of metrics.jsonl: `learning_rate`, `grad_norm` before
+        clipping, `clipped`, and `skipped`, the reason why no weight changed.
         """
         rate = learning_rate(self.steps_taken, self.config)
         bound = total_weight if self.config.max_grad_norm is None else self.config.max_grad_norm
@@ -165,16 +161,16 @@ class PolicyOptimizer:
                 live.copy_(stepped)
 
     def trained(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield (parameter of the model, float32 parameter that the optimizer updates): the same one in a float32 model."""
+        """Yield (parameter of the model, float32 parameter that the optimizer updates), which may be the same."""
         return zip(self._live, self._stepped, strict=True)
 
     def moments(self, stepped: nn.Parameter) -> dict[str, Tensor]:
-        """Return AdamW's own tensors of a parameter, by name (`MOMENTS`). They exist after `begin_moments` or a step."""
+        """Return AdamW's tensors of a parameter, by name (`MOMENTS`). They exist after `begin_moments` or a step."""
         state = self._adamw.state[stepped]
         return {name: state[name] for name in MOMENTS}
 
     def begin_moments(self) -> None:
-        """Create zero moments in AdamW's own format, by taking a step at learning rate 0. Clear all gradients."""
+        """Create zero moments in AdamW's own format, by a step at learning rate 0. All gradients are cleared."""
         adamw = self._adamw
         new = [parameter for parameter in self._stepped if not adamw.state.get(parameter)]
         adamw.zero_grad(set_to_none=True)
@@ -189,7 +185,7 @@ class PolicyOptimizer:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a float32 parameter as it is. Otherwise return a float32 copy, and move each new gradient to the copy."""
+    """Return a float32 parameter as it is. For others, return a float32 copy to which each new gradient moves."""
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())
@@ -197,7 +193,7 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
     def take_gradient(source: Tensor) -> None:
         assert source.grad is not None
         gradient, source.grad = source.grad, None
-        # The addition reads 16 bits per element: a float32 copy of the gradient would double the memory traffic.
+        # The 16-bit gradient is added directly, because a float32 copy of it would double the memory traffic.
         master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     parameter.register_post_accumulate_grad_hook(take_gradient)

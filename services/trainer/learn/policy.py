@@ -1,20 +1,12 @@
-"""A Hugging Face causal language model that gives log-probabilities, entropies and values of chosen tokens in a packed row.
+"""A Hugging Face causal language model that scores chosen tokens of a packed row: log-probabilities, entropies and values.
 
-Sharded weights are gathered when a module's forward begins, so backbone, output head and value head must be called within one
-`forward`. Logits are computed only at sampled positions. If the model is a plain backbone with a linear head, they are computed
-here from hidden states, block by block. If the model does more to its logits (soft capping, scaling, another head), it computes
-them itself. When a model is wrapped, it scores two short sequences. This shows which of the two ways is right, and whether
-attention leaks across sequences. Architectures that leak are refused.
+`Policy.forward` calls backbone, output head and value head, because FSDP gathers sharded weights when a module's `forward`
+begins. Logits are computed only at sampled positions. A plain linear head is evaluated here in blocks. A block has the logits
+of all tokens for some words of the vocabulary, and the backward pass recomputes it. If one block is enough, its logits are kept
+instead. Models that do more to their logits (soft capping, scaling, another head) compute them themselves.
 
-From hidden states, at most `max_logits` logits are computed at a time; the backward pass recomputes them. The linear head is
-evaluated in blocks of the vocabulary; a block has the logits of all tokens for some words. The forward pass keeps one
-log-normaliser per token. The backward pass recomputes each block's logits and replaces them with their gradient. In the
-gradient of the head's weight, each word has its own row, so a block's rows are computed once, and nothing is added to them
-later. The gradient of the hidden states is summed over blocks in float32. If one block is enough, its logits are kept. The work
-on a block between matrix products can be compiled, so that each pass reads it once.
-
-Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Sample training data without top-p and top-k,
-since log π is always that of the full distribution.
+Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Training data must be sampled without top-p and
+top-k, because log π is always that of the full distribution.
 """
 
 from __future__ import annotations
@@ -36,8 +28,7 @@ from services.trainer.learn.attention import VARLEN, Collected, RowPart, forward
 from services.trainer.learn.batch import TokenRow, token_row
 
 MAX_LOGITS = 2**25
-"""Logits (tokens × words) of one block. A block takes 128 MiB in float32, and two exist at a time. This is enough for matrix
-products at full speed (2,048 words for 16,384 tokens), and a small model's micro-batch fits into one block."""
+"""Maximum number of logits (tokens × words) in one block. A block takes 128 MiB in float32, and two exist at a time."""
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
@@ -47,19 +38,17 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class TokenScores(NamedTuple):
-    """Scores of C tokens at the sampling temperature, float32[C] each."""
+    """Scores of C tokens at the sampling temperature, float32[C] each, in nats. `values`: the learned baseline v_φ, predicted
+    before the token; None without a value head."""
 
     logprobs: Tensor
-    """nats"""
     entropy: Tensor
-    """nats"""
     values: Tensor | None = None
-    """Learned baseline v_φ, predicted before the token; None without a value head."""
 
 
 class Policy(nn.Module):
-    """A model on its device, ready to score packed rows. Call `scores`, not `forward`. `own_logits`: the model computes its
-    logits itself. `float32_head`: do not round a 16-bit model's logits to 16 bits."""
+    """A model on its device that scores packed rows. Call `scores`, not `forward`. `own_logits`: the model computes its logits
+    itself. `float32_head`: compute a 16-bit model's logits in float32."""
 
     def __init__(self, model: PreTrainedModel, attention: str, *, own_logits: bool = False, float32_head: bool = True) -> None:
         super().__init__()
@@ -71,14 +60,12 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         self.device: torch.device = model.device
         self.max_logits: int | None = None
-        """Maximum number of logits in a block; None = the device's default."""
         self.compiled_head = False
         self.part: RowPart | None = None
         """This rank's part of each row; None if each rank has whole rows."""
         self.may_share_prompts = False
 
     def leave_logits_to_model(self) -> None:
-        """Let the model compute its logits itself, because it does more to them than a linear head."""
         self.own_logits = True
         head = self.model.get_output_embeddings()
         if self.float32_head and type(head) is nn.Linear and head.weight.dtype in SIXTEEN_BIT:
@@ -90,7 +77,7 @@ class Policy(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """Return the number that a row's length in tokens must be a multiple of."""
+        """Return the number of which a row's length in tokens must be a multiple."""
         return 1 if self.part is None else self.part.ranks
 
     @property
@@ -102,7 +89,7 @@ class Policy(nn.Module):
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
     ) -> TokenScores:
         """Return scores of `targets` (int64[C]), each predicted at the row position in `predictors` (int64[C], ascending).
-        Ranks that share a row must call this together with the same row."""
+        Ranks that share a row must call this together."""
         if self.part is None:
             scores: TokenScores = self(row, predictors, targets, temperature, entropy_grad)
             return scores
@@ -166,7 +153,8 @@ def add_value_head(policy: Policy) -> None:
 
 
 def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
-    """Return a policy with `attention`. Raises `FieldError` if it is unavailable or scores packed sequences wrongly."""
+    """Return a policy with `attention`, after comparing its scores of two short packed sequences with those of each sequence
+    alone. Raises `FieldError` if the attention is not available, or leaks across sequences."""
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
@@ -192,7 +180,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
     """Return the largest difference in log-probabilities, nats, between two packed sequences and the model's own forward pass
-    of each. Both begin with the same `shared` tokens, which the packed row contains only once."""
+    of each. Both begin with the same `shared` tokens, which the packed row has only once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -217,7 +205,7 @@ def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:
 
 
 def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return left [n, k] · right [k, m]. Both have the same dtype; with 16-bit inputs, the result is float32."""
+    """Return left [n, k] · right [k, m], in float32 if both are 16-bit tensors."""
     if left.dtype not in SIXTEEN_BIT:
         return torch.mm(left, right, out=out)
     if left.is_cuda:
@@ -263,7 +251,7 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_gr
     log_distribution = torch.log_softmax(scaled, dim=-1)
     logprobs = log_distribution.gather(-1, targets[:, None]).sum(-1)
     source = log_distribution if entropy_grad else log_distribution.detach()
-    # 0 · log 0 = 0: a masked vocabulary entry has logit -inf.
+    # A masked word has logit -inf, and p · log p must then be 0.
     entropy = -(source.exp() * source.clamp(min=torch.finfo(source.dtype).min)).sum(-1)
     return TokenScores(logprobs, entropy)
 
@@ -282,9 +270,8 @@ def linear_scores(
     """Return (log-probabilities of `targets`, entropy) of softmax((hidden · weightᵀ + bias) / temperature), in nats, [C] each.
 
     hidden [C, width], weight [V, width] and bias [V] have the same dtype; targets are int64[C]. Logits and results are float32
-    (float64 for float64 inputs). `rounded`: round logits to the inputs' dtype, as the head itself would. C may be 0. Besides
-    the gradients, this takes memory for about two blocks of `max_logits`. `compiled`: compile the work on blocks if there are
-    gradients; if torch then runs it uncompiled, it takes memory for one more block.
+    (float64 for float64 inputs). C may be 0. Two blocks of `max_logits` are in memory at a time. `rounded`: round logits to the
+    inputs' dtype, as the head itself would. `compiled`: compile the work on blocks if there are gradients.
     """
     head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
@@ -315,7 +302,6 @@ class _Head:
         return [slice(first, min(first + size, words)) for first in range(0, words, size)]
 
     def buffer(self) -> Tensor:
-        """Return memory for the logits of the largest block."""
         words = self.blocks()[0].stop
         return torch.empty(len(self.hidden) * words, dtype=self.dtype, device=self.hidden.device)
 
@@ -343,10 +329,11 @@ class _Head:
 
 
 def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute for each block the largest logit m, Σ exp(z − m) and Σ exp(z − m) · (z − m), and combine the blocks. Return
-    log-probabilities, entropies and log-normalisers, [C] each; and if there is only one block, its logits [C, V]. A word's log
-    p is its logit minus the log-normaliser. Without compilation, returned logits and their log-normalisers are relative to the
-    token's largest logit."""
+    """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
+
+    Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. A
+    word's log p is its logit minus the log-normaliser. Without compilation, both are relative to the token's largest logit.
+    """
     blocks = head.blocks()
     buffer = head.buffer()
     exponentials = None if head.compiled else head.buffer()
@@ -372,7 +359,7 @@ def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 
 def _block_sums(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z. The logits become z − m. `room`: memory of their shape."""
+    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z, and replace z by z − m. `room`: memory of their shape."""
     largest = logits.amax(1)
     torch.exp(logits.sub_(largest[:, None]), out=room)
     return largest, room.sum(1), room.mul_(logits).sum(1)
@@ -392,8 +379,8 @@ def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _LinearScores(torch.autograd.Function):
-    """`linear_scores` with its gradient. With dp = p − 1 for the target and dp = p for other words, z = logits / temperature,
-    and upstream gradients g of log-probabilities and h of entropies: d loss / dz = −g · dp − h · p · (log p + entropy)."""
+    """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy). z are the logits over the
+    temperature, g and h the gradients of log-probabilities and entropies. dp is p − 1 for the target and p for other words."""
 
     @staticmethod
     def forward(

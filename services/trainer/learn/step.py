@@ -1,10 +1,9 @@
-"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks. It reads no stream and
-sends no weights. The caller chooses the groups, counts the versions, and handles the sequences of a skipped step.
+"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
 
-A step is planned and packed once, in NumPy, before any device is used. Token weights come from totals of the whole step, so
-that losses and gradients of all shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks
-as orders, which `worker.py` executes. Devices are idle between two steps. To keep this time short, batches are sent during the
-previous step, and ranks return only statistics of their tokens.
+A step is planned and packed once, in NumPy. Token weights come from totals of the whole step, so losses and gradients of all
+shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks as orders, which `worker.py`
+executes. Devices are idle between two steps. To keep this time short, batches are sent during the previous step, and ranks
+return only statistics of their tokens. The caller counts versions and handles the sequences of a skipped step.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ Share = tuple[HostMicroBatch, ...]
 
 
 def batch_message(version: int, share: Share) -> Message:
-    content = [(f"{index}/", name, value) for index, batch in enumerate(share) for name, value in vars(batch).items()]
-    arrays = {index + name: value for index, name, value in content if isinstance(value, np.ndarray)}
-    others = {index + name: value for index, name, value in content if not isinstance(value, np.ndarray)}
+    content = {f"{index}/{name}": value for index, batch in enumerate(share) for name, value in vars(batch).items()}
+    arrays = {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
+    others = {name: value for name, value in content.items() if name not in arrays}
     return Message(BATCHES, {"version": version, "size": len(share), **others}, arrays)
 
 
@@ -69,7 +68,7 @@ class PreparedStep:
     shares: tuple[Share, ...]
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
-    """`advantage_abs_mean`: mean over sequences, 0 if no group has a signal. `imbalance`: `StepPlan.imbalance`."""
+    """`advantage_abs_mean`: mean over sequences. `imbalance`: `StepPlan.imbalance`."""
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
@@ -85,8 +84,7 @@ class PreparedStep:
 
 
 class Learner:
-    """A policy and its optimizer on one rank, and with `kl_coefficient` > 0 a frozen reference policy. Rank 0 decides; the
-    others call the same methods in the same order, on its orders."""
+    """A policy and its optimizer on one rank, with a frozen reference policy if `kl_coefficient` > 0. Rank 0 gives orders."""
 
     def __init__(
         self,
@@ -101,14 +99,13 @@ class Learner:
         bound: float = meter.BOUND_16_BIT,
     ) -> None:
         """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as given.
-        `compute_dtype`: dtype of matrix products, if it differs from the weights' dtype. `bound`: that of `LAG_0_TOKENS`."""
+        `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: as in `meter.token_statistics`."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
         self.temperature, self._bound = temperature, bound
         self._batches_sent: dict[PreparedStep, list[Any]] = {}
         """Pending sends of batches to the other ranks, by step."""
-        self.pad_multiple = policy.row_multiple
         self.world = world or World(RankLayout(), policy.device)
         if algorithm.advantage == "value" and policy.value_head is None:
             add_value_head(policy)
@@ -126,9 +123,8 @@ class Learner:
         """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan and pack one optimizer step on `groups` at policy version `version`, for all ranks. May run on any thread, even
-        while another step is computed. Every branch of a sequence is packed separately, with the sequence's advantage and
-        weight. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`."""
+        """Plan and pack one optimizer step on `groups` at policy version `version`, for all ranks, on any thread. All branches
+        of a sequence get its advantage and weight. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`."""
         sequences = [sequence for group in groups for sequence in group.sequences]
         branches, data_ranks = all_branches(groups), self.world.layout.data_ranks
         owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
@@ -144,7 +140,7 @@ class Learner:
         def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
             of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
             options: dict[str, Any] = {"actors": actors[members], "reported": reported[members], "has_gradient": has_gradient}
-            return host_microbatch(*of_chosen, self.pad_multiple, share_prompts=share_prompts, **options)
+            return host_microbatch(*of_chosen, self.policy.row_multiple, share_prompts=share_prompts, **options)
 
         phases_s: dict[str, float] = {}
         with meter.measured(phases_s, "plan"):
@@ -193,8 +189,8 @@ class Learner:
                 self.world.batches.tell_all(Message(END))
 
     def send_batches(self, prepared: PreparedStep) -> None:
-        """Rank 0: start to send each rank its batches, on any thread. A rank receives them while it computes the previous step.
-        Steps must be taken in the order in which they are sent. Raises `RuntimeError` if a rank is gone."""
+        """Rank 0: start to send each rank its batches, on any thread. Steps must be taken in the order in which they are sent.
+        Raises `RuntimeError` if a rank is gone."""
         layout, links = self.world.layout, self.world.batches
         if links is not None:
             messages = [batch_message(prepared.version, share) for share in prepared.shares]
@@ -202,8 +198,7 @@ class Learner:
             self._batches_sent[prepared] = [work for works in begun for work in works]
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """Rank 0: take one step on all ranks, after sending its batches if `send_batches` has not done so. Return figures
-        (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LAG_0_TOKENS`."""
+        """Rank 0: take one step on all ranks. Return figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LAG_0_TOKENS`."""
         began_at = time.perf_counter()
         layout, links = self.world.layout, self.world.links
         if links is not None:
@@ -238,12 +233,11 @@ class Learner:
         return figures
 
     def compute(self, share: Share) -> tuple[meter.TokenStatistics, NDArray[np.float64], dict[str, Any]]:
-        """Compute this rank's part of one optimizer step. `share`: the micro-batches of this rank, or of its row of ranks.
+        """Compute this rank's `share` of one optimizer step. Return statistics, totals and figures.
 
-        Return statistics, totals and figures. The statistics are of the share's values [4, C]: log weight, clipped, masked and
-        entropy of each sampled token; [5, C] with a learned baseline, which comes last. Totals [4] of the whole step: loss, KL
-        to the reference, value loss, sum of the weights. Figures: those of `PolicyOptimizer.step`, the same on every rank, and
-        this rank's `memory_peak_gib` and `compute_s` (seconds in `to_device`, `forward_backward`, `totals`, `optimizer`).
+        The statistics are of the share's values [4, C]: log weight, clipped, masked and entropy of each sampled token; [5, C]
+        with a learned baseline, which comes last. Totals [4] of the whole step: loss, KL to the reference, value loss, sum of
+        the weights. Figures: those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
         """
         values, terms = [], []
         for host_batch in share:
@@ -292,9 +286,9 @@ class Learner:
             return self.policy.sequence_logprobs(token_ids)
 
     def gather(self, kind: str, dtype: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters by their checkpoint names, one after the other. All ranks must iterate to the end. `WEIGHTS`:
-        the weights that actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer. `dtype`: name of
-        the dtype to which the caller will round all weights, so that shards are gathered in it; empty = none."""
+        """Yield whole parameters by their checkpoint names. All ranks must iterate to the end. `WEIGHTS`: the weights that
+        actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer. `dtype`: name of the dtype to
+        which the caller will round all weights, so that shards are gathered in it; empty = none."""
         self.order(kind, dtype=dtype)
         if kind == WEIGHTS:
             return served_weights(self.policy.model, getattr(torch, dtype) if dtype else None)

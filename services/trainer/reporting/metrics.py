@@ -40,8 +40,7 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return a counter of the orders from rank 0 to the first rank of a further node. That rank exports it for its pod. The
-    thread that executes the orders increments it."""
+    """Return a counter of rank 0's orders, which the first rank of each further node exports for its pod."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
     )
@@ -184,8 +183,7 @@ def phase_name(phase: int) -> str:
 PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() if phase)
 
 
-STREAMS = ("prompts", "sequences")
-BY_STREAM = {"stream": STREAMS}
+BY_STREAM = {"stream": ("prompts", "sequences")}
 
 
 class StreamMetrics:
@@ -211,8 +209,8 @@ LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. One thread may add while others read, because the state is replaced as a whole. The client
-    library's histogram takes one observation at a time, which is too slow for the hundreds of thousands of tokens of a step."""
+    """Tokens by lag since the start. The client library's histogram takes one observation at a time, which is too slow for
+    hundreds of thousands of tokens per step. The state is replaced as a whole, so that other threads can read it."""
 
     NAME, TEXT = "token_lag_steps", "Lag of trained tokens in optimizer steps; each token counts once."
 
@@ -237,11 +235,9 @@ class TokenLagHistogram(Collector):
 
 @dataclass(frozen=True)
 class RunView:
-    """State of a run, for scrapes, the page and gRPC callers. `TrainingRun.view` makes it. Any thread may read the plain
-    attributes of its parts."""
+    """State of a run, for scrapes, the page and gRPC callers. Any thread may read the plain attributes of its parts."""
 
     version: int
-    """Optimizer steps taken."""
     waiting_for: str
     """Event or data that the trainer waits for; empty if it is not waiting."""
     updater: WeightUpdater
@@ -360,8 +356,7 @@ class TrainerMetrics:
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
-    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler. It has no value until enough is measured; until then, the
-    autoscaler keeps the current replicas."""
+    """Export `pipelinerl_actor_replicas_wanted` for an autoscaler, which keeps the current replicas until there is a value."""
     advice = ReplicasWanted(
         slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
     )

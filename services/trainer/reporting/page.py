@@ -1,8 +1,8 @@
 """The live page: its content as JSON, and its HTTP routes. The event loop writes; the HTTP server's thread reads.
 
-Memory is bounded however long the run is: records are thinned, and only the first and the newest samples are kept. A reader
-asks about once a second for the steps after its position. If it is too far behind, or its position is from an earlier trainer,
-the answer says to fetch everything again. `pipelinerl.page.data` documents the keys of the page's object.
+Memory is bounded: records are thinned, and only the first and the newest samples are kept. A reader asks about once a second
+for the steps after its position. If these are no longer kept, the answer says to fetch everything again. `pipelinerl.page.data`
+documents the keys of the page's object.
 
 The page is read-only. Because it shows model output, it may load scripts and styles only from this server, and no other site
 may read it. With a key, only clients that know the key can read the page.
@@ -56,8 +56,6 @@ class PageBoard:
         """Samples since the last step."""
         self._asked_at = -math.inf
 
-    # --- written by the trainer --------------------------------------------------------------------------------------
-
     def begin(self, about: Mapping[str, Any], records: Iterable[Mapping[str, Any]], samples: Iterable[Any]) -> None:
         history = RunHistory()
         for record in records:
@@ -81,8 +79,6 @@ class PageBoard:
     def state(self, state: Mapping[str, Any]) -> None:
         with self._lock:
             self._state = dict(state)
-
-    # --- read by the HTTP server -------------------------------------------------------------------------------------
 
     def history(self) -> str:
         """Return everything so far as JSON, including the `position` from which the reader continues."""
@@ -145,8 +141,6 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", name))]
 
 
-# --- routes -----------------------------------------------------------------------------------------------------------
-
 SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -181,8 +175,8 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
 
 
 def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
-    """Restrict `app`'s page to clients that use one of the trainer's host names and, if there is a key, know it. On a loopback
-    interface, `serve_http` checks the name instead."""
+    """Restrict the page of `app` to clients that use one of the trainer's host names and, if there is a key, know it. On a
+    loopback interface, `serve_http` checks the name instead."""
     if settings.page_key is not None:
         app = behind_key(app, settings.page_key.read_bytes())
     if not settings.page or is_loopback(settings.http_host):

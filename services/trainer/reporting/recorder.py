@@ -1,7 +1,6 @@
 """The recorder of a run. It passes the run's events to every sink: files, metrics, page, trackers, gRPC step feed and logs.
 
-It makes one record per optimizer step for all sinks, adds up the run's totals, and writes the summary. It is called on the
-trainer's event loop and never waits.
+It makes one record per optimizer step, adds up the run's totals, and writes the summary. It never waits.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Recorder:
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """A sink that is None is disabled. Without a `tokenizer`, samples have no tokens. The caller opens and closes sinks."""
+        """A sink that is None is disabled. The caller opens and closes sinks."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
         self._files, self.metrics, self._board, self._context = files, metrics, board, context
         self._trackers = trackers or RunTrackers()
@@ -92,7 +91,7 @@ class Recorder:
         )
 
     def watch(self, view: Callable[[], RunView]) -> None:
-        """Set `view`, which returns the run's current state. The page, scrapes and gRPC callers read it on demand."""
+        """Set `view`, which returns the run's current state on demand."""
         self._view = view
         metrics = self.metrics
         metrics.steps.planned.set(self._recipe.trainer.steps)
@@ -110,15 +109,12 @@ class Recorder:
         self._started_at = self._last_step_at - state["time_s"]
         self.totals = RunTotals.from_state(state["totals"])
 
-    # --- the run -----------------------------------------------------------------------------------------------------
-
     def training_begins(self) -> None:
         log.info("run %s trains from version %d to %d", self._run, self._start.version, self._recipe.trainer.steps)
         self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
-        """Complete the record of one optimizer step on `batch`, pass it to every sink and return it. SAMPLED_WEIGHTS is used
-        for samples only, and left out of the record."""
+        """Complete the record of one optimizer step on `batch`, pass it to every sink and return it."""
         record = self._complete(figures, batch, tokens_arrived)
         self._arrived = no_events()
         self.totals.add_step(record)
@@ -164,7 +160,7 @@ class Recorder:
         self.totals.add_events({"parity_failures": len(parity.problems), "logprob_mismatch": parity.mismatch})
 
     def commits_held(self, seconds: float) -> None:
-        """Record the end of a measurement (evaluation or probe) that held commits of later versions for `seconds`."""
+        """Record that an evaluation or probe held commits of later versions for `seconds`."""
         self._arrived["commits_held_s"] += seconds
         self.totals.add_events({"commits_held_s": seconds})
 
@@ -179,8 +175,6 @@ class Recorder:
         if finished:
             self._replicas.finish()
         self.feed.add(None)
-
-    # --- members and weight updates -----------------------------------------------------------------------------------
 
     def actor_loads(self, loads: Mapping[str, ActorState], *, measuring: bool) -> None:
         self._loads.update(loads)
@@ -222,8 +216,6 @@ class Recorder:
         level = logging.WARNING if change.kind == "evicted" else logging.INFO
         num_serving = len(others) + (change.kind == "joined")
         log.log(level, "actor %s %s; actors that serve the newest version: %d", change.member.actor, what, num_serving)
-
-    # --- present state, for callers over gRPC, the page, and scrapes -----------------------------------------------------
 
     def _phase_of(self, run: RunView) -> trainer_pb2.TrainerPhase:
         """Return the phase. Sending weights and waiting for actors to receive them count as training; alerts rely on this."""
@@ -271,14 +263,12 @@ class Recorder:
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
-        """Call `tell` with the page, if any, and log its errors, so that the page cannot end the run."""
+        """Call `tell` with the page, if any. Errors are only logged, because the page must not end the run."""
         if self._board is not None:
             try:
                 tell(self._board)
             except Exception:
                 log.exception("the live page could not be updated; training goes on")
-
-    # --- records and summary -----------------------------------------------------------------------------------------
 
     def _complete(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
         now = time.monotonic()
@@ -303,15 +293,17 @@ class Recorder:
         }
 
     def _advise(self, record: StepRecord) -> None:
-        """Update the replica advice. The first step here counts as 0 consumed sequences, since their number is unknown."""
+        """Update the replica advice. The first step here counts as 0 consumed sequences, because their number is unknown."""
         before, self._used_up = self._used_up, sum(record["sequences"][outcome] for outcome in Outcome)
         seconds = record["step_s"]
         self._replicas.step(0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0))
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
-        """Return whether the lag limit is below the recommended one and costs time or sequences: the trainer waits because the
-        limit holds back prompts, or the share of stale sequences exceeds `MOST_STALE`. The warning is logged once. Return False
-        until the longest of the first sequences have ended: before that, only short lengths are known."""
+        """Return whether `max_lag` is below the recommended one and costs time or sequences. The warning is logged once.
+
+        Time is lost if the trainer waits because the limit holds back prompts. Sequences are lost if the share of stale ones
+        exceeds `MOST_STALE`. Return False in the first steps, in which only short sequences have ended.
+        """
         problem, seconds = too_small_max_lag(self._recipe, record["largest_lag"]), record["step_s"]
         if problem is None or record["step"] <= record["largest_lag"]:
             return False

@@ -1,5 +1,4 @@
-"""Samples: completions for people to read, with the text and importance weight of each token. An episode's sample has its turns
-and the observations between them. Pure."""
+"""Samples: completions for people to read, with the text and importance weight of each token. Pure."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def has_tokens(step: int, steps: int) -> bool:
 def trained_sample(
     step: int, sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: NDArray[np.float64] | None
 ) -> Sample:
-    """Return the sample of a sequence that optimizer step `step` trained on. `weights`: importance weights, float64[sampled
-    tokens], written with four digits to save space."""
+    """Return the sample of a sequence that step `step` trained on. `weights`: importance weights, float64[sampled tokens]."""
     return {"step": step, "version": step - 1, "heldout": False, **_told(sequence, tokenizer, weights)}
 
 
@@ -79,8 +77,7 @@ def _reference(text: str) -> Any:
 def _branches(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
 ) -> list[dict[str, Any]]:
-    """Return an episode's branches. Special tokens are kept: they mark the roles. `weights`: those of all sampled tokens, in
-    order."""
+    """Return an episode's branches. Special tokens are kept, because they mark the roles. `weights`: of all sampled tokens."""
     branches, written = [], 0
     for branch in sequence.all_branches:
         pieces, parts, end = _pieces(tokenizer, branch.completion_token_ids) or [], [], 0
@@ -119,11 +116,8 @@ def without_tokens(sample: Sample) -> Sample:
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
-    """Split `text`, the decoded `token_ids`, by token: return the piece of text that each of the first `limit` tokens adds.
-
-    Special tokens have no text. If several tokens make one character, the last of them gets it. Return None if tokens and text
-    cannot be matched: without a tokenizer, if it is not from the tokenizers library, or if it fails.
-    """
+    """Return the piece of `text`, the decoded `token_ids`, that each of the first `limit` tokens adds. If several tokens make
+    one character, the last of them gets it. Special tokens have no text. Return None if tokens and text cannot be matched."""
     pieces = _pieces(tokenizer, token_ids[:limit], skip_special_tokens=True)
     return pieces if pieces is not None and text.startswith("".join(pieces)) else None
 

@@ -1,19 +1,15 @@
-"""The members of the weight-transfer group and the progress of one version, as a pure state machine driven by events.
+"""State machine for the members of a transfer group and the progress of one version (docs/weight-updates.md). Pure.
 
-This is the trainer's side of the protocol (docs/weight-updates.md), without clock, socket or thread. `step(event)` returns the
-actions to perform, in order. `updater.py` performs them and reports the results, and passed deadlines, as events. Members'
-answers are events, too, and the trainer's own end of the group answers like a member.
+`step(event)` returns the actions to perform, in order. `updater.py` performs them. Results of actions, answers of members and
+passed deadlines are the next events. The trainer's own end of the group answers like a member.
 
-The tests check these invariants against every order of events:
-  * `Commit` of v comes only after every remaining member of the epoch has staged v in that epoch with the sender's
-    checksum;
-  * an epoch's membership never changes; any change makes a new epoch with a higher number;
-  * one version is in transfer at a time, and each transfer that begins ends in `VersionServed`, with the remaining members;
-  * an actor that came late or failed is not in the epoch with others until `MemberReady` reports that it has served a version
-    on a side group, so that no actor delays the members twice.
+The tests check these invariants for every order of events: * `Commit` of a version comes after all remaining members have
+staged it in this epoch with the sender's checksum; * an epoch's members never change; any change begins a new epoch with a
+higher number; * one version is in transfer at a time, and each transfer ends in `VersionServed` with the remaining members; *
+an actor that came late or failed shares no epoch with others until `MemberReady` reports that it has served a version on a side
+group. It thus cannot delay the members twice.
 
-A run has one coordinator for the epoch of all actors, and one for each side group that brings joiners up to date.
-`membership.py` decides which joiners share a side group. This module does not handle the bytes of a version.
+A run has one coordinator for the epoch and one for each side group. `membership.py` chooses the members of side groups.
 """
 
 from __future__ import annotations
@@ -27,23 +23,22 @@ from statistics import median
 from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
-"""Maximum number of retries of one version with the same members. Then each must succeed alone before it rejoins."""
+"""Maximum number of retries of one version with the same members. Then each member must succeed alone before it rejoins."""
 SLOW = 4.0
-"""A member or transfer is slow if it takes more than this multiple of the median time of members or of earlier transfers."""
+"""A member or transfer is slow if it takes more than this multiple of the median of all members or of recent transfers."""
 TRAINER = ""
 """`actor` of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One actor process. `ranks`: its number of ranks in the group, which is the tensor-parallel size."""
+    """One actor process. `ranks`: its tensor-parallel size. `pod_uid`: uid of its Kubernetes pod; "" = none."""
 
     actor: str
     process: str
     ranks: int = 1
     grpc_address: str = ""
     pod_uid: str = ""
-    """Uid of the actor's Kubernetes pod; "" = none."""
 
 
 class EvictionCause(StrEnum):
@@ -56,22 +51,20 @@ class EvictionCause(StrEnum):
     GROUP_BROKE = "group_broke"
 
 
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MemberUp:
-    """An actor registered, or registered again, as the same or as a new process."""
+    """An actor registered, or sent a heartbeat."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class MembersLeaving:
-    """These processes are shutting down or have ended. One event names several, so that one new epoch is enough. A member with
-    the process "" stands for any process of its actor. `still_running`: they still take part in a running transfer, which
-    continues without their answers. After their end, a second event ends a transfer that may still wait for their ranks.
-    `cause`: None for an orderly departure."""
+    """These processes are shutting down or have ended. The process "" means any process of the actor.
+
+    `still_running`: the processes can finish a running transfer, but their answers are no longer awaited. A second event
+    reports their end, because the transfer may then wait for their ranks in vain. `cause`: None for an orderly departure.
+    """
 
     members: tuple[Member, ...]
     reason: str
@@ -80,15 +73,14 @@ class MembersLeaving:
 
     @classmethod
     def unregistered(cls, *actors: str) -> MembersLeaving:
-        """Return the event for actors that removed their registrations or whose heartbeats expired."""
+        """Return the event for actors whose registration was removed or has expired."""
         members = tuple(Member(actor, process="") for actor in actors)
         return cls(members, "left, or its heartbeat stopped", False, EvictionCause.HEARTBEAT)
 
 
 @dataclass(frozen=True)
 class MemberReady:
-    """An actor serves a version that it got on a side group, and may be in the next epoch. `process` distinguishes processes of
-    the same actor."""
+    """A process of an actor serves a version that it got on a side group. It may be in the next epoch."""
 
     actor: str
     process: str
@@ -103,7 +95,7 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class TransferFailed:
-    """On the trainer's side, forming the group or a broadcast failed. `missing`: actors that did not join the group."""
+    """The trainer could not form the group or finish the broadcast. `missing`: actors that did not join the group."""
 
     epoch: int
     reason: str
@@ -119,17 +111,14 @@ class DeadlinePassed:
 
 @dataclass(frozen=True)
 class HoldCommits:
-    """During a measurement (evaluation or probe), stage but do not commit versions after `above`. None ends the measurement."""
+    """During an evaluation or probe, stage versions after `above`, but do not commit them. None ends this."""
 
     above: int | None
 
 
 Answer = EpochJoined | Staged | Serving | Abort
-"""A member's report: it has joined, has staged, serves, or has failed. The trainer's own end sends only the first two."""
+"""A member has joined, has staged the version, serves it, or has failed. The trainer's own end only joins and stages."""
 Event = MemberUp | MembersLeaving | MemberReady | VersionReady | HoldCommits | TransferFailed | DeadlinePassed | Answer
-
-
-# --- actions ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -140,7 +129,7 @@ class FormGroup:
 
 @dataclass(frozen=True)
 class Evicted:
-    """An actor was removed from an epoch. `cause`: None for an orderly departure, because its process is shutting down."""
+    """An actor was removed from an epoch. `cause`: None for an orderly shutdown of its process."""
 
     actor: str
     epoch: int
@@ -150,14 +139,14 @@ class Evicted:
 
 @dataclass(frozen=True)
 class SetDeadline:
-    """A phase begins. Post `DeadlinePassed(token)` when `due_s` says that the phase is stuck or too slow."""
+    """A phase begins. Post `DeadlinePassed` with this token after `due_s`."""
 
     token: int
 
 
 @dataclass(frozen=True)
 class VersionServed:
-    """Every remaining member serves the version."""
+    """All remaining members serve the version."""
 
     version: int
     epoch: int
@@ -170,8 +159,8 @@ class WaitingForMembers:
 
 
 Action = FormGroup | Announce | Commit | Abort | Evicted | SetDeadline | VersionServed | WaitingForMembers
-"""`Announce`, `Commit` and `Abort` are messages to the members; the caller fills in further fields. After `Announce`, broadcast
-the version on the epoch's group. After `Abort`, close the group, which may be stuck in a collective."""
+"""`Announce`, `Commit` and `Abort` are messages to the members, in which the caller sets further fields. The caller broadcasts
+the version after `Announce`, and closes the group after `Abort`, because the group may be stuck in a collective."""
 
 
 class Phase(Enum):
@@ -194,24 +183,23 @@ class Coordinator:
         self.epoch = 0
         self.version = -1
         self.members: dict[str, Member] = {}
-        """Members of the current epoch."""
         self.present: dict[str, Member] = {}
         """All registered actors."""
         self._newcomers: set[str] = set()
-        """Actors that came after the first offer. Until `MemberReady`, an epoch includes them only if nobody else is left."""
+        """Actors that came after the first offer. Until `MemberReady`, they are in an epoch only if no other actor is left."""
         self._benched: dict[str, int] = {}
-        """Failed actors, each with the number of its last failure. A failed actor rejoins through a side group. If no other
-        actor is left, the one that failed longest ago is tried again, alone, at its next heartbeat."""
+        """Failed actors, each with the number of its last failure. They rejoin through side groups. If no other actor is left,
+        the one that failed longest ago is tried alone at its next heartbeat."""
         self._failures = itertools.count()
         self._group_stands = False
         self.answered: dict[str, int] = {}
-        """Actors (and `TRAINER`) that have answered in this phase, each with the checksum of the bytes that it staged."""
+        """Members (and `TRAINER`) that have answered in this phase, each with the checksum of the bytes that it staged."""
         self._left: set[str] = set()
-        """Processes that left while their ranks were in the group. If the group then breaks or hangs, no other is blamed."""
+        """Processes that left while their ranks were in the group. If the group then fails, no remaining member is blamed."""
         self._restarts = 0
-        """Failed attempts at the current version with the same members, none of whom could be blamed."""
+        """Failed attempts at this version with the same members, without a member to blame."""
         self._breaks = False
-        """True if the last group of several members was dissolved for breaking repeatedly. The next group is not retried."""
+        """True after a group of several members was dissolved because it broke repeatedly. The next group is not retried."""
         self._held_above: int | None = None
         self._deadline_token = 0
 
@@ -221,11 +209,12 @@ class Coordinator:
         return self._under_way and self._held_above is not None and self.version > self._held_above
 
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
-        """Return after how many seconds this phase is stuck or too slow, unless another answer arrives before.
+        """Return after how many seconds this phase is stuck or too slow if no further answer arrives.
 
-        Each answer gives the others `deadline_s` more, but at most `limit_s` after the first answer. Once more than half have
-        answered, `SLOW` times the median is a further limit. While the trainer sends, only `limit_s` applies, since the
-        transfer itself notices a stuck chunk. `answers_s`: times of this phase's answers since its begin, in order."""
+        Each answer extends the time by `deadline_s`, up to `limit_s` after the first answer. Once more than half have answered,
+        `SLOW` times their median is a further limit, but not below `deadline_s`. While the trainer sends, only `limit_s`
+        applies, because the transfer itself notices a stuck chunk. `answers_s`: seconds from the phase's begin to each answer.
+        """
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s
         due_s = min(answers_s[-1] + deadline_s, answers_s[0] + limit_s) if answers_s else deadline_s
@@ -233,7 +222,7 @@ class Coordinator:
         return min(due_s, max(deadline_s, SLOW * median(answers_s))) if all_but_slow else due_s
 
     def step(self, event: Event) -> list[Action]:
-        """Return the actions to perform, in order. Events from old epochs, old versions or non-members change nothing."""
+        """Return the actions to perform, in order. Events of old epochs, of old versions or from non-members change nothing."""
         match event:
             case MemberUp(member):
                 return self._member_up(member)
@@ -265,8 +254,6 @@ class Coordinator:
             return self._member_failed(event)
         self._note(event)
         return self._advance()
-
-    # --- events --------------------------------------------------------------------------------------------------
 
     def _member_up(self, member: Member) -> list[Action]:
         actor, before = member.actor, self.present.get(member.actor)
@@ -325,8 +312,6 @@ class Coordinator:
         if known and isinstance(answer, _WAITED_FOR.get(self.phase, ())):
             self.answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
 
-    # --- phases --------------------------------------------------------------------------------------------------
-
     @property
     def _under_way(self) -> bool:
         return self.phase in (Phase.FORMING, Phase.SENDING, Phase.COMMITTING)
@@ -365,8 +350,7 @@ class Coordinator:
         return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
 
     def _eligible(self) -> dict[str, Member]:
-        """Return the members of an epoch that begins now, in order of their ranks. Newcomers are included only if nobody else
-        is available."""
+        """Return the members of an epoch that begins now, in order of their ranks."""
         able = {actor: member for actor, member in sorted(self.present.items()) if actor not in self._benched}
         return {actor: member for actor, member in able.items() if actor not in self._newcomers} or able
 
@@ -375,7 +359,7 @@ class Coordinator:
         return [Announce(epoch=self.epoch, version=self.version), self._new_deadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
-        """Remove members. If the others still lack bytes, or none is left to commit, abort and form a new group."""
+        """Remove members. If the others still need bytes, or no member is left, abort and form a new group."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
@@ -390,7 +374,7 @@ class Coordinator:
         return evicted
 
     def _restart(self, reason: str) -> list[Action]:
-        """Form the group again. Dissolve a group that breaks repeatedly."""
+        """Form the group again, or dissolve it if it broke too often."""
         if self._left:
             return self._again(reason)
         self._restarts += 1

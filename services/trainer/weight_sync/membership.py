@@ -1,8 +1,8 @@
-"""Arrivals and departures of actors, the known state of each actor, and the choice of actors for side groups. Pure.
+"""The known state of each actor, and the choice of actors for side groups. Pure.
 
-A side group consists of the trainer and joining actors, exists beside the epoch of the others, and brings the joining actors to
-the newest served version. Newcomers share one side group, so that the trainer sends the version once; an actor that failed gets
-a separate one. Once an actor serves the version, it joins the next epoch. Until then it cannot delay the epoch's members.
+A side group brings joining actors to the newest served version, beside the epoch of the others. Newcomers share one side group,
+so the trainer sends the version to them once. An actor that failed gets a separate side group. An actor joins the next epoch
+only after it serves the version. Until then it cannot delay the epoch's members.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Mem
 MOST_REMEMBERED = 4096
 """Maximum number of ended pods to remember. Late heartbeats of their processes arrive within seconds."""
 
-
 Kind = Literal["joined", "left", "evicted"]
 
 
 @dataclass(frozen=True)
 class MemberChange:
-    """An arrival or departure. `left`: orderly. `evicted`: removed from `epoch` for a `cause`, or its heartbeats stopped."""
+    """An arrival or departure. `evicted`: the actor was removed from `epoch`, or its heartbeats stopped."""
 
     kind: Kind
     member: Member
@@ -35,7 +34,7 @@ class MemberChange:
 
 @dataclass
 class UpdateRecord:
-    """Figures of the update to one version, in seconds and bytes. Dictionaries are by actor."""
+    """Figures of the update to one version. Dictionaries are by actor."""
 
     version: int
     num_bytes: int = 0
@@ -57,16 +56,12 @@ class UpdateObserver(Protocol):
 
 
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`waiting`: the actor serves no version or an older one, and its update has not begun. `leaving`: it is shutting down."""
-
+"""`joining`: on a side group. `waiting`: the actor serves no version or an old one. `leaving`: it is shutting down."""
 MOST_AT_ONCE = 4
-"""Maximum number of side groups, to each of which the trainer sends the version. One of them is reserved for newcomers."""
-
+"""Maximum number of side groups. One of them is reserved for newcomers."""
 MOST_IN_GROUP = 64
-"""Maximum number of newcomers in one side group."""
-
 MOST_RESTED = 16
-"""Maximum heartbeats between two attempts with a failing actor, since each attempt may send the whole version."""
+"""Maximum number of heartbeats between two attempts with a failing actor. Each attempt may send the whole version."""
 
 
 @dataclass
@@ -76,7 +71,7 @@ class _Registered:
     """Newest version that the actor is known to serve; -1 = none."""
     joined: bool = False
     met: bool = False
-    """True if a group was built with this process."""
+    """True after a group was built with this process."""
     failures: int = 0
     """Consecutive failures, in epochs or on side groups."""
     rest: int = 0
@@ -92,7 +87,7 @@ class Roster:
         self._behind: dict[str, _Registered] = {}
         """Actors that do not serve the newest version, in order of arrival. A heartbeat examines only these."""
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """By uid of an ended pod (by process if its actor does not know the uid): the pod's members that may still run."""
+        """Members of ended pods that may still run, by the pod's uid, or by process if the actor does not know the uid."""
 
     def up(self, member: Member) -> None:
         """Record a registration or heartbeat. A new process of a known actor starts without a version."""
@@ -103,7 +98,7 @@ class Roster:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """Remove an actor that is no longer registered. Its departure is reported only if it still counts as joined."""
+        """Remove an actor that is no longer registered. A departure that was already reported is not reported again."""
         known = self._actors.pop(actor, None)
         self._behind.pop(actor, None)
         if known is None or not known.joined:
@@ -111,7 +106,7 @@ class Roster:
         return [MemberChange("left" if left else "evicted", known.member, epoch, version, reason)]
 
     def put_out(self, evicted: Evicted, version: int) -> list[MemberChange]:
-        """Record that an actor was removed from an epoch, whether or not it served a version."""
+        """Record that an actor was removed from an epoch."""
         known = self._actors.get(evicted.actor)
         if known is None:
             return []
@@ -121,7 +116,7 @@ class Roster:
         return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, evicted.cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
-        """Record that these members received `version` in `epoch`, the epoch of the main group or of a side group."""
+        """Record that these members received `version` in `epoch`, which may be that of a side group."""
         changes = []
         self._expect(version)
         for member in members:
@@ -136,7 +131,7 @@ class Roster:
         return changes
 
     def serving(self, version: int) -> dict[str, Member]:
-        """Return the actors that are known to serve `version`; empty if it is negative. May be called on any thread."""
+        """Return the actors that are known to serve `version`; empty if it is negative. Any thread may call this."""
         actors = list(self._actors.values())
         return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 
@@ -149,7 +144,7 @@ class Roster:
         return all(known is not None and known.met for known in map(self._process, members))
 
     def side_failed(self, member: Member) -> None:
-        """Record that an actor's side group failed. Each failure in a row doubles the wait, up to `MOST_RESTED` heartbeats."""
+        """Record a failed side group. Each failure in a row doubles the actor's wait, up to `MOST_RESTED` heartbeats."""
         known = self._process(member)
         if known is not None:
             _rest(known)
@@ -161,7 +156,7 @@ class Roster:
     def side_groups(
         self, version: int, epoch: Collection[str], running: Collection[Collection[str]]
     ) -> list[tuple[Member, ...]]:
-        """Return the members of each new side group needed for `version`. `running`: the actors of each existing side group."""
+        """Return the members of each new side group that `version` needs. `running`: the actors of each existing side group."""
         self._expect(version)
         busy, free = set[str]().union(*running), MOST_AT_ONCE - len(running)
         due = [
@@ -179,9 +174,8 @@ class Roster:
             self._behind = {actor: known for actor, known in self._actors.items() if known.version < version}
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
-        """Return the departure that follows from a pod's end; None if no actor of that pod is present. When a pod is deleted,
-        its actor departs twice: at the deletion, and when the processes have ended. If the pod's end is not certain, its actor
-        returns with its next heartbeat."""
+        """Return the departure that a pod's end causes; None if no actor of the pod is present. The actor of a deleted pod
+        departs twice: at the deletion, and when its processes have ended."""
         of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
         nameless = present.get(pod.name)
         if nameless is not None and not nameless.pod_uid:
@@ -194,8 +188,7 @@ class Roster:
         return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
 
     def has_left(self, member: Member) -> bool:
-        """Return whether the member's pod is ending or has ended, so that a late heartbeat does not bring the member back. A
-        new pod with the same name, or a restarted container in its pod, is another member."""
+        """Return whether the member's pod is ending or has ended, so that a late heartbeat does not bring the member back."""
         return member.pod_uid in self._ended or member.process in self._ended
 
     def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:

@@ -1,9 +1,8 @@
-"""The trainer's end of the weight transfer: the manifest, snapshots of a version, groups, and broadcasts of chunks.
+"""The trainer's end of the weight transfer: manifest, snapshots, groups and broadcasts.
 
-Only `snapshot` stops the optimizer: it copies the weights once, in the dtype of the transfer. On a device the copy is queued on
-a separate stream. A snapshot may be sent any number of times, on any group, on a background thread. On the wire, each chunk
-follows an int64[6] header: magic, incarnation, version, chunk index, checksum, bytes. While one chunk is sent, the next chunk's
-checksum is computed. If a group is abandoned while stuck, its thread ends within the stall timeout.
+Only `snapshot` stops the optimizer. It copies the weights once, in the dtype of the transfer; on a device, a separate stream
+does the copy. A snapshot may be sent several times, on any group, on a background thread. Before each chunk, an int64[6] header
+is sent: magic, incarnation, version, chunk index, checksum, bytes. An abandoned group's thread ends within the stall timeout.
 """
 
 from __future__ import annotations
@@ -44,17 +43,15 @@ from services.trainer.learn.lora import factor_names, layer_adapters, served_par
 def as_in_files(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]], converted: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights with the names and shapes that they have in the model's files, which any engine can load. The names and
-    shapes in memory differ if transformers renames layers or stacks the experts of a mixture. `converted`: result of
-    `converted_parameters`; if given, only these parameters are converted."""
+    """Yield the weights with the names and shapes of the model's files, which any engine can load. In memory they differ if
+    transformers renames layers or stacks a mixture's experts. `converted`: if given, only these parameters are converted."""
     for name, tensor in parameters:
         plain = converted is not None and name not in converted
         yield from [(name, tensor)] if plain else revert_weight_conversion(model, {name: tensor}).items()
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the parameters whose name or shape differs in the model's files. This takes 10 to 50 µs per
-    parameter, so call it once, and not while the optimizer waits for a snapshot."""
+    """Return the names of the parameters whose name or shape differs in the model's files (10 to 50 µs per parameter)."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
@@ -89,15 +86,14 @@ def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int
 
 
 class Snapshot:
-    """A copy of one version's weights. `stream`: uint8[manifest.total_bytes], in the memory of `placement`."""
+    """A copy of one version's weights. `stream`: uint8[manifest.total_bytes] in the memory of `placement`."""
 
     def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST) -> None:
         self.manifest, self.version, self.stream, self._placement = manifest, version, stream, placement
         self._checksums: dict[int, int] = {}
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
-        """Return the chunk's bytes in the memory of `placement`, from which the group sends, and their checksum, which is
-        computed only once. On a device this waits until `stream` has been filled, so a chunk with a checksum is complete."""
+        """Wait until `stream` is filled. Return the chunk's bytes in the memory of `placement`, and their checksum."""
         with placement.scope(), self._placement.scope():
             raw = chunk_of(self.stream, chunk).to(placement.device, non_blocking=placement.stream is not None)
             if chunk.index not in self._checksums:
@@ -105,17 +101,17 @@ class Snapshot:
         return raw, self._checksums[chunk.index]
 
     def checksum(self, chunk: Chunk, placement: Placement) -> int:
-        """Return the chunk's checksum, and avoid a copy of the chunk if the checksum is known."""
+        """Return the chunk's checksum. The chunk is copied only if the checksum is not known yet."""
         known = self._checksums.get(chunk.index)
         return self.ready(chunk, placement)[1] if known is None else known
 
 
 class WeightSender:
-    """The trainer's end of the collective: takes snapshots, opens a group per epoch or side group, and starts broadcasts.
+    """The trainer's end of the collective: takes snapshots, opens a group for each epoch or side group, and starts broadcasts.
 
-    `stall_timeout_s`: maximum time for one chunk, at least `Manifest.slowest_chunk_s`, before the group counts as broken; it
-    also bounds an abort. `placement`: memory of snapshots. `group_placement`: memory from which groups send; it differs if a
-    device's snapshots are kept in host memory. `store`: rendezvous of the groups. `host`: this pod's address for actors.
+    `stall_timeout_s`: maximum time for one chunk before the group counts as broken, raised to `Manifest.slowest_chunk_s` if
+    that is more. `placement`: memory of snapshots. `group_placement`: memory from which groups send. `store`: rendezvous of the
+    groups. `host`: this pod's address for actors.
     """
 
     def __init__(
@@ -136,23 +132,20 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters (such as `model.named_parameters()`). On a device, later changes of the parameters must be queued
-        on the caller's stream. Raises ManifestDiffers if the parameters do not match the manifest."""
+        """Copy the parameters. On a device, queue later changes of them on the caller's stream. Raises ManifestDiffers."""
         with self.placement.beside():
             stream = pack(self.manifest, parameters, self._empty_stream())
         return Snapshot(self.manifest, version, stream, self.placement)
 
     def _empty_stream(self) -> Tensor:
-        """Return memory for a snapshot. If groups send from a device, snapshots in host memory are pinned."""
         num_bytes, device, of_groups = self.manifest.total_bytes, self.placement.device, self.group_placement.device
         if device.type == of_groups.type == "cpu":
             return self._memory.take(num_bytes)
-        # Not reused here, since torch's allocators cache this memory.
+        # torch's allocators cache this memory. Snapshots that the host keeps for a device are pinned.
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
-        """Start to connect with the other ranks of a new `epoch`'s group. `patience_s`: maximum wait for each further rank
-        after one has connected; None = until the deadline."""
+        """Start to connect with the other ranks of a group. `patience_s`: maximum wait between the connections of two ranks."""
         assert self._store is not None
         spec = GroupSpec(self._store.own_address, f"epoch-{epoch}", 0, world_size, self.backend, self._host)
         given_up, placement = threading.Event(), on_device(self.group_placement.device)
@@ -163,8 +156,8 @@ class WeightSender:
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
-        """Start sending on `group`, on a separate thread. Until that ends, no other code may use the group. A failure closes
-        the group; setting `given_up` makes it fail within the stall timeout. Chunks that all receivers have are skipped."""
+        """Start to send on `group`, on a separate thread, without the chunks that all receivers have. Until it ends, no other
+        code may use the group. A failure closes the group. Setting `given_up` stops the broadcast within the stall timeout."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         first = group.first_chunk(snapshot.manifest.content(snapshot.version))
         kept, chunks = snapshot.manifest.chunks[:first], snapshot.manifest.chunks[first:]
@@ -205,7 +198,7 @@ class CollectiveGroup:
         self._broadcast: Future[TransferResult] | None = None
 
     async def built(self) -> None:
-        """Wait until every rank has connected. Raises `TransferError`, and at the deadline `RanksMissing`."""
+        """Wait until every rank has connected. Raises `TransferError`, and `RanksMissing` if some ranks do not connect."""
         await asyncio.wrap_future(self._meeting)
 
     async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:

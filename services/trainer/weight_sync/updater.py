@@ -1,9 +1,7 @@
-"""Bring every policy version to every actor, through one transfer session for the epoch and one for each side group.
+"""Send policy versions to the actors: one transfer session serves the members of the epoch, and one serves each side group.
 
-`offer` returns as soon as sending has begun, so that the next batch is computed meanwhile. Before that it waits until the
-previous version is served, so that at most one version is in transfer. Every wait ends with a registration, an answer or a
-deadline, or once NATS is reachable. As long as a transfer makes progress at a usual rate, nobody is evicted. If no actor serves
-the first version in time, the run ends with the actors' reasons.
+`offer` returns when sending has begun, so the next batch is computed meanwhile. The epoch has at most one version in transfer.
+If no actor serves the first version in time, the run ends with the actors' reasons.
 """
 
 from __future__ import annotations
@@ -42,22 +40,22 @@ log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": pb.EpochJoined, "staged": pb.Staged, "serving": pb.Serving, "failed": pb.Abort}
 MEETING_SHARE = 0.8
-"""Share of the deadline in which a group's members must connect; below 1, so that only missing members are evicted."""
+"""Share of the deadline within which all members of a group must connect. It is below 1 because the error after this time names
+the missing members. The deadline itself would evict all members."""
 PATIENCE_S = 3.0
-"""Maximum seconds to wait for the next rank after one has connected, if all members have been in a group before. This limit
-reveals a dead member long before its registration expires, but also excludes a slow one, which returns on a side group."""
+"""Maximum seconds between two connections to a group whose members have all been in a group before. A dead member is thus
+noticed long before its registration expires. A slow member is excluded, too, and returns on a side group."""
 GATHER_S = 5.0
-"""Maximum seconds for which joining actors wait for others to share a side group with; less if a transfer takes less."""
+"""Maximum seconds to wait for further joining actors before a side group is opened; less if a transfer takes less."""
 ASSUMED_BYTES_PER_S = 40e6
-"""Assumed rate until a transfer has been measured. The network may be slower by the factor `coordinator.SLOW`."""
+"""Assumed transfer rate until one has been measured. The network may be slower by the factor `coordinator.SLOW`."""
 MOST_REASONS = 16
 """Maximum number of actors whose last reason for not serving is kept."""
 
 
 class TransferSession:
-    """One transfer group and its state machine: the epoch of all actors, or the side group of `joiners`, from which those that
-    serve the version or fail are removed. It performs its coordinator's actions on the group and records the update's figures.
-    The update's trace span lasts from the offer until every member serves the version, or the update is given up."""
+    """One transfer group with its state machine: the epoch of all actors, or the side group of `joiners`. The session performs
+    the coordinator's actions and records the update's figures. Its trace span lasts until the update is served or given up."""
 
     def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiners: Iterable[c.Member] = ()) -> None:
         self._updater, self.coordinator = updater, coordinator
@@ -74,14 +72,14 @@ class TransferSession:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, version: int, snapshot: Snapshot) -> None:
-        """Set the version that the next `VersionReady` sends."""
+        """Set the version that is sent after the next `VersionReady`."""
         self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
         about: a.Attributes = {a.VERSION: version, **({a.ACTOR: ", ".join(self.joiners)} if self.joiners else {})}
         self._span = root("weight_update", attributes=about)
 
     async def step(self, event: c.Event) -> list[c.Action]:
         if isinstance(event, c.DeadlinePassed) and self._timer and self._timer.when() > asyncio.get_running_loop().time():
-            return []  # an answer has moved the deadline while this event waited
+            return []  # an answer moved the deadline while this event was queued
         self._note(event)
         answered = len(self.coordinator.answered)
         actions = self.coordinator.step(event)
@@ -93,7 +91,6 @@ class TransferSession:
         return actions
 
     def _set_timer(self) -> None:
-        """Schedule `DeadlinePassed` for when the phase is stuck or too slow, given the answers so far."""
         if self._timer is not None:
             self._timer.cancel()
         updater, at_s = self._updater, self._phase_at_s - time.monotonic()
@@ -101,7 +98,6 @@ class TransferSession:
         self._timer = asyncio.get_running_loop().call_later(at_s + due_s, updater.post, self, c.DeadlinePassed(self._token))
 
     async def close(self) -> None:
-        """End running operations, in bounded time."""
         if self._timer is not None:
             self._timer.cancel()
         await self._stop_transfer()
@@ -228,9 +224,9 @@ class TransferSession:
 
 
 class WeightUpdater:
-    """Sends versions to all actors. `join_timeout_s`: limit from the offer of the first version until it is served. `on_change`
-    is called when a version is served, and when an actor is gone. Besides the snapshot in transfer, the updater keeps the
-    snapshot of the newest served version for joining actors."""
+    """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
+    from the offer of the first version until an actor serves it. `on_change`: called when a version is served or actors are
+    gone."""
 
     def __init__(
         self,
@@ -254,9 +250,10 @@ class WeightUpdater:
         self._sides: list[TransferSession] = []
         self._gathering = False
         self.starting: set[str] = set()
-        """Actors whose registrations say that they load, compile or prepare for the manifest."""
+        """Actors that report that they are loading, compiling or preparing for the manifest."""
         self.transfers_s = deque([sender.manifest.total_bytes / ASSUMED_BYTES_PER_S], maxlen=5)
-        """Seconds for all bytes at the rates of the newest transfers to the epoch; the first rate is an assumption."""
+        """Seconds for sending all bytes, extrapolated from the newest transfers to the epoch. The first value is an
+        assumption."""
         self._formed_before = False
         self._changed = asyncio.Condition()
         self._under_way: Snapshot | None = None
@@ -266,21 +263,18 @@ class WeightUpdater:
         self.evictions = self.regroups = self.bad_messages = 0
         self.updates = {"served": 0, "aborted": 0}
 
-    # --- used by the rest of the trainer ----------------------------------------------------------------------------
-
     @property
     def members(self) -> dict[str, c.Member]:
-        """Members of the current epoch, by actor."""
         return self._main.coordinator.members
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`. While commits are held, they keep serving it."""
+        """Return the actors that are known to serve `served_version`."""
         return self.roster.serving(self.served_version)
 
     @property
     def states(self) -> dict[str, str]:
-        """Return the state of each registered actor. `joining`: the actor is on a side group. May be read on any thread."""
+        """Return each registered actor's state, one of `MEMBER_STATES`. Any thread may call this."""
         serving, joining = set(self.serving), {name for side in list(self._sides) for name in list(side.joiners)}
         states = {
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
@@ -290,7 +284,7 @@ class WeightUpdater:
 
     @property
     def limit_s(self) -> float:
-        """Return the maximum time for sending a version: `deadline_s` plus a multiple of the newest transfers' median time."""
+        """Return the maximum seconds for sending a version: `deadline_s` plus `SLOW` times the median of recent transfers."""
         return self.deadline_s + c.SLOW * median(self.transfers_s)
 
     @property
@@ -309,35 +303,35 @@ class WeightUpdater:
         return len(self._main.coordinator.present)
 
     async def offer(self, version: int, snapshot: Snapshot) -> None:
-        """Wait until all remaining members serve the previous version, then begin to send `version`."""
+        """Wait until no version is in transfer to the epoch, then begin to send `version`."""
         await self.all_served()
         self._under_way = snapshot
         self._main.begin(version, snapshot)
         self.post(self._main, c.VersionReady(version))
 
     def pod_ends(self, pod: PodEnd) -> None:
-        """Record that an actor's pod ends. The actor departs even if it still sends heartbeats."""
+        """Remove the actor of a pod that ends, even if the actor still sends heartbeats."""
         leaving = self.roster.leaving(pod, self._main.coordinator.present)
         if leaving is not None:
             self.post(None, leaving)
 
     @property
     def commit_held(self) -> bool:
-        """Return whether `hold_when_served` prevents the commit of the version in transfer."""
+        """Return whether `hold_when_served` delays the commit of the version in transfer."""
         return self._main.coordinator.held
 
     async def all_served(self) -> None:
-        """Wait until the epoch has no version in transfer."""
+        """Wait until no version is in transfer to the epoch."""
         await self._until(lambda: self._under_way is None)
 
     async def order_sleep(self) -> None:
-        """Order actors that serve `served_version` to sleep until the next version. Nothing may be in transfer."""
+        """Order the actors that serve `served_version` to sleep until the next version. No version may be in transfer."""
         order = pb.Sleep(incarnation=self.incarnation, version=self.served_version).SerializeToString()
         await retry_forever(lambda: self.bus.publish_control("sleep", order), "say 'sleep'")
 
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
-        """Wait until `version` (already offered) is served. Inside the block, later versions are staged but not committed."""
+        """Wait until the offered `version` is served. Later versions are staged but not committed inside the block."""
         self.post(self._main, c.HoldCommits(above=version))
         try:
             await self._until(lambda: self.served_version >= version)
@@ -370,8 +364,6 @@ class WeightUpdater:
                 f"(weights.join_timeout_s); {f'last reasons: {self.reasons}' if self._reasons else 'no actor said why'}. "
                 "Look at the actors' logs, or raise the timeout"
             ) from error
-
-    # --- events in ------------------------------------------------------------------------------------------------
 
     async def _watch_members(self) -> None:
         async with self.bus.watch_members() as events:
@@ -413,8 +405,7 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer, unless it is meant for another incarnation, to the side session of its epoch. If there is none, post
-        it to the main session, which ignores answers of old epochs."""
+        """Post an answer of this incarnation to the session of its epoch, or else to the main session, which ignores it."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
@@ -427,16 +418,13 @@ class WeightUpdater:
         self.post(next(sides, self._main), answer)
 
     def _note_reason(self, actor: str, reason: str) -> None:
-        """Keep a reason for the actor, reported or observed, unless an earlier one is still kept."""
+        """Keep the first reason for an actor until the actor joins an epoch or reports a reason itself."""
         self._reasons.setdefault(actor, reason)
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
 
-    # --- consequences of events --------------------------------------------------------------------------------------
-
     def post(self, session: TransferSession | None, event: c.Event | None) -> None:
-        """Queue an event. If `session` is None, the event changes the membership, which concerns all sessions; without an
-        event, joining actors have waited long enough for others."""
+        """Queue an event. Without a `session`, it concerns the membership. Without an event, the wait of `GATHER_S` is over."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
@@ -502,11 +490,11 @@ class WeightUpdater:
                     self.updates["served"] += 1
                     self._observer.served(self._main.record)
                     self.on_change()
-        await self._tend_sides()  # after all actions, so that evicted actors first wait some heartbeats
+        await self._tend_sides()  # after all actions, because an evicted actor must first wait for some heartbeats
 
     async def _tend_sides(self, *, gathered: bool = False) -> None:
-        """Remove actors that are gone or in the epoch from side groups. If other actors need a side group, open it after a
-        short wait for more of them. `gathered`: this wait is over."""
+        """Remove gone actors, and members of the epoch, from side groups. Open the side groups that other actors need, after a
+        wait for more of them. `gathered`: this wait is over."""
         for session in list(self._sides):
             if outdated := self.roster.outdated(session.joiners, self.members):
                 await self._step_side(session, c.MembersLeaving(outdated, "it is gone, or in the epoch", still_running=False))
@@ -550,7 +538,7 @@ Queued = tuple[TransferSession | None, c.Event | None]
 
 
 def coalesce_departures(events: list[Queued]) -> list[Queued]:
-    """Return the same events in the same order, with consecutive departures merged. Pure."""
+    """Merge consecutive departures with the same reason into one event, and keep the order. Pure."""
     merged: list[Queued] = []
     for session, event in events:
         before = merged[-1][1] if merged else None
@@ -563,7 +551,7 @@ def coalesce_departures(events: list[Queued]) -> list[Queued]:
 
 
 def epoch_members(members: tuple[c.Member, ...]) -> tuple[pb.EpochMember, ...]:
-    """Return the rank layout: the trainer is rank 0, followed by each actor's ranks in the members' order. Pure."""
+    """Return the rank layout: the trainer has rank 0, and the actors' ranks follow in the order of `members`. Pure."""
     first_ranks = accumulate((member.ranks for member in members), initial=1)
     return tuple(
         pb.EpochMember(actor=member.actor, process=member.process, first_rank=first_rank, ranks=member.ranks)
@@ -572,7 +560,7 @@ def epoch_members(members: tuple[c.Member, ...]) -> tuple[pb.EpochMember, ...]:
 
 
 def actors_of(ranks: Iterable[int], members: tuple[c.Member, ...]) -> tuple[str, ...]:
-    """Return the actors to which these ranks belong, each once. Pure."""
+    """Return the actors that own `ranks`, each once. Pure."""
     wanted = set(ranks)
     return tuple(
         member.actor
