@@ -4,9 +4,9 @@ Standard input is one JSON object with `recipe`, `items` and `forms`. An item ha
 pairs of a completion and the answer that the reward must find in it ("" = any answer). A worker process scores the forms in
 order until scoring fails or the reward finds the form's answer.
 
-The output is lines of JSON: `calling` with an item's number before it is scored, and then the result, if a form's answer was
-found. If an item times out or ends its worker, the task's other items are skipped. If no worker starts, the output is
-`{"problem": "..."}`.
+The output is lines of JSON: `calling` with an item's number before it is scored, and then the last form's result, unless the
+reward found no form's answer. If an item times out or ends its worker, the task's other items are skipped. If no worker starts,
+the output is `{"problem": "..."}`.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _is_mathematics(text: str) -> bool:
 
 
 def _key(text: str) -> str:
-    """Return the characters that must agree in two texts."""
+    """Return `text` without differences of spelling: spaces, braces, and capitals of words."""
     text = re.sub(r"([\^_]|pmod)\{(\w)\}(?!\w)", r"\1\2", text.replace("\x02", ""))
     return re.sub(
         r"[A-Z][a-z]{3,}|(?i:yes|no|true|false)", lambda word: word[0].lower(), re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
