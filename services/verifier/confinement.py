@@ -1,8 +1,8 @@
 """Limit processes that run users' code, and end them with all processes that they started. Linux only.
 
-Address space and CPU time are limited. This is not a jail: users' code is trusted not to attack the machine, but on a model's
-output it may run too long or take too much memory. Code in a sandbox may be controlled by a model; a process outside the
-sandbox therefore also limits how many processes and threads the code starts (`keep_in_bounds`).
+Users' code is trusted not to attack the machine, but may run too long or take too much memory. Therefore its address space and
+CPU time are limited. Code in a sandbox may be controlled by a model. Therefore a process outside the sandbox limits how many
+processes and threads it starts (`keep_in_bounds`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Maximum numbers for one sandboxed program, reward worker or episode, summed over its processes. Simultaneous calls may exceed
-them by a few, because a new process or thread is counted only once it exists."""
+"""Maximum numbers for one sandboxed program, reward worker or episode. Simultaneous calls may exceed them by a few."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and SECCOMP_IOCTL_NOTIF_SEND. Their structures have 80 and 24 bytes."""
 _GO_ON = 1
@@ -36,8 +35,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def attach_to_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, and let this process adopt orphaned
-    descendants."""
+    """Have the kernel kill this process with the thread that started it, and let this process adopt orphaned descendants."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -48,20 +46,18 @@ def prctl(option: int, value: int) -> None:
 
 
 def go_below_another() -> None:
-    """Fork, and return only in the child; the parent waits for the child's end. After `confine`, the sandbox then has two
-    processes above it: if one is killed, the other ends the rest. The child gets its own process group, so that it survives
-    when the verifier kills the group of a dead worker."""
+    """Fork, and return only in the child, in its own process group, while the parent watches it. A later `confine` puts a
+    second process above the sandbox, so if one of the two is killed, the other ends the rest."""
     if child := os.fork():
         keep_in_bounds(child)
-    os.setpgid(0, 0)
+    os.setpgid(0, 0)  # because the verifier kills the group of a dead worker
     attach_to_parent()
 
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
-    """Watch `child` from outside its sandbox until it or this process's parent ends; then kill the remaining descendants and
-    end as the child did. Meanwhile, answer requests of the child's seccomp filter for more processes or threads. `ends`: a
-    socket pair whose first end receives the filter's listener; without it, the child has no such filter. `attach_to_parent`
-    must be called first."""
+    """Watch `child` until it or this process's parent ends; then kill the remaining descendants and end as the child did.
+    Meanwhile, answer requests of the child's seccomp filter for more processes or threads. `ends`: a socket pair whose first
+    end receives the filter's listener; without it, the child has no such filter. Call `attach_to_parent` first."""
     code = 1
     try:
         _ignore_signals()
@@ -76,8 +72,7 @@ def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
 
 
 def _ignore_signals() -> None:
-    """Ignore all signals that can be ignored, except SIGCHLD, whose default action lets this process reap its children. This
-    removes handlers and masks that users' code has set, and keeps timers of that code from ending this process."""
+    """Undo the signal handlers and masks of users' code, and keep its timers from ending this process."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -113,8 +108,8 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
 
 
 def answer_call(listener: int, child: int | None = None) -> None:
-    """Answer a request that arrived at `listener`: whether `child` or a process below it may start one more process or thread
-    or, without `child`, whether the requesting process may start one more thread."""
+    """Answer a request for one more process or thread of `child` and its descendants, or without `child` of the asking
+    process."""
     call = bytearray(80)
     with contextlib.suppress(FileNotFoundError):  # the asking process was killed meanwhile
         fcntl.ioctl(listener, _RECEIVE_CALL, call)
@@ -133,8 +128,7 @@ def _num_threads(pid: int) -> int:
 
 
 def take_pipes() -> tuple[Connection, Connection]:
-    """Return standard input and output as connections, and keep users' code from both; what it prints goes to standard
-    error."""
+    """Return standard input and output as connections, and redirect the output of users' code to standard error."""
     requests = Connection(os.dup(0), writable=False)  # on descriptors that programs of users' code do not inherit
     results = Connection(os.dup(1), readable=False)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -175,8 +169,8 @@ def children(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to the process, to its descendants in any process group, and to its own group, without reaping them. First
-    stop the process and its descendants with SIGSTOP until no new one is found, so that none can start another meanwhile."""
+    """Send SIGKILL to the process, its descendants and its process group, without reaping them. First stop all with SIGSTOP, so
+    that none can start another process."""
     stopped: set[int] = set()
     while found := {pid, *descendants(pid)} - stopped:
         for process in found:
@@ -188,7 +182,7 @@ def kill_tree(pid: int) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Send SIGKILL to the rest of the process group that `leader` led, if it led one."""
+    """Send SIGKILL to the processes that are left in the group of `leader`."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -206,7 +200,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def lower_limit(kind: int, most: int, *, for_good: bool = False) -> None:
-    """Set the soft limit to `most`, or to the hard limit if that is lower. With `for_good`, set the hard limit as well."""
+    """Set the soft limit to `most` or the hard limit, whichever is lower. With `for_good`, set the hard limit, too."""
     hard = resource.getrlimit(kind)[1]
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (soft, soft if for_good else hard))

@@ -1,7 +1,7 @@
-"""Run one episode: an environment, tools or an agent talks to the actor that samples the policy's turns.
+"""Run one episode: an environment, tools or an agent requests the policy's turns from the actor.
 
 An error of users' code becomes the result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns
-0. An episode has its own process, and the verifier enforces its deadlines (`episode_pool`).
+0. The verifier enforces deadlines (`episode_pool`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _MOST_ANSWER_BYTES = 1024**2
 _MOST_RESULT_CHARACTERS = 256 * 1024
-"""Maximum total size of the results of one turn's tool calls, far below the actor's limit for a request."""
+"""Maximum total size of the results of one turn's tool calls."""
 _FIRST_OF_ENDLESS = 4096
 """Number of tasks taken from an endless taskset of the package `verifiers`."""
 _ROW_IN_ENVIRONMENT_BYTES = 100_000
@@ -51,17 +51,16 @@ _ROW_IN_ENVIRONMENT_BYTES = 100_000
 
 
 class PolicyFault(Exception):
-    """The actor refuses further turns of this episode; the error's text begins with one of `POLICY_FAULTS`."""
+    """The actor refuses further turns of this episode, for a reason in `POLICY_FAULTS`."""
 
 
 class EpisodeFailed(Exception):
-    """The episode failed. The cause is neither an exception in the environment's code nor the policy's fault."""
+    """The episode failed, but not by an exception in the environment's code or by the policy's fault."""
 
 
 class Policy:
-    """A client of the episode's endpoint, which samples the policy's turns. Each request opens a new connection, because the
-    server closes a connection that stays idle while the environment works. `on_wait` is called with True before a turn is
-    requested and with False when it has arrived."""
+    """A client of the episode's endpoint. `on_wait` is called with True before a turn is requested, and with False when it has
+    arrived. Each request opens a new connection, because the server closes idle ones while the environment works."""
 
     def __init__(self, base_url: str, on_wait: Callable[[bool], None]) -> None:
         self.base_url, self._on_wait = base_url, on_wait
@@ -112,16 +111,15 @@ class Policy:
 
 def row_of(request: EpisodeRequest) -> dict[str, Any]:
     """Return the problem's row of data; empty if it has none."""
-    row: dict[str, Any] = json.loads(request.reference_json).get("row") or {}
-    return row
+    return dict(json.loads(request.reference_json).get("row") or {})
 
 
 Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
-"""Function that runs an episode. It returns the result or, if a judge is to score it, the item. Exceptions become a status."""
+"""Function that runs an episode, and returns its result or, if a judge scores it, the item to judge."""
 
 
 def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
-    """Return an episode's result or, if a judge scores it, the item to judge. Never raises. `max_abs`: see `RewardConfig`."""
+    """Call `play`, and convert its exceptions to a status. `max_abs`: see `RewardConfig`."""
     started_s = time.perf_counter()
     try:
         result = play(request, policy)
@@ -165,7 +163,7 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
 
 
 def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy: Policy) -> tuple[Done, Turn]:
-    """Alternate turns and replies until the environment is done; return its result and the last turn."""
+    """Alternate turns and replies until the environment is done. Return its result and the last turn."""
     offered = getattr(environment, "tools", ())
 
     async def wait_for(value: Any) -> Any:
@@ -211,13 +209,13 @@ class ToolUse:
         most, messages = _MOST_RESULT_CHARACTERS // len(turn.tool_calls), list[dict[str, Any]]()
         for call in turn.tool_calls:
             answer = await self._answer(call)
-            if len(answer) > most:  # a longer text may leave no room for another turn, and the episode would earn nothing
+            if len(answer) > most:  # a longer text may leave no room for another turn
                 answer = f"{answer[:most]}\n[cut: these are {most} of {len(answer)} characters]"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
         return messages
 
     async def _answer(self, call: ToolCall) -> str:
-        """Return the function's result, or a message that says what is wrong with the call. The policy sees this text."""
+        """Return the function's result or an error message, for the policy."""
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import best_match
 
@@ -240,9 +238,9 @@ class ToolUse:
 
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
-    """Run an agent's program and return its output. Raises `EpisodeFailed` if the program prints too much, or if it fails; a
-    failed program's reason is the last line of its standard error, which also goes to the verifier's log. The program gets the
-    problem's row on standard input and, if the row is short, in PIPELINERL_ROW. `search_path` is the program's PYTHONPATH."""
+    """Run an agent's program and return its standard output. The program gets the problem's row on standard input and, if the
+    row is short, in PIPELINERL_ROW. `search_path` is its PYTHONPATH. Raises `EpisodeFailed` if the program prints too much or
+    ends with an error, which the last line of its standard error explains."""
     row = json.dumps(row_of(request))
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:
@@ -264,8 +262,10 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
 
 
 def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
-    """Return the program's output and the last characters of its standard error as soon as the program has ended, even if other
-    processes hold its pipes. Copy its standard error to this process's. `given`: its standard input, which it need not read."""
+    """Write `given` to the program's standard input, and return its standard output and the end of its standard error.
+
+    The function returns when the program ends, even if its child processes keep the pipes open. It also copies the program's
+    standard error to that of this process."""
     assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None
@@ -280,7 +280,7 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
     with selectors.DefaultSelector() as ready:
         for descriptor in (*texts, ended):
             ready.register(descriptor, selectors.EVENT_READ)
-        while (found := {key.fd for key, _ in ready.select()}) != {ended}:  # it has ended and its output is read
+        while (found := {key.fd for key, _ in ready.select()}) != {ended}:  # until it has ended and its output is read
             for descriptor in found - {ended}:
                 text, chunk = texts[descriptor], os.read(descriptor, 65536)
                 text += chunk
@@ -298,7 +298,7 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
 
 
 def load_play(share: ProblemSet, search_path: str) -> Play:
-    """Import the user's code and return the function that runs its episodes. Raises `UserError` for missing or bad code."""
+    """Import the user's code and return the function that runs its episodes. Raises `UserError`."""
     task, reward = share.task, share.reward
     if task.source == "environment":
         kind = imported("task.name", task.name)
@@ -347,12 +347,7 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
 
 def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     """Import an environment of the package `verifiers` (0.4, v1) and return the function that runs its episodes with the
-    package's own loop, in which the policy is the agents' model. Raises `FieldError`.
-
-    An agent's program calls a server that the package runs in the episode's process; the server forwards requests unchanged to
-    the actor. Programs run within the limits of the episode's process, unless the environment's configuration names another
-    runtime.
-    """
+    package's own loop. A server of the package forwards the requests of agents unchanged to the actor. Raises `FieldError`."""
     from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
 
     if VERIFIERS.is_dir():
@@ -374,7 +369,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
         for agent in agent_config_fields(config).values():
             if "runtime" not in agent.model_fields_set:  # the package's default is a paid service
                 agent.runtime = vf.SubprocessConfig()
-            if agent.max_turns is None:  # the environment scores episodes that end here; a refusal by the actor would earn 0
+            if agent.max_turns is None:  # the environment then scores the episode; a refusal by the actor would earn 0
                 agent.max_turns = task.max_turns
         env = load_environment(config)
         tasks = list(islice(env.taskset, _FIRST_OF_ENDLESS if env.taskset.INFINITE else None))
@@ -399,8 +394,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
 
 
 def result_of(episode: Episode, base_url: str) -> VerifyResult:
-    """Return the mean reward and metrics over the trained agents' traces. Raises `EpisodeFailed` if the episode failed, has no
-    trained agent, or lets the policy play an untrained one. Pure."""
+    """Return the mean reward and metrics over the trained agents' traces. Raises `EpisodeFailed`."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EpisodeFailed("verifiers: " + (f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok"))

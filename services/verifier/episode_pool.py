@@ -1,7 +1,7 @@
 """Run a bounded number of episodes, each in a forked process that is killed at its deadline with all processes it started.
 
-The template is a process that has imported the user's code and forks the episodes (`episode_worker`). If the template dies, it
-is started again, and callers must repeat the episodes that were running. An episode's code cannot affect other episodes.
+The template is a process that has imported the user's code and forks the episodes (`episode_worker`). If the template dies, its
+running episodes are lost, callers must repeat them, and another template is started.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ _ENDS_WITHIN_S = 1.0
 """Seconds within which an episode's process must end after it has closed its socket."""
 _ORDER_AGAIN_S = 0.01
 """Seconds between attempts to send an order while the socket to the template is full."""
-
-
 NO_TEMPLATE = "no episode can be started: the process that forks them is not up"
 
 
@@ -61,8 +59,7 @@ async def run_episode_pool(
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks episodes, and the socket to it. `ended`: for each running episode, a future of its exit code, or
-    of None if the episode is lost."""
+    """The process that forks episodes, and the socket to it. `ended`: futures of the exit codes of episodes; None = lost."""
 
     process: pool.WorkerProcess
     orders: socket.socket
@@ -138,8 +135,8 @@ class EpisodePool:
             template = await start_again(lambda: start_template(self._recipe), "start the process that forks episodes")
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
-        """Run an episode. Once all its processes have ended, return its result, or the item to judge. Cancelling the call
-        kills the processes. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
+        """Run an episode, and return its result or the item to judge once all its processes have ended. Cancelling the call
+        kills them. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
         template = self._template
         if template is None:
             raise EpisodeLost("the process that forks episodes is being started")
@@ -181,8 +178,7 @@ class EpisodePool:
     async def _result(
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
     ) -> VerifyResult | VerifyItem:
-        """Read frames until the episode's result arrives, and return the result. Raises `TimeoutError`, `WorkerGone`,
-        `EpisodeLost`."""
+        """Wait for the episode's result. Raises `TimeoutError`, `WorkerGone`, `EpisodeLost`."""
         task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
         works = task.source in ("environment", "tools")  # other sources do not say when they work
         began_s = time.monotonic()

@@ -1,13 +1,12 @@
 """`python -m services.verifier.episode_worker`: fork a process for each episode. The verifier starts this process. Linux only.
 
-This process, the template, has already imported the user's code when it forks, so that a fork takes only milliseconds and
-little memory. It plays no episode itself. On one socket, it takes the verifier's orders and reports the ends of episodes'
-processes. An order to begin carries the episode's own socket. On this one, the verifier sends the request; the episode sends a
-byte whenever it starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames are those
-of `multiprocessing.connection`.
+This process, the template, imports the user's code once, so a fork takes only milliseconds and little memory. Over one socket
+it takes the verifier's orders and reports the ends of episodes.
 
-An episode's process has its own session and limits of address space and CPU time, and dies with the template. When it ends, or
-when the verifier orders its end, all processes that it started are killed.
+An order to begin carries a socket for the new episode. Over this socket, the verifier sends the request. The episode sends a
+byte whenever it starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames are those
+of `multiprocessing.connection`. An episode's process has its own session and limits of address space and CPU time, and dies
+with the template. When it ends, all processes that it started are killed.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ ENDED = struct.Struct("!Qi")
 """Format of a report: the episode's number, and its exit code as in `os.waitstatus_to_exitcode`, or `NOT_FORKED`."""
 NOT_FORKED = -(1 << 31)
 WAITS, WORKS = b"W", b"E"
-"""Frames with which an episode says that it waits for the policy, or that its environment works again."""
+"""Frames of an episode that begins to wait for the policy, and of one whose environment works again."""
 JUDGE = b"J"
-"""Prefix of an answer for a judge. No result begins with this byte, since a result begins with the tag of its id field."""
+"""Prefix of an answer for a judge. No serialized result begins with this byte."""
 
 
 def main() -> int:
@@ -132,7 +131,7 @@ class Template:
         return True
 
     def _reap(self) -> None:
-        """Reap ended processes, kill the orphans that they left to this process, and report each episode's end."""
+        """Reap ended processes, kill their orphans, and report each episode's end."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,8 +1,7 @@
-"""Ask another model to judge a completion, through an OpenAI-compatible chat completions endpoint over HTTP.
+"""Ask another model to judge a completion, through an OpenAI-compatible endpoint.
 
-The verifier's own process makes the call, because URL and template come from the user, who is trusted, and because waiting must
-not occupy a worker. A worker scores the answer, which is untrusted; the item carries it as `judgement`. An item without an
-answer fails and has no reward. Answers are cached by the text of the question; failures are not cached.
+The verifier's main process makes the call, because waiting must not occupy a worker. The answer is untrusted, so a worker
+scores it, as `judgement` of the item. An item without an answer fails. Answers are cached by the text of the question.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from services.verifier.worker import failed
 log = logging.getLogger(__name__)
 
 MOST_ANSWERS = 10_000
-"""Maximum number of cached answers; the least recently used ones are dropped first."""
+"""Maximum number of cached answers."""
 ANSWER_CHARACTERS = 8192
 """Number of characters kept from the end of an answer, where models put their verdict."""
 MOST_BYTES = 4 * 1024**2
@@ -49,8 +48,7 @@ class JudgeRefused(PipelineRLError):
 
 
 class Judge:
-    """The judge of one reward; an async context manager. `key`: API key, empty = none; it appears in no log and no message. The
-    callers, not this class, limit the number of waiting calls."""
+    """The judge of one reward; an async context manager. `key`: API key, empty = none; it appears in no log and no message."""
 
     def __init__(self, reward: RewardConfig, key: str, metrics: VerifierMetrics) -> None:
         assert reward.judge is not None
@@ -71,9 +69,8 @@ class Judge:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-        """Return a result with the judge's text as `answer`, or a failure with a message. If a cut completion earns nothing,
-        the judge is not called, and the text is empty. If the caller is cancelled, the call to the judge continues, since the
-        item will be sent again."""
+        """Return a result with the judge's text as `answer`, or a failure. The judge is not called for a cut completion that
+        earns nothing. If the caller is cancelled, the call to the judge continues, because the item will be sent again."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK)
         text = filled(self._config.template, item)
@@ -102,7 +99,7 @@ class Judge:
                 self._answers.pop(key, None)
 
     async def _answer_in_time(self, text: str) -> verifier_pb2.VerifyResult:
-        """Return the judge's answer, or a failure. The timeout starts when the rate limit allows the first try."""
+        """Call the judge, with retries. The timeout starts when the rate limit allows the first attempt."""
         timeout_s, failure = self._config.timeout_s, ""
         await self._turn()
         until_s = time.monotonic() + timeout_s
@@ -159,8 +156,7 @@ _PLACE = re.compile(r"\{(prompt|completion|reference)\}")
 
 
 def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
-    """Return the judge's question: `template` with {prompt}, {completion} and {reference} replaced. Placeholders inside the
-    inserted texts, and all other braces, stay as they are. Pure."""
+    """Return `template` with {prompt}, {completion} and {reference} replaced. All other braces stay, also in inserted texts."""
     try:
         reference = json.loads(item.reference_json)
     except (ValueError, RecursionError):
@@ -175,8 +171,7 @@ def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
 
 
 def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
-    """Make one blocking call and return the judge's text. Raises `JudgeUnavailable` or `JudgeRefused`, whose texts omit the
-    key."""
+    """Make one blocking call and return the judge's text. Raises `JudgeUnavailable` and `JudgeRefused`."""
     asked = {"model": config.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
     url = f"{config.url.rstrip('/')}/chat/completions"
     request = urllib.request.Request(url, data=json.dumps(asked).encode(), method="POST")

@@ -12,12 +12,10 @@ from pipelinerl.telemetry.metrics import MetricSet
 from pipelinerl.v1 import verifier_pb2
 
 UNKNOWN_TASK = "(unknown)"
-"""Label of items of unknown tasks, so that callers cannot create label values."""
+"""Label of all items of unknown tasks, because callers must not create label values."""
 
 CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-"""Statuses of calls that reached the server. Only callers can count the others."""
-LOSSES = ("timeout", "death", "retirement")
-MEANS = ("bubblewrap", "landlock", "none")
+"""Statuses of calls that reach the server."""
 CODE = ("programs", "rewards", "episodes")
 """Kinds of code: programs that a model wrote; users' reward functions; environments, tools and agents of episodes."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -28,7 +26,7 @@ STATUSES = tuple(status_name(status) for status in verifier_pb2.VerifyStatus.val
 
 
 class VerifierMetrics:
-    """Counters, gauges and histograms of one verifier process. The series of the recipe's `tasks` exist from the start."""
+    """The metrics of one verifier process. The series of the recipe's `tasks` exist from the start."""
 
     def __init__(self, registry: CollectorRegistry, tasks: Iterable[str]) -> None:
         metrics = MetricSet("pipelinerl_verifier", registry)
@@ -42,19 +40,18 @@ class VerifierMetrics:
             self.requests.labels(task, status)
         self.reward_seconds = metrics.histogram("reward_seconds", "Time to compute one reward.", _SECONDS, label)
         self.reward = metrics.histogram("reward", "Rewards of scored items and episodes.", _REWARDS, label, unit="reward")
+        outcomes = {"outcome": ("answered", "cached", "retried", "failed")}
         self.judge_calls = metrics.counter(
-            "judge_calls_total",
-            "Judgements, by outcome; `retried` counts attempts after the first.",
-            {"outcome": ("answered", "cached", "retried", "failed")},
-            unit="calls",
+            "judge_calls_total", "Judgements, by outcome; `retried` counts attempts after the first.", outcomes, unit="calls"
         )
         self.queue_items = metrics.gauge("queue_items", "Items waiting for a worker.")
         self.queue_capacity = metrics.gauge("queue_capacity_items", "Maximum number of items that may wait.")
         self.workers = metrics.gauge("workers", "Worker processes that are up.", unit="processes")
+        causes = {"reason": ("timeout", "death", "retirement")}
         self.worker_restarts = metrics.counter(
-            "worker_restarts_total", "Replaced workers, by the cause of their end.", {"reason": LOSSES}, unit="processes"
+            "worker_restarts_total", "Replaced workers, by the cause of their end.", causes, unit="processes"
         )
-        kept = {"code": CODE, "means": MEANS}
+        kept = {"code": CODE, "means": ("bubblewrap", "landlock", "none")}
         self.sandbox = metrics.gauge("sandbox", "1 if `means` confines all code of this kind.", kept, unit="boolean")
         self.timeouts = metrics.counter("timeouts_total", "Rewards and episodes killed at a deadline.", unit="items")
         self.episodes = metrics.gauge("episodes", "Running episodes.", unit="episodes")

@@ -1,12 +1,12 @@
-"""Score items in worker processes, so that a reward that hangs, dies or exhausts memory fails only its own item. If a task has
-a judge, its items wait for the judge's answer before they wait for a worker.
+"""Score items in worker processes, so that a reward that hangs, dies or exhausts memory fails only its own item.
 
-A worker that misses a reward's deadline is killed with all processes it started, and the item times out. If a worker dies, its
-item is tried once more, since an outside signal or an earlier item may be the cause. After a second death, the item fails.
+If a reward misses its deadline, its worker is killed with all processes it started, and the item times out. If a worker dies,
+its item is tried once more, because an outside signal or an earlier item may be the cause. After a second death, the item
+fails.
 
 Workers communicate through pipes, with frames of `multiprocessing.connection`: a length, then bytes, which are never unpickled.
-The first frame to the worker is the recipe as JSON. The first frame back is a text: empty if the worker is ready, otherwise the
-user's mistake. Then every frame to the worker is a `VerifyItem` and every frame back its `VerifyResult`.
+The worker first gets the recipe as JSON, and answers with an empty text, or with the user's mistake. After that it gets
+`VerifyItem`s and answers each with a `VerifyResult`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PIPELINERL_PRIVATE_DIR")
 _LOGGED_BYTES = 4096
 _PRINTED_BYTES, _PRINTED_BYTES_PER_S = 64 * 1024, 4096
-"""Limits of the logged output of one worker's code: a burst, and a rate."""
+"""Limits of the output of one worker that is logged: a burst, and a rate."""
 FRAME_LENGTH = struct.Struct("!I")
-"""Length before each frame. It is unsigned, so that bytes that a reward writes cannot look like a negative length."""
+"""Length before each frame. It is unsigned, because a reward that writes to the pipe could otherwise send a negative one."""
 LONGEST_RESULT_BYTES = MAX_MESSAGE_BYTES // 4096
 """Limit of a worker's result, so that the results of the largest `actor.verify_batch` fit into one answer."""
 
 Loss = Literal["timeout", "death", "retirement"]
-"""Reason for the end of a worker. A worker retires by itself between two items, so no item is at fault."""
+"""Reason for the end of a worker. A worker that retires does so by itself, between two items."""
 
 
 class QueueFull(PipelineRLError):
@@ -91,9 +91,8 @@ start_again = partial(
 async def run_pool(
     recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int, judges: Mapping[str, Judge]
 ) -> AsyncIterator[RewardPool]:
-    """Start the workers, and at the end kill them with all processes they started. The service is ready while at least one
-    worker is up. Raises `UserError` if the recipe's reward does not exist, and `ServiceError` if one of the first workers does
-    not start."""
+    """Start the workers, and at the end kill them. The service is ready while at least one worker is up. Raises `UserError` if
+    the recipe's reward does not exist, and `ServiceError` if one of the first workers does not start."""
     pool = RewardPool(recipe, metrics, readiness, max_queue, judges)
     starts = await asyncio.gather(*(start_worker(recipe) for _ in range(workers)), return_exceptions=True)
     first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
@@ -111,8 +110,7 @@ async def run_pool(
 
 
 class RewardPool:
-    """The pool, which `run_pool` creates. The queue is first in, first out, but an item that is tried again goes to its front.
-    `judges` maps tasks to their judges."""
+    """The pool, which `run_pool` creates. `judges` maps tasks to their judges, which answer before an item enters the queue."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int, judges: Mapping[str, Judge]
@@ -131,8 +129,8 @@ class RewardPool:
         items: Iterable[verifier_pb2.VerifyItem],
         on_result: Callable[[verifier_pb2.VerifyResult], None] = lambda result: None,
     ) -> list[verifier_pb2.VerifyResult]:
-        """Return one result per item, in order. `on_result` gets each result as soon as it is ready. If `QueueFull` is raised,
-        no item is queued. If the call is cancelled or fails, its items leave the queue."""
+        """Return one result per item, in order. `on_result` gets each result as soon as it is ready. Raises `QueueFull`,
+        without queueing any item. If the call is cancelled, its items leave the queue."""
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
         waiting = len(self._jobs) + sum(judge.num_waiting for judge in self._judges.values())
@@ -178,7 +176,7 @@ class RewardPool:
         self._readiness.reason = "" if self._up else NO_WORKER
 
     async def _serve(self, worker: WorkerProcess) -> Loss:
-        """Score items of the queue, one at a time, until the worker is lost, and return the reason. Waits for callers to add an
+        """Score items of the queue, one at a time, until the worker ends, and return the reason. Waits until a caller adds an
         item, then for the worker's result, at most until the reward's deadline."""
         worker.ended.add_done_callback(lambda _: self._filled.set())
         while True:
@@ -207,7 +205,7 @@ class RewardPool:
             job.resolve(result)
 
     def _try_again(self, job: Job, gone: WorkerGone) -> None:
-        """Queue an item again, or fail it after too many deaths. Retirement does not count, since the item had not begun."""
+        """Put the item of a worker that ended at the front of the queue, or fail it after too many deaths."""
         if gone.loss != "retirement":
             job.deaths += 1
             log.warning("reward worker died while scoring %s (death %d): %s", job.item.sequence_id, job.deaths, gone)
@@ -235,8 +233,8 @@ class WorkerGone(Exception):
 
 
 async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
-    """Return the next frame, even if it arrived while the event loop was busy. Raises `TimeoutError`, `WorkerGone` if the frame
-    is too long, and `IncompleteReadError` or `ConnectionError` if the stream ends too early."""
+    """Return the next frame. Raises `TimeoutError`, `WorkerGone` if the frame is too long, and `IncompleteReadError` or
+    `ConnectionError` if the stream ends too early. A frame that arrived while the event loop was busy is in time."""
 
     async def read() -> bytes:
         (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))
@@ -289,7 +287,7 @@ class WorkerProcess:
             raise await self.gone() from None
 
     async def gone(self) -> WorkerGone:
-        """Return an exception that describes how the worker exited, or that it closed its pipe."""
+        """Describe how the worker ended."""
         await asyncio.wait((self.ended,), timeout=1.0)
         code = self._process.returncode
         if code is None:
@@ -308,7 +306,7 @@ class WorkerProcess:
         self._stdin.close()
 
     async def _log_output(self) -> None:
-        """Log what users' code prints, within `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S`, until standard error is closed."""
+        """Log the worker's output until its standard error is closed, within `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S`."""
         assert self._process.stderr is not None
         room, left_out, at_s = float(_PRINTED_BYTES), 0, time.monotonic()
         while chunk := await self._process.stderr.read(_LOGGED_BYTES):
@@ -329,8 +327,8 @@ class WorkerProcess:
 async def start_worker(
     recipe: Recipe, module: str = "services.verifier.worker", *arguments: str, pass_fds: tuple[int, ...] = ()
 ) -> WorkerProcess:
-    """Run `module` in a process whose environment holds no secrets, and wait until it has imported the user's code. Raises
-    `UserError` if the recipe names missing code, and `ServiceError` if the process does not start."""
+    """Start `module` in an environment without secrets, and wait until it has imported the user's code. Raises `UserError` if
+    the recipe names missing code, and `ServiceError` if the process does not start."""
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "PYTHONUNBUFFERED": "1",

@@ -1,11 +1,12 @@
 """`python -m services.verifier.rehearsal`: try a recipe's rewards on given completions, before a run loads any model.
 
-Standard input is one JSON object with `recipe`; `items`, each with the fields of a `VerifyItem`; and `forms`, which lists
-alternative completions for each item, each with the answer that the reward must find in it ("" = any answer). For each item, a
-worker process scores the forms in order until the scoring fails or the reward finds the form's answer. Each item's number is
-printed first, in a line of JSON (`calling`), so that the reader knows which item ended the program early. A line with
-`completion`, `answer`, `status`, `reward`, `seconds` and `message` follows, unless the reward finds no form's answer. If an
-item times out or ends its worker, the task's other items are skipped. If no worker starts, `{"problem": "..."}` is printed.
+Standard input is one JSON object with `recipe`, `items` and `forms`. An item has the fields of a `VerifyItem`. Its forms are
+pairs of a completion and the answer that the reward must find in it ("" = any answer). A worker process scores the forms in
+order until scoring fails or the reward finds the form's answer.
+
+The output is lines of JSON: `calling` with an item's number before it is scored, and then the last form's result, unless the
+reward found no form's answer. If an item times out or ends its worker, the task's other items are skipped. If no worker starts,
+the output is `{"problem": "..."}`.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 `python -m services.verifier.sandbox` prints the name of the sandbox for programs on this machine.
 
 `run` gives a program a folder, standard input and read-only access to Python's files, but no network, no other files and no
-other processes. It limits wall-clock time, CPU time, memory and output. Callers name one of three sandboxes:
+other processes. It limits wall-clock time, CPU time, memory and output. There are three kinds of sandbox (`Means`):
 
     bubblewrap   separate namespaces (user, processes, network, IPC, mounts), and a folder in memory of bounded size
-    landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, since nothing would bound its size
+    landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, because nothing would bound its size
     none         limits only; for programs that the caller trusts
 
-With the first two, seccomp admits only listed system calls; none of them opens a network socket, starts a process or changes
-another one. `confine` puts the calling process under Landlock and seccomp for good; such a process may start a few others. This
-module does not protect against kernel bugs; for that, run the verifier's pod under Kata.
+With the first two, seccomp admits only listed system calls, which cannot open a network socket, start a process or change
+another one. `confine` puts the calling process under Landlock and seccomp for good, but lets it start a few processes. This
+module does not protect against kernel bugs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NoSandbox(PipelineRLError):
 @dataclass(frozen=True)
 class Limits:
     timeout_s: float = 5.0
-    """Maximum wall-clock seconds. The CPU limit, which applies per process, is derived from this."""
+    """Maximum wall-clock seconds, from which the CPU limit per process follows."""
     memory_mib: int = 512
     """Address space, including the interpreter's."""
     output_bytes: int = 65_536
@@ -97,13 +97,12 @@ _OWN_STATE = (
 )
 _PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt getsockname getpeername"
 _SETSOCKOPT = {1: (2, 9, 13, 20, 21), 6: (1, 4, 5, 6, 18)}
-"""Permitted options by level. SOL_SOCKET: SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and the receive and send timeouts. TCP:
-TCP_NODELAY, the keepalive settings and TCP_USER_TIMEOUT. None of them enlarges a socket's buffers, whose memory no limit
-counts, or attaches a filter or another protocol to it."""
+"""Permitted options by level. SOL_SOCKET: SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and timeouts. TCP: TCP_NODELAY, the keepalive
+settings and TCP_USER_TIMEOUT. None of them enlarges a socket's buffers, whose memory no limit counts."""
 _SIGNALS = "kill tkill tgkill"
 _SESSIONS = "setsid setpgid pidfd_open"
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
-"""Permitted commands: duplication, flags, locks and pipe sizes. None of them makes the kernel send signals to a process."""
+"""Permitted commands: duplication, flags, locks and pipe sizes."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Permitted requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _STREAM, _SEQPACKET, _MSG_FASTOPEN = 1, 5, 0x20000000
@@ -114,8 +113,7 @@ _CLONE_ASIDE = 0x7E02_8000
 """Refused flags of clone: CLONE_PARENT, which makes the new process a sibling of the caller, and the flags of namespaces."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PRCTL = (3, 15, 16, 23, _PR_SET_NO_NEW_PRIVS)
-"""Permitted options: to read the dumpable flag and capabilities, to set or read the name, and to set NO_NEW_PRIVS, which is set
-already."""
+"""Permitted options: to read the dumpable flag and capabilities, to set or read the name, and to set NO_NEW_PRIVS."""
 _MOST_FILES = 512
 """Maximum open files per process under `confine`. Nothing else bounds the memory in the buffers of pipes and sockets."""
 _CAPABILITY_VERSION = 0x20080522
@@ -135,17 +133,15 @@ _ASKS_ABOUT_THREADS = b"".join(
         (6, 0, 0, _ALLOW),
     )
 )
-
-
 _FOLDER = "/.program"
-"""A program's folder in bubblewrap. It is outside all folders of Python."""
+"""A program's folder in bubblewrap."""
 _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
 
 
 @cache
 def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
-    """Return a seccomp program that admits only listed system calls. All others fail with EPERM. clone3, whose flags a filter
-    cannot read, fails with ENOSYS, so that the C library uses clone. With `processes`, the listener is asked about new
+    """Return a seccomp program that admits only listed system calls. All others fail with EPERM, except clone3, whose flags a
+    filter cannot read: it fails with ENOSYS, so that the C library uses clone. With `processes`, the listener decides about new
     processes and threads. Raises `OSError` if libseccomp is missing or fails."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
@@ -204,9 +200,9 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
 _RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _LEAST, _SCOPED = 3, 6
-"""First Landlock versions that can forbid truncating files that may be read (3) and sending signals out of the sandbox (6)."""
+"""First Landlock versions that can forbid truncating readable files (3), and sending signals out of the sandbox (6)."""
 _SCOPES = 3
-"""Flags that forbid signals and connections over abstract sockets to processes outside. Landlock has them from version 6 on."""
+"""Flags that forbid signals and connections over abstract sockets to processes outside."""
 
 
 def _call(number: int, *arguments: object) -> int:
@@ -261,7 +257,7 @@ def _private_dirs(path: str) -> list[str]:
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
     """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder,
-    so a folder above a private one gets a rule per entry. Files created in it later are visible but cannot be read."""
+    so a folder above a private one gets a rule per entry. Files created in it later cannot be read."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
@@ -280,7 +276,7 @@ def _give_up_privileges() -> None:
 
 
 def _restrict_calls(program: bytes, flags: int = 0) -> int:
-    """Apply a seccomp program. With `_LISTENER` in `flags`, return the descriptor on which the kernel asks about calls."""
+    """Apply a seccomp program. With the flag `_LISTENER`, return the descriptor on which the kernel asks about calls."""
     instructions = ctypes.create_string_buffer(program)
     sock_fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))
     return _call(317 if os.uname().machine == "x86_64" else 277, _SECCOMP_SET_MODE_FILTER, flags, sock_fprog)
@@ -293,8 +289,7 @@ def _python_paths() -> list[str]:
 
 def python(source: str) -> tuple[list[str], dict[str, bytes]]:
     """Return the arguments `program` and `files` with which `run` runs the script `source`. The script may import the standard
-    library and this environment's packages. For a fast start, Python ignores environment variables, start-up files and the
-    user's folder."""
+    library and this environment's packages. Python skips start-up files, for a fast start."""
     packages = [path for path in sys.path if path.endswith("site-packages")]
     start = f"import builtins, sys; builtins.exit = builtins.quit = sys.exit; sys.path += {packages!r}; "
     start += "exec(compile(open('main.py').read(), 'main.py', 'exec'))"
@@ -311,9 +306,8 @@ class _Running:
 
 
 def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
-    """Run `program` to its end, in a folder with `files`, whose names have no slash. The calling process must have only one
-    thread, since the new process sets its limits between fork and exec. Raises `OSError` or `subprocess.SubprocessError` if the
-    sandbox, not the program, fails."""
+    """Run `program` to its end, in a folder with `files`. The calling process must have only one thread, because the new
+    process sets its limits between fork and exec. Raises `OSError` or `SubprocessError` if the sandbox fails."""
     with ExitStack() as stack:
         given, printed = (stack.enter_context(_in_memory(content)) for content in (stdin, b""))
         return _ended([_start(stack, program, files, given, printed, limits, means)], limits)[0]
@@ -323,9 +317,8 @@ Command = tuple[Sequence[str], Mapping[str, bytes]]
 
 
 def run_pair(served: Command, asking: Command, limits: Limits, means: Means) -> tuple[Ended, Ended]:
-    """Run two programs as `run` does, in separate sandboxes, until the second ends. A socket pair connects them: its first end
-    is standard input and output of the first program, and its second end is standard input of the second, which can also write
-    to it."""
+    """Run two programs as `run` does, in separate sandboxes, until the second ends. A socket connects standard input and output
+    of the first program with standard input of the second, which can also write to it."""
     with ExitStack() as stack:
         ends = socket.socketpair()
         printed = stack.enter_context(_in_memory())
@@ -388,7 +381,7 @@ def _start(
 
 
 def _ended(running: Sequence[_Running], limits: Limits) -> list[Ended]:
-    """Wait until the last program ends, or kill it at its time limit. Then kill the others and return all results."""
+    """Wait until the last program ends or its time is over. Then kill the rest and return all results."""
     last = running[-1]
     try:
         timed_out = not _ends_within(running, limits.timeout_s)
@@ -414,8 +407,8 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     `sys.path` and `readable`, but not the run's folder, and may write nothing. With `connect_port` it may connect to that TCP
     port of any host.
 
-    This function forks and returns in the child. The calling process stays outside, limits the child's processes and ends with
-    the child's exit code. It must have one thread, since Landlock applies to the calling thread. Raises `NoSandbox`.
+    This function forks and returns in the child. The parent stays outside, limits the child's processes, and ends with its exit
+    code. The calling process must have one thread, because Landlock applies to the calling thread. Raises `NoSandbox`.
     """
     threads = len(os.listdir("/proc/self/task"))  # counted before `confinement_missing` uses another thread
     if missing := confinement_missing():
@@ -444,9 +437,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
 
 @cache
 def confinement_missing() -> str:
-    """Return what `confine` needs and this machine lacks; empty if nothing. A confined process must be able to signal only its
-    own processes, which Landlock supports from Linux 6.12 on. Linux allows only one seccomp listener per process, so the
-    container runtime must not have one."""
+    """Return what this machine lacks for `confine`; empty if nothing."""
     if landlock_version() < _SCOPED:
         return f"Landlock ABI {_SCOPED} (Linux 6.12) or later is needed; this kernel has {landlock_version()} (0 = no Landlock)"
     try:
@@ -460,7 +451,7 @@ def confinement_missing() -> str:
 
 @cache
 def _listener_refusal() -> str:
-    """Return why a seccomp filter of this process cannot have a listener; empty if it can."""
+    """Return why this process cannot have a seccomp listener; empty if it can. Linux allows only one per process."""
 
     def listen() -> None:
         _give_up_privileges()
@@ -499,7 +490,7 @@ def _content(file: Any, most: int) -> bytes:
 
 
 def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
-    """Return whether the last program ends in time; do not reap it. Meanwhile, answer the programs' requests for threads."""
+    """Return whether the last program ends in time. Meanwhile, answer the programs' requests for threads."""
     deadline_s, descriptor, waiting = time.monotonic() + seconds, os.pidfd_open(running[-1].process.pid), select.poll()
     try:
         for each in (descriptor, *(each.listener for each in running if each.listener is not None)):

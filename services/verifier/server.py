@@ -1,5 +1,4 @@
-"""The verifier's main process serves gRPC calls and health checks, starts workers, and traces calls. It runs no reward itself,
-but it calls judges."""
+"""The verifier's main process: serve calls, start workers, call judges, and trace all of this. It runs no reward itself."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def _server_span(asked: verifier_pb2.VerifyItem | verifier_pb2.EpisodeRequest, n
 
 
 def _add_reward_span(parent: Span, result: verifier_pb2.VerifyResult) -> None:
-    """Add the span of a reward that was just computed. The time before this span is the wait for a worker."""
+    """Add the span of a reward that was just computed."""
     status = status_name(result.status)
     about: attributes.Attributes = {attributes.STATUS: status, attributes.REWARD: result.reward}
     reward = child(trace_of(parent), "reward.score", attributes=about, began_at=before_ns(result.seconds))
@@ -59,7 +58,7 @@ def _add_reward_span(parent: Span, result: verifier_pb2.VerifyResult) -> None:
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """Serves the tasks of one recipe, with a pool for items and one for episodes. Other tasks get the status UNKNOWN_TASK."""
+    """Serves the tasks of one recipe. Items of other tasks get the status UNKNOWN_TASK."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | None, episodes: EpisodePool | None
@@ -123,12 +122,13 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             yield
             code = grpc.StatusCode.OK
         except (QueueFull, EpisodeLost) as error:
-            is_full = isinstance(error, QueueFull)
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else grpc.StatusCode.UNAVAILABLE
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(error, QueueFull) else grpc.StatusCode.UNAVAILABLE
             await context.abort(code, str(error))
-        except (UserError, asyncio.CancelledError) as error:
-            is_mistake = isinstance(error, UserError)
-            code = grpc.StatusCode.INVALID_ARGUMENT if is_mistake else grpc.StatusCode.CANCELLED
+        except UserError:
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            raise
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
             raise
         finally:
             for span in spans:

@@ -1,9 +1,8 @@
-"""`python -m services.verifier.worker`: score items in a separate process, which the verifier starts. Linux only.
+"""`python -m services.verifier.worker`: score items in a process that the verifier starts. Linux only.
 
-The process reads items one by one from its standard input and writes each result to its standard output. Before it imports a
-reward's code, it moves both pipes to descriptors that child processes do not inherit; what a reward prints goes to the
-verifier's log. The process limits its address space and CPU time, dies with the verifier, and kills processes that a reward
-left behind (`confinement`).
+The process reads items from its standard input and writes results to its standard output. Before it imports a reward's code, it
+moves both pipes to descriptors that child processes do not inherit. A reward's output goes to the verifier's log. The process
+limits its address space and CPU time, dies with the verifier, and kills processes that a reward left behind (`confinement`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from services.verifier.rewards.item import BadReference, BadReward, RewardInput
 from services.verifier.sandbox import NoSandbox, confine
 
 RETIRED = 75
-"""Exit code of a worker that ends by itself between two items, so that a fresh one replaces it."""
+"""Exit code of a worker that wants to be replaced."""
 MESSAGE_CHARACTERS = 500
 _MISTAKE_CHARACTERS = 8000
 _FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
@@ -137,7 +136,7 @@ def main() -> int:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items. Return `RETIRED` if processes of a reward remain or memory is short. Raises `EOFError` if the pipe ends."""
+    """Score items until processes of a reward remain or memory is short, and return `RETIRED`. Raises `EOFError`."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

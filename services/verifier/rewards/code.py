@@ -9,8 +9,8 @@ A problem's tests have one of the forms of common data sets:
     ["assert add(2, 3) == 5", ...], or one text                   statements that must not raise (MBPP)
     "def check(candidate): ..."  with  entry_point: "add"         a function that checks the program (HumanEval)
 
-A program that ends before its tests fails them. The program's process holds neither expected results nor statements: results
-are compared in this process, and statements run in another sandbox (`harness`).
+The program's process gets neither expected results nor statements: results are compared in this process, and statements run in
+another sandbox (`harness`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MALFORMED = (
     *(zlib.error, pickle.PickleError),
 )
 _BUDGET = 0.8
-"""Share of `reward.timeout_s` that programs may take. A worker that takes the whole time is killed, and its item fails."""
+"""Share of `reward.timeout_s` that programs may take, so that the worker is not killed."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Test:
 
 def code_scorer(config: RewardConfig) -> Scorer:
     """Return a scorer that gives the share of passed tests; with `reward.binary`, it stops at the first failure. Raises
-    `FieldError` if this machine has no sandbox and the recipe does not allow running without one."""
+    `FieldError` if this machine lacks the sandbox that the recipe requires."""
     means = Means.NONE if config.sandbox is False else strongest_means()
     if means is Means.NONE and config.sandbox is not False:
         raise FieldError(
@@ -106,8 +106,8 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the program in an answer, and where it was, in words such as 'took its code block'. The program is the last fenced
-    block marked as Python, even if the block is cut; else the last block without a mark; else the whole answer."""
+    """Return the program in an answer, and where it was, such as 'took its code block'. The program is the last fenced block
+    marked as Python, else the last block without a mark, else the whole answer. A cut block counts."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -138,7 +138,7 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
-    """Return the tests in a reference. Raises `BadReference` if it has no tests, or a test in an unknown form."""
+    """Return the tests in a reference. Raises `BadReference` if it has none, or one in an unknown form."""
     row = reference.get("row") or (reference.get("entry") or {}).get("metadata") or reference
     given: Any = None if (found := value_in(row, field)) is ABSENT else found
     try:
@@ -166,7 +166,7 @@ def _loaded(given: Any) -> Any:
 
 
 class _Text(pickle.Unpickler):
-    """Unpickles plain data, and refuses classes and functions, with which a pickle could run code."""
+    """Unpickles plain data only, because classes and functions could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"the pickled tests refer to {module}.{name}, which could run code; give the tests as JSON")
@@ -213,7 +213,7 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test of a call. If `put` is a text, each line is an argument in JSON; then a text `got` is JSON, too."""
+    """Return the test of a call. A text `put` has one argument in JSON per line; a text `got` is then JSON, too."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
@@ -224,8 +224,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield tests of statements. The names that they take from the program are found without reading the program. Raises
-    `ValueError` if the tests are not Python, or use no name of the program."""
+    """Yield tests of statements, with the program's names that they use. Raises `ValueError` if they use none."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
@@ -299,7 +298,7 @@ def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
 
 
 def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
-    """Return what is wrong with the result that the program's process sent, or "". That process never sees the expected one."""
+    """Return what is wrong with the result that the program's process sent, or ""."""
     try:
         kind, *said = json.loads(ended.stdout)
         if kind == "raise":
@@ -318,7 +317,7 @@ def _refuse(whose: str, number: Any) -> Any:
 
 
 def _same(result: Any, wanted: Any) -> bool:
-    """Compare two values. Numbers are equal by value, and to a millionth if a float is expected; true and 1 differ."""
+    """Compare two values: numbers by value, and to a millionth if a float is expected. True and 1 differ."""
     if isinstance(wanted, list) and isinstance(result, list):
         return len(result) == len(wanted) and all(map(_same, result, wanted))
     if isinstance(wanted, dict) and isinstance(result, dict):
@@ -339,7 +338,7 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs except for white space at line ends. If `wanted`'s line has a decimal, compare its numbers by value."""
+    """Compare outputs except for white space at line ends. Compare numbers by value in lines that should have a decimal."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))

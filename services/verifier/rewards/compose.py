@@ -4,10 +4,8 @@ reward = correct * score + format_weight * [the format matches] + overlong penal
 
 With `truncated: zero`, a completion that was cut at its length limit gets only the penalty, and a term `truncated`.
 
-A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or a mapping of
-named numbers that are added up. It is trusted code that handles untrusted completions, so it runs in a worker process, with a
-deadline and a memory limit. Functions written for verl or TRL are recognised by the names of their parameters and are called as
-these libraries call them.
+A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or named numbers
+that are added up. Functions written for verl or TRL are recognised by their parameters, and called as these libraries do.
 """
 
 from __future__ import annotations
@@ -34,14 +32,13 @@ from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
 MOST_TERMS, TERM_CHARACTERS = 128, 100
-"""Maximum number of terms of a user's function, and maximum length of their names. Each sequence is stored with its terms."""
+"""Maximum number of terms of a user's function, and maximum length of their names."""
 _ALMOST = 1e-9
-"""A score that is below 1 by at most this much counts as right, since it may have rounding errors."""
+"""Largest rounding error of a right score."""
 
 
 class ComposedReward:
-    """A recipe's reward. `graded`: the scorer is a user's function or a judge, so its number counts even with
-    `reward.binary`."""
+    """A recipe's reward. `graded`: `reward.binary` does not apply, because a user's function or a judge gives the score."""
 
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer
@@ -51,10 +48,10 @@ class ComposedReward:
         self._format = re.compile(config.format_pattern, re.DOTALL) if config.format_pattern else None
 
     def find_answer(self, completion: str) -> str | None:
-        """Return group 1 of the last match of `answer_pattern`, stripped, or None if nothing matches or the last match lacks
-        the group. Without a pattern, return the whole completion. The first search, in which `.` does not match line ends, lets
-        `Answer: (.*)` take only its line. The second search begins after the last match of the first; in it, `.` matches line
-        ends, so that `<answer>(.*)</answer>` finds an answer of several lines."""
+        """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the completion.
+
+        In the first search `.` does not match line ends, so that `Answer: (.*)` takes only its line. In a second search after
+        the last match it does, so that `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
         answer, end = None, 0
@@ -64,7 +61,7 @@ class ComposedReward:
         return None if answer is None else answer.strip()
 
     def __call__(self, item: RewardInput) -> Score:
-        """Return a finite value and its terms. Raises `BadReference`, `BadReward`, and all errors of the scorer."""
+        """Return the reward and its terms. Raises `BadReference`, `BadReward`, and all errors of the scorer."""
         cut = self._config.truncated == "zero" and item.finish_reason == "length"
         score = Score(0.0, "cut at its length limit (reward.truncated)") if cut else self._scorer(item)
         reasons = [score.reason] if score.reason else []
@@ -102,9 +99,8 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """Return the soft overlong penalty: `penalty` times equation 13 of DAPO (arXiv 2503.14476). It is 0 up to `max_tokens -
-    buffer_tokens`, `-penalty` from `max_tokens` on, and linear in between. The paper's L_max is `max_tokens`, at which
-    completions are cut. Its L_cache is the smaller one of `buffer_tokens` (at least 1) and `max_tokens`."""
+    """Return the soft overlong penalty: `penalty` times equation 13 of DAPO (arXiv 2503.14476). It is 0 up to
+    `max_tokens - buffer_tokens`, `-penalty` at `max_tokens`, and linear in between."""
     zone = min(buffer_tokens, max_tokens)
     over = completion_tokens - (max_tokens - zone)
     return 0.0 - penalty * min(max(over / zone, 0.0), 1.0)
@@ -158,8 +154,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function, possibly async, with our, verl's or TRL's parameters, told by their names. Raises `FieldError` if it
-    is missing or has others. verl's and TRL's functions get the whole completion, so `answer_pattern` must be empty."""
+    """Import a function, possibly async, that has our, verl's or TRL's parameters. Raises `FieldError` if it is missing or has
+    others. verl's and TRL's functions get the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
@@ -217,7 +213,7 @@ def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 
 def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
-    """Return TRL's arguments, lists of one element. For a chat task, prompt and completion are messages; otherwise, texts."""
+    """Return TRL's arguments, lists of one element. In a chat task, prompt and completion are messages."""
     row, prompt, completion = _row(item, task), item.prompt, item.completion
     columns = {str(name): [value] for name, value in row.items() if name not in ("prompt", "completion")}
     if task.prompt_style != "chat" and not task.is_episodic:
@@ -299,8 +295,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
-    """Return a scorer that gives 1 if the answer is JSON that fits `schema`. If `schema` is empty, each reference answer is the
-    schema. Raises `FieldError` if `schema` is not a JSON Schema."""
+    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if that is empty, the reference answer."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
@@ -344,8 +339,7 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
 
 
 def judge_scorer(config: JudgeConfig) -> Scorer:
-    """Return a scorer that divides the judge's number by the full marks. If the judge gave no valid number, the item fails,
-    since that is not the policy's fault."""
+    """Return a scorer that divides the judge's number by the full marks. Without a valid number, the item fails."""
     pattern = re.compile(config.pattern)
 
     def score(item: RewardInput) -> Score:

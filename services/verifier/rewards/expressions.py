@@ -1,8 +1,8 @@
 r"""Parse mathematics, in LaTeX or plain text, into a tree, and evaluate it.
 
-`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value, which is an exact
-fraction if possible, and otherwise a number with 300 digits. Since the text may be hostile, reading computes nothing, and
-values that are too large are refused. `services.verifier.rewards.mathematics` decides whether two trees are the same answer.
+`read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value: an exact fraction
+if possible, otherwise a number with 300 digits. Texts may be hostile, so reading computes nothing, and too large values are
+refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Unreadable(ValueError):
 
 class Node(NamedTuple):
     """A node of a tree. `kind` is an operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`), or a
-    form of several parts (`list`, `group`, `relation`, `union`, `matrix`, `unit`). `name` distinguishes forms of one kind."""
+    form of several parts (`list`, `group`, `relation`, `union`, `matrix`, `unit`). `name` is its variety, such as the
+    brackets."""
 
     kind: str
     name: str = ""
@@ -56,7 +57,7 @@ _CHARACTERS = str.maketrans({
     "€": r"\euro ", "’": "'", "\u200b": "", **{chr(0xFEE0 + code): chr(code) for code in range(33, 127)},
 })  # fmt: skip
 _MARK = "\x02"
-"""Prefix of each letter inside `\\text`, where letters form words, and of each token that is a word."""
+"""Prefix of each letter inside `\\text`, and of each token that is a word, to tell words from products of variables."""
 _TEXT = re.compile(r"\\(text(?:bf|it|rm|tt|sf)?|[mh]box|math(?:rm|bf|it|sf)|operatorname\*?)\s*\{([^{}]*)\}")
 
 _EVERYWHERE = re.compile(
@@ -73,7 +74,7 @@ def _repeating(found: re.Match[str]) -> str:
 
 
 def _named(found: re.Match[str]) -> str:
-    """Return the name of a function in a definition such as f(x) = 2x or g(x, y) = 3."""
+    """Return the name of the function in f(x) = 2x."""
     return f"{found[1]}_{{" + re.sub("[^a-zA-Z0-9']", "", found[3] + (found[2] or "")) + "}"
 
 
@@ -117,7 +118,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
 
 @lru_cache(maxsize=2048)
 def tidy(text: str) -> str:
-    """Normalise the spelling. Remove spacing commands, dollar signs around mathematics, and thousands separators."""
+    """Normalise the spelling, without spacing commands, dollar signs around mathematics, and thousands separators."""
     text = re.sub(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
     text = _EVERYWHERE.sub("", text.translate(_CHARACTERS))
     for _ in range(3):
@@ -147,7 +148,7 @@ _SYMBOLS = set(re.findall(
 ))  # fmt: skip
 _ENCLOSED = {"(", "[", "{"}
 _FACTORS = {"\\" + name for name in (*_FUNCTIONS, *_SYMBOLS, "frac", "binom", "begin", "lfloor", "lceil")} | _ENCLOSED
-"""Tokens, besides numbers and letters, that begin a factor without a multiplication sign."""
+"""Tokens, besides numbers and letters, that may begin a factor without a multiplication sign."""
 _WORDS = set(re.findall(
     r"\w+", "cm mm dm km kg mg ml mL ft yd mi lb lbs oz hr hrs mph kph am pm AM PM sq rad Hz GB MB ms pts th is of an we it"
     " day my no No as by at be he if on in We It So so do us up me"
@@ -160,7 +161,7 @@ _NO_UNITS = set(re.findall(
     " factorial choose recurring repeating root radical gross double triple inverse sixths seventh sevenths ninth ninths"
     " modulo mod base approximately either k bn dozens tens thousands millions"
 ))  # fmt: skip
-"""Words that are not units, but change the meaning of the number before them."""
+"""Words that change the meaning of the number before them, so they are not units."""
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _RELATIONS = {
     "==": "=", r"\lt": "<", r"\gt": ">", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=",
@@ -207,14 +208,11 @@ _MEANINGS = {
     "infinity": Node("symbol", r"\infty"),
     "all real numbers": Node("group", "()", (Node("neg", "", (Node("symbol", r"\infty"),)), Node("symbol", r"\infty"))),
 }
-"""The expression that each of these words or phrases stands for."""
-
-# --- the tree
+"""Words and phrases with their meanings."""
 
 
 class _Reader:
-    """Recursive-descent parser. Its input is a list of relations between unions of sums; sums consist of products, and products
-    of powers."""
+    """Recursive-descent parser, with a method for each level: list, relation, union, sum, product, power."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._at, self._in_bars = tokens, 0, False
@@ -297,7 +295,7 @@ class _Reader:
         return node
 
     def _product(self) -> Node:
-        """Parse factors, with or without signs of multiplication."""
+        """Parse a product, whose factors may have no sign between them, as in 2x."""
         node = self._signed()
         while True:
             if self._is_next("*", r"\cdot", r"\times", r"\ast"):
@@ -477,9 +475,6 @@ def read(text: str) -> Node:
         raise Unreadable("nested too deeply") from None
 
 
-# --- values
-
-
 def symbols(node: Node) -> frozenset[str]:
     """Return the names of the variables of an expression."""
     if node.kind == "symbol":
@@ -488,7 +483,7 @@ def symbols(node: Node) -> frozenset[str]:
 
 
 def _bounded(value: Number, *, is_sum: bool = False) -> Number:
-    """Return `value` if its size is within bounds. Only a sum may have a tiny value, since its terms may cancel."""
+    """Return `value` if its size is within bounds. Only a sum may be tiny, because its terms may cancel."""
     if isinstance(value, Fraction):
         if value.numerator.bit_length() + value.denominator.bit_length() > _EXACT_BITS:
             raise Unreadable("too large a number")
@@ -528,13 +523,13 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of an arbitrary smooth function that depends on the name. Thus an unknown f equals only itself."""
+    """Return the value of an arbitrary smooth function, which depends on the name, so that an unknown f equals only itself."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
 
 def _logarithm(value: Number, base: Number = Fraction(1237, 211)) -> Number:
-    """Return a logarithm. The default base is neither e nor 10, since `log` may mean either."""
+    """Return a logarithm. The default base is neither e nor 10, because `log` may mean either."""
     return mp.log(inexact(value)) / mp.log(inexact(base))
 
 
@@ -559,7 +554,7 @@ _CALLS: dict[str, Callable[..., Number]] = {
 
 
 def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
-    """Return the value for the given values of variables. Call this inside a `precise` context. Raises `Unreadable`."""
+    """Return the value for these variables. Call this inside a `precise` context. Raises `Unreadable`."""
     match node:
         case Node("number", _, (value,)):
             return _bounded(value)

@@ -1,8 +1,8 @@
 """The main program of two sandboxed processes: one runs a model's program and answers calls, the other runs its tests.
 
 In the process of the tests, each name of the program is a `Remote`, which stands for an object in the other process. Plain data
-is sent as JSON with its types; all other objects stay in their process and are called remotely. This file only imports the
-standard library, since `code` copies its text into each sandbox.
+is sent as JSON; all other objects stay in their process and are called remotely. This file imports only the standard library,
+because `code` copies it into each sandbox.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 _KINDS = (list, tuple, set, frozenset)
 _MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.datetime", "datetime.timedelta", "builtins.range")
-"""Types of plain data that are sent as the arguments of their constructors."""
+"""Types that are sent as the arguments of their constructors."""
 _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, string, re, random, copy, json"
 """Modules that a program may use without importing them, as at LeetCode."""
 _LARGE = 1 << 63
@@ -54,7 +54,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
 
 
 def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """Return the value that `encode` wrote. `resolve` finds the object of a reference. Raises if `message` is anything else."""
+    """Return the value that `encode` wrote. `resolve` finds the object of a reference. Raises for any other message."""
     if not isinstance(message, list):
         return message
     match message:
@@ -81,7 +81,7 @@ def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
 
 
 class Peer:
-    """One end of the connection. `is_guarded`: the other end may only access public attributes of the tests' objects."""
+    """One end of the connection. `is_guarded`: the other end may access only public attributes of this end's objects."""
 
     def __init__(self, reading: int, writing: int, find: Callable[[str], Any], *, is_guarded: bool) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), os.fdopen(writing, "wb")
@@ -93,7 +93,7 @@ class Peer:
         return self._remotes.setdefault(number, Remote(self, number))
 
     def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        """Have the other end perform an operation, and return its result. Copy changes of the arguments back to this end."""
+        """Have the other end perform an operation, and return the result. Changes of the arguments are copied back."""
         given = [self._encoded(each) for each in arguments], {name: self._encoded(each) for name, each in keywords.items()}
         with contextlib.suppress(ConnectionError):  # if the other process has ended, nothing is received below
             self._send([operation, *given])
@@ -155,7 +155,7 @@ class Peer:
         self._writing.flush()
 
     def _receive(self) -> list[Any] | None:
-        """Return the next message; None at the end or after an invalid message, which ends the exchange."""
+        """Return the next message; None at the end or if it is invalid."""
         try:
             return json.loads(self._reading.readline())
         except (ConnectionError, ValueError):
@@ -163,7 +163,7 @@ class Peer:
 
 
 class Remote:
-    """Stands for an object in the other process. It never equals plain data, even if the object says that it does."""
+    """Stands for an object in the other process. It never equals plain data, whatever the object says."""
 
     __slots__ = ("_line",)
     _line: tuple[Peer, Any]
@@ -204,7 +204,7 @@ def _renew(given: Any, after: Any) -> None:
 
 
 def _raised(names: list[str], text: str, operation: str) -> BaseException:
-    """Return the program's exception as the nearest built-in one. StopIteration is only kept for a call of `__next__`."""
+    """Return the program's exception as the nearest built-in one; StopIteration only for a call of `__next__`."""
     for name in names:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException):
@@ -287,7 +287,7 @@ def _check() -> None:
 
 
 def _collected(tests: dict[str, Any]) -> str:
-    """Run test functions, methods and test cases as pytest would. Return why they cannot be run, or "". Raises their errors."""
+    """Run test functions, methods and test cases as pytest would. Return why this is impossible, or "". Raises their errors."""
     runs = list[Callable[[], Any]]()
     for name, value in list(tests.items()):
         own = getattr(value, "__module__", None) == "tests" and not isinstance(value, Remote)

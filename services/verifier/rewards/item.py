@@ -1,6 +1,5 @@
-"""The input and output of scorers, and the two errors with which they refuse an item. A scorer runs in a worker process, one
-item at a time, on the main thread, under a deadline and a memory limit, so that it need not guard against slow or huge answers
-itself."""
+"""The input, output and errors of scorers. A scorer runs in a worker process, one item at a time, on the main thread. A
+deadline and a memory limit protect it against slow or huge answers."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from pipelinerl.errors import PipelineRLError
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One completion. This is also what a user's own reward function receives."""
+    """One completion, as scorers and users' reward functions receive it."""
 
     prompt: str
     completion: str
@@ -35,8 +34,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A score; its `value` is 1 if fully right. `parts` add up to `value`, `metrics` are only reported, `reason` is for
-    people."""
+    """A score: `value` is 1 if fully right, and the sum of `parts` if there are any. `metrics` are only reported."""
 
     value: float
     reason: str = ""
@@ -58,7 +56,7 @@ class BadReference(PipelineRLError):
 
 
 class BadReward(PipelineRLError):
-    """A reward cannot be used, for example because it is not a finite number within `reward.max_abs`."""
+    """A reward cannot be used, for example because it is not finite."""
 
 
 def reference_answer(item: RewardInput) -> str:

@@ -1,8 +1,8 @@
 r"""Score mathematics: find the answer in a completion, and compare it with the reference by value.
 
-Two answers are compared as texts first, then by their form: lists and sets in any order; tuples, intervals and matrices part by
-part; equations up to a factor; numbers exactly; other expressions by their values at several points, to 280 digits. An answer
-that cannot be parsed earns nothing unless the texts agree."""
+Answers are compared as texts first, and then by their form: lists and sets in any order; tuples, intervals and matrices part by
+part; equations up to a factor; numbers exactly; other expressions by their values at several points. An answer that cannot be
+parsed earns nothing unless the texts agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from services.verifier.rewards.expressions import Node, Number, Unreadable, eval
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
 
 _TAIL_CHARACTERS = 4000
-"""Number of characters at the end of a completion that are searched for an answer outside a box."""
+"""Number of characters at the end of a completion in which an answer outside a box is found."""
 _LONGEST_TEXT = 200
 _THOUGHT = r"(?:think|thinking|thought|reasoning)"
 _CLAIM = re.compile(
@@ -41,7 +41,7 @@ _GIVEN = re.compile(
     r"\W*(?:out of|of|among|given|if|suppose|assume|when|whenever|while|step|case|part|problem|question|exercise)\b[^,]*$",
     re.IGNORECASE,
 )
-"""Beginning of a sentence whose number was given in the problem and is not the answer."""
+"""Beginning of a sentence whose number comes from the problem."""
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
@@ -69,7 +69,7 @@ def thoughtless(text: str) -> str:
 
 
 def claims(text: str, *, boxed: bool) -> list[str]:
-    """Return the answers that `text` claims, all of which must be right; empty if it claims none."""
+    """Return the answers that `text` claims, all of which must be right."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", thoughtless(text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
@@ -91,7 +91,7 @@ def claims(text: str, *, boxed: bool) -> list[str]:
 
 
 def _joined_boxes(text: str, found: list[tuple[int, int, str | None]]) -> tuple[str, int]:
-    """Return the last box's content and end. Boxes with only commas, `and` or `or` between them are one list."""
+    """Return the content and end of the last box, or of the last boxes if only commas, `and` or `or` separate them."""
     start, end, content = found[-1]
     given = content or ""
     for before, closed, earlier in reversed(found[:-1]):
@@ -116,7 +116,7 @@ def _told(text: str) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether the text as a whole is an answer: mathematics, words without numbers, or a date."""
+    """Return whether the whole text is an answer: mathematics, words without numbers, or a date."""
     is_answer = not re.search(r"\d", text) or (any(map(_MONTH.fullmatch, _words(text))) and len(_words(text)) < 5)
     return _is_mathematics(text) or ("\n" not in text.strip() and is_answer)
 
@@ -128,7 +128,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last expression, with its unit, of the last sentence that has one; empty if it is no answer."""
+    """Return the last expression, with its unit, of the last sentence that has one; "" if it is no answer."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -155,7 +155,7 @@ def _is_mathematics(text: str) -> bool:
 
 
 def _key(text: str) -> str:
-    """Return the characters that must agree if a text is not read as mathematics."""
+    """Return `text` without differences of spelling: spaces, braces, and capitals of words."""
     text = re.sub(r"([\^_]|pmod)\{(\w)\}(?!\w)", r"\1\2", text.replace("\x02", ""))
     return re.sub(
         r"[A-Z][a-z]{3,}|(?i:yes|no|true|false)", lambda word: word[0].lower(), re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
@@ -198,7 +198,7 @@ def same(reference: str, answer: str) -> bool:
 
 
 def _total(answer: Node, wanted: Node) -> Node:
-    """Return the right side of an answer such as `m + n = 7` if a number is wanted, and otherwise the whole answer."""
+    """Return the right side of an answer such as `m + n = 7` if a number is wanted, or else the whole answer."""
     is_equation = answer.kind == "relation" and answer.name == "=" and _is_sum(answer.parts[0])
     return answer.parts[1] if is_equation and not symbols(wanted) | symbols(answer.parts[1]) else answer
 
@@ -211,7 +211,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _labelled(node: Node) -> tuple[str, Node]:
-    """Split an answer such as x = 5 or f(x) = 2x into its label and the rest. Raises `Unreadable` for 41 = 42."""
+    """Split an answer such as x = 5 into its label and the rest. Raises `Unreadable` for 41 = 42."""
     if node.kind == "list" and node.parts and node.parts[0].kind == "relation":
         pairs = [_labelled(part) for part in node.parts]
         if all(label == pairs[0][0] or not (label or symbols(value)) for label, value in pairs):
@@ -241,7 +241,7 @@ def _is_label(node: Node) -> bool:
 
 
 def _variants(node: Node) -> list[Node]:
-    """Return an expression twice, with the upper and the lower sign of each ± and ∓, or once if it has neither."""
+    """Return an expression with the upper and with the lower sign of each ± and ∓, or once if it has neither."""
 
     def turned(part: Any, signs: dict[str, str]) -> Any:
         if not isinstance(part, Node):
@@ -305,7 +305,7 @@ def _as_matrix(node: Node) -> Node:
 
 
 def _same_sets(a: Node, b: Node) -> bool:
-    """Compare sets in any order. Inequalities that are joined by `and` differ from those joined by `or`."""
+    """Compare sets in any order. Inequalities joined by `and` differ from those joined by `or`."""
     is_union = "union" in (a.kind, b.kind)
     parts = [node.parts if node.kind in ("list", "union") else (node,) for node in (a, b)]
     sets = [[variant for part in those for variant in _variants(part)] for those in parts]
@@ -360,7 +360,7 @@ def _same_quantity(a: Node, b: Node) -> bool:
 
 
 def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
-    """Yield the values of all nodes at several points. Points with negative coordinates are left out if a value is complex."""
+    """Yield the values of all nodes at several points, without points with negative coordinates if a value is complex."""
     names = frozenset[str]().union(*map(symbols, nodes))
     if not names:
         yield [evaluate(node, {}) for node in nodes]
@@ -403,9 +403,6 @@ def _same_relation(a: Node, b: Node) -> bool:
     return all(expressions.agree(ratios[0], ratio) for ratio in ratios) and (is_positive or signs[0][0] in ("=", "!="))
 
 
-# --- the scorer
-
-
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
     """Raise `TimeoutError` in the block after `seconds` of CPU time."""
@@ -425,7 +422,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def reference_text(text: str) -> str:
-    """Return the answer in a reference. Raises `BadReference` if an answer could never be compared with it."""
+    """Return the answer in a reference. Raises `BadReference` if no answer can be compared with it."""
     answer = final_answer(thoughtless(text))
     plain, quoted = expressions.tidy(answer), f"{text[:80]!r}"
     if not re.search(r"\w|\\[a-zA-Z{]", plain):
@@ -450,10 +447,9 @@ def reference_text(text: str) -> str:
 def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
     r"""Return a scorer that gives 1 if answer and reference are mathematically equal, such as `1/2`, `0.5` and `\frac{1}{2}`.
 
-    The answer is the content of the last box; without a box, the text after "the answer is"; otherwise, the last expression.
-    With `boxed`, only the content of the last `\boxed{...}` counts; a text without a box, or cut inside it, is wrong. Thoughts
-    do not count. A comparison that takes more CPU time than a quarter of `timeout_s` makes the answer wrong. SIGVTALRM measures
-    this, so the scorer must run on the main thread; wall-clock time would make right answers wrong on a busy machine.
+    The answer is the content of the last box, else the text after "the answer is", else the last expression. With `boxed`, only
+    a closed `\boxed{...}` counts. An answer is wrong if its comparison takes more CPU time than a quarter of `timeout_s`.
+    SIGVTALRM measures this, so the scorer must run on the main thread.
     """
 
     def score(item: RewardInput) -> Score:

@@ -1,9 +1,8 @@
-"""Score answers with the scorers of reasoning-gym's families. The entries of problems have been converted to JSON and back.
+"""Score answers with the scorers of reasoning-gym's families.
 
-Some families' scorers call `eval` on text that a model wrote, directly or through SymPy's parser. These families have a guard,
-a function that parses the answer with Python's parser and runs nothing. Only answers that the guard accepts are scored; they
-call only known mathematical functions and access no attribute. The worker's deadline limits the time of their evaluation. Many
-families give a little credit to wrong answers; `reward.binary` decides whether that counts.
+Some families' scorers call `eval` on the answer, directly or through SymPy. These families have a guard, which parses the
+answer without running it. Only answers that the guard accepts are scored; they call only known mathematical functions and
+access no attribute. Many families give a little credit to wrong answers; `reward.binary` decides whether that counts.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput,
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 """Families whose scorer compares grids of tuples, which JSON has turned into lists."""
 
-AnswerScorer = Callable[..., float]
-"""`(answer=str | None, entry=dict) -> float` in [0, 1]."""
-
 REFUSED = Score(0.0, "not evaluated: the family's scorer would run the answer as code, but it is not just a formula or numbers")
 
-_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
+_OPERATORS = (ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"}
 _HYPERBOLIC = {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh"}
 _FUNCTIONS = frozenset(_TRIGONOMETRY | _HYPERBOLIC | {"exp", "log", "ln", "sqrt", "Abs"})
@@ -35,7 +31,7 @@ _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/.() \t]*")
 
 
 def is_board(answer: str) -> bool:
-    """Accept words and numbers separated by white space, which are not evaluated, or a Python literal."""
+    """Accept words and numbers separated by white space, or a Python literal."""
     if _WORDS.fullmatch(answer):
         return True
     try:
@@ -67,7 +63,7 @@ GUARDS: dict[str, Callable[[str], bool]] = {
     "spiral_matrix": is_board,
     "string_insertion": is_board,
 }
-"""Guards of all families whose scorer evaluates the answer. A test compares them with the installed package's scorers."""
+"""Guards of all families whose scorer evaluates the answer."""
 
 
 def _every_node(answer: str, allowed: Callable[[ast.AST], bool]) -> bool:
@@ -81,11 +77,8 @@ def _every_node(answer: str, allowed: Callable[[ast.AST], bool]) -> bool:
 
 
 def _is_number_or_operator(node: ast.AST) -> bool:
-    match node:
-        case ast.Constant(value=value):
-            return type(value) in (int, float)
-        case ast.BinOp() | ast.UnaryOp():
-            return True
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, float)
     return isinstance(node, _OPERATORS)
 
 
@@ -107,7 +100,7 @@ def reasoning_gym_scorer(family: str) -> Scorer:
     from reasoning_gym.factory import DATASETS
 
     @lru_cache(maxsize=256)
-    def scorer_of(dataset: str) -> AnswerScorer:
+    def scorer_of(dataset: str) -> Callable[..., float]:
         if dataset not in DATASETS:
             raise BadReference("dataset", f"{dataset!r} is not a reasoning-gym family")
         return get_score_answer_fn(dataset)
@@ -139,9 +132,8 @@ def _with_tuples(value: Any) -> Any:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-def _judge(score_answer: AnswerScorer, answer: str, entry: dict[str, Any]) -> Score:
-    """Score an answer. An answer for which the family's scorer raises, such as a word for prime_factorization, is wrong. If the
-    scorer also raises for the entry's own answer, the entry is at fault."""
+def _judge(score_answer: Callable[..., float], answer: str, entry: dict[str, Any]) -> Score:
+    """Score an answer. It is wrong if the family's scorer raises, unless the scorer also raises for the entry's own answer."""
     try:
         return Score(float(score_answer(answer=answer, entry=entry)))
     except MemoryError:
