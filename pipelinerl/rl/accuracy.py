@@ -27,8 +27,8 @@ def wilson_interval(share: float, trials: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, answers: int, right: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of k answers is right, given `right` of `answers` >= k
-    (Chen et al., arXiv 2107.03374, equation 1)."""
+    """Return the unbiased estimate of the probability that at least one of k <= `answers` answers is right (Chen et al., arXiv
+    2107.03374, equation 1)."""
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
 
 
@@ -58,12 +58,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy on one set of problems.
-
-    `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share of right answers if the
-    `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of
-    answers per problem, each over problems with at least k verdicts.
-    """
+    """Accuracy on one set of problems. `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share
+    of right answers if the `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, …
+    and for the number of answers per problem, each over problems with at least k verdicts."""
 
     mean: Estimate
     lower_bound: float

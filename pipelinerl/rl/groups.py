@@ -51,8 +51,7 @@ def groups_per_step(recipe: Recipe) -> int:
 
 
 def issue_limit(recipe: Recipe, version: int) -> int:
-    """Return how many groups may have been issued and not lost when `version` is served, counted from the start of the run. The
-    run's steps consume at least as many."""
+    """Return how many groups may have been issued and not lost since the start of the run when `version` is served."""
     max_lag, phase_steps = recipe.algorithm.max_lag, recipe.algorithm.conventional_g
     if recipe.mode == "conventional":
         steps = (version // phase_steps + 1) * phase_steps
@@ -77,14 +76,12 @@ class IssueBounds:
         self._held_back = 0
         """Number of samples by which the freshness limit is below its ceiling."""
         self._num_actors = 0
-        """Number of actors when `_held_back` was set."""
         self._left_over: deque[int] = deque()
         """Complete groups left over by each step since the last change of the limit took effect."""
         self._changed_at = 0
         """Number of the first group issued under the current limit."""
         self._waited = False
         self.steps_begun = 0
-        """Number of optimizer steps that have received their batch."""
 
     def by_version(self, version: int, unlost: int) -> int:
         """Return how many more groups the staleness bound allows to be issued."""
@@ -134,8 +131,7 @@ class IssueBounds:
 
         `num_open`: incomplete groups; `oldest_open` is the number of the oldest. `issued`: number of the next group.
         `wait_share`: share of the time since the previous step in which the trainer waited for sequences. `for_max_lag`: the
-        staleness bound caused this wait, which a higher limit would not shorten.
-        """
+        staleness bound caused this wait, which a higher limit would not shorten."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:
@@ -201,11 +197,6 @@ class Lineage:
 
     starts: tuple[int, ...] = (0,)
 
-    def __post_init__(self) -> None:
-        assert self.starts, "a lineage has at least one incarnation"
-        assert self.starts[0] == 0, "the first incarnation starts from version 0"
-        assert all(start >= 0 for start in self.starts), f"negative version in {self.starts}"
-
     @property
     def incarnation(self) -> int:
         """The running incarnation, counted from 1."""
@@ -269,8 +260,7 @@ def group_advantages(
     `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv 2402.14740),
     which is n / (n - 1) times the former. `normalize_std` then divides by the group's sample standard deviation plus
     `STD_FLOOR`. Equal rewards give exactly 0. `value`: r_i itself; the trainer subtracts the learned baseline token by token.
-    Raises `FieldError` for non-finite rewards and for fewer than `smallest_group(baseline)` of them.
-    """
+    Raises `FieldError` for non-finite rewards and for fewer than `smallest_group(baseline)` of them."""
     values = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(values).all():
         raise FieldError("rewards", values.tolist(), "rewards must be finite; fail such samples before this point")

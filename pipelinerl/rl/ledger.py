@@ -70,8 +70,8 @@ class Ledger:
         self._count("issued", len(ids))
 
     def close(self, sequence_ids: Iterable[str], outcome: Outcome, reason: str = "") -> None:
-        """End sequences. A failure needs a reason; reasons are counted, so keep them short and few. Raises `LedgerViolation` if
-        a sequence is not in flight."""
+        """End sequences. A failure needs a short reason, one of few. Raises `LedgerViolation` if a sequence is not in
+        flight."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             if sequence_id not in self._in_flight:
@@ -139,8 +139,7 @@ class SequenceTracker:
 
     Sequences have passed `decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open
     are ignored. A group is lost if none of its samples is trained on; `issued_groups` also counts the groups that replace lost
-    ones. `tokens`: sampled tokens by outcome, since this process began.
-    """
+    ones. `tokens`: sampled tokens by outcome, since this process began."""
 
     def __init__(self, *listeners: Callable[[Mapping[str, Any]], None]) -> None:
         self._listeners = listeners
@@ -177,7 +176,7 @@ class SequenceTracker:
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
-        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence names another group
+        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence names another
         size."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:

@@ -70,8 +70,7 @@ class Model:
 
     @property
     def layer_bytes(self) -> float:
-        """Estimated bytes of a decoder layer. A model of 7.6B has 28 layers, their number grows with the cube root of the size,
-        and a mixture has half as many."""
+        """Estimated bytes of a decoder layer. 7.6B have 28 layers; their number grows with the cube root of the size."""
         layers = 28 * math.cbrt(self.parameters / 7.6e9) / (2 if self.active_share < 1 else 1)
         return self.weights_bytes / max(1.0, layers)
 
@@ -131,8 +130,7 @@ def wire_bytes(recipe: Recipe, model: Model) -> int:
 
 
 def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
-    """Return vLLM's share of an accelerator that no trainer rank uses. For `auto`, this is 0.9, or less if a weight update
-    needs more room."""
+    """Return vLLM's share of an accelerator without trainer. For `auto`, this is 0.9, or what a weight update leaves."""
     left = math.floor(100 * (1 - update_gib(recipe, model) / memory_gib)) / 100
     return recipe.actor.engine.gpu_memory_utilization or max(0.01, min(VLLM_SHARE, left))
 
@@ -195,8 +193,8 @@ def update_shortage(free_bytes: int, total_bytes: int, share: float, *, weights:
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, only their parameters have
-    these states."""
+    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, only these have such
+    states."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
     if recipe.trainer.lora is not None:
@@ -330,8 +328,7 @@ def _rows(device_name: str) -> Iterator[Accelerator]:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of matrix products in `dtype` ("bfloat16" or "float16") on the device with torch's `device_name`;
-    None if it is unknown."""
+    """Return the peak FLOP/s of matrix products in a 16-bit `dtype` on torch's device `device_name`; None if unknown."""
     return next((device.flops for device in _rows(device_name) if dtype in device.dtypes), None)
 
 

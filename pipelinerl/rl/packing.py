@@ -156,8 +156,7 @@ def plan_step(
     The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. For one rank it is that of
     `plan_microbatches`. `prompts` gives each sequence's prompt, which is part of its length. A micro-batch then computes a
     prompt once for all its sequences that begin with it, except in attention. With several ranks, the cheapest plan over
-    `PIECES` is returned. Raises `FieldError` if one sequence alone exceeds the budget.
-    """
+    `PIECES` is returned. Raises `FieldError` if one sequence alone exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
     if prompts is None:

@@ -48,9 +48,7 @@ class Placement(BaseModel):
     model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True)
 
     trainer: tuple[str, ...]
-    """The GPU of each rank."""
     actors: tuple[tuple[str, ...], ...]
-    """The GPUs of each actor."""
     spare: tuple[tuple[str, ...], ...] = ()
     """The GPUs of each actor that `pipelinerl scale` may add."""
     trainer_share: float = 1.0
@@ -122,8 +120,7 @@ def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_sha
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int, active_share: float = 1.0) -> Placed:
     """Return the placement that `text` gives as JSON of a `Placement`, which may also name a GPU by its position in `devices`.
-    Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, an unknown GPU, or a group of
-    the wrong size."""
+    Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for JSON, names or sizes that are not possible."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
@@ -212,7 +209,7 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
 
 def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, model: Model | None) -> tuple[int, int]:
     """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
-    the sheet or the model's size is unknown, each side gets about half. If the GPUs do not suffice, return the fewest ranks and
+    the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the fewest ranks and
     0 actors."""
     size, fewest, half = recipe.actor.engine.tensor_parallel_size, multiple, len(free) // 2
     memory_gib = min(device.total_bytes for device in free) / GIB
@@ -311,8 +308,7 @@ class _Room:
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Calculate the room on an actor's GPU, which a trainer rank uses as well if `shared`. Raises `FieldError` if the GPU lacks
-    room for the trainer's turn (`actor.colocate`)."""
+    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if it cannot."""
     total, free = device.total_bytes / GIB, device.free_bytes / GIB
     turn = free - ENGINE_GIB if recipe.actor.colocate else 0.0
     if model is None:

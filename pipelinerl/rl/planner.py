@@ -34,7 +34,6 @@ BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
 """Share of the data sheet's memory bandwidth and FLOP/s that decoding reaches. It fits the PipelineRL paper's curve for a 7B
 model on H100."""
 TRAINING_EFFICIENCY = 0.4
-"""MFU of training."""
 NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
 CONTROL_S = 0.25e-3
@@ -53,8 +52,7 @@ _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 @dataclass(frozen=True)
 class Machine:
     """Speeds and memory. An actor has `per_actor` accelerators and a KV cache of `kv_gib`, and decodes at the rates of
-    `decode`, in tokens per second. A trainer rank has `memory_gib`, and trains on one completion token in `training`
-    seconds."""
+    `decode`, in tokens/s. A trainer rank has `memory_gib`, and trains on one completion token in `training` seconds."""
 
     name: str
     per_actor: int
@@ -65,8 +63,7 @@ class Machine:
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
-    """Return the mean number of KV cache tokens of a sequence in progress. On average it is half generated, and a long sequence
-    is in progress for longer than a short one."""
+    """Return the mean KV cache tokens of a sequence in progress. Long sequences are in progress for longer than short ones."""
     return prompt_tokens + float(lengths.tokens**2 @ lengths.shares) / (2 * lengths.mean)
 
 
@@ -130,7 +127,6 @@ class Plan:
     """Highest tokens/s of conventional mode at the same largest lag, G - 1, with one weight update per phase."""
     reasons: tuple[str, ...]
     steps: int
-    """Optimizer steps of the run."""
 
     @property
     def hours(self) -> float:
@@ -177,8 +173,8 @@ def make_plan(
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Plan the fastest split of the accelerators within the recipe's lag limit. The recipe must have no `misfits`.
-    `sequences_in_progress`: H, None = the best. `tell` is called before each simulation, which takes some seconds for a large
-    system. Raises `FieldError` if the lag limit allows no split."""
+    `sequences_in_progress`: H, None = the best. `tell` is called before each simulation. Raises `FieldError` if the lag limit
+    allows no split."""
     held, most = tokens_held(lengths, longest_prompt(recipe)), most_in_progress(recipe, model, machine, lengths)
     fewest, max_lag = fewest_ranks(recipe, model, machine.memory_gib), recipe.algorithm.max_lag
     splits = possible_splits(recipe, model, machine, lengths, num_accelerators, sequences_in_progress)

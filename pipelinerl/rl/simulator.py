@@ -32,7 +32,6 @@ class Timing:
     """Durations, all in one unit of time: seconds, or the paper's flashes."""
 
     decode: DecodeCurve
-    """Decode speed of one actor, which may use several accelerators."""
     training: float
     """τ: time to train on one completion token, on one rank."""
     step: float = 0.0
@@ -49,8 +48,7 @@ class Simulation:
 
     `lag_histogram` has the trained completion tokens by lag. Shares of time: `actor_idle`, in which an actor has nothing in
     progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. Sequences trained
-    or dropped, and of these the stale ones, are counted by `length_bucket`.
-    """
+    or dropped, and of these the stale ones, are counted by `length_bucket`."""
 
     steps: int = 0
     duration: float = 0.0
@@ -81,8 +79,7 @@ def simulate(
 
     All slots begin at once, which biases about the first `largest_lag` steps. Slots run empty at the end of a run; to simulate
     a part of a longer run, give a larger `recipe.trainer.steps`. In conventional mode, if all accelerators take part in each
-    phase, count each of them as an actor and as a rank.
-    """
+    phase, count each of them as an actor and as a rank."""
     assert 0 <= warmup_steps < warmup_steps + steps <= recipe.trainer.steps
     return _Run(recipe, timing, lengths, num_actors, num_ranks).result(warmup_steps, warmup_steps + steps)
 
@@ -110,7 +107,6 @@ class _Actor:
     """H slots and the decode steps over them. A sequence that begins at decode step c ends at step c + its length."""
 
     count: int = 0
-    """Number of decode steps so far."""
     since: float = 0.0
     step: float = 0.0
     """`since` and `step` are the start and the duration of the current decode step."""
@@ -220,8 +216,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the end of this decode step if sequences or a version wait, else the end of a
-        sequence."""
+        """Schedule the actor's next event: the end of this decode step if a sequence or version waits, else of a sequence."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)

@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class DecodeCurve:
     """U(h) from measured `points` (h, tokens per unit of time). The time of a decode step is linear between two points and
-    constant below the first; above the last, the rate is constant. Raises `FieldError` unless all are positive and h
+    constant below the first; above the last, the rate is constant. Raises `FieldError` unless points are positive and h
     ascends."""
 
     points: tuple[tuple[float, float], ...]
@@ -139,8 +139,7 @@ def conventional_rate(
 
 @dataclass(frozen=True)
 class Split:
-    """I generators with H sequences each, and the rates that generation, training and weight updates allow, in tokens per unit
-    of time."""
+    """I generators with H sequences each, and the tokens per unit of time that generation, training and updates allow."""
 
     num_generators: int
     num_trainers: int

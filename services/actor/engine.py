@@ -52,12 +52,10 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine died or refuses the request, for
-        example because the prompt is too long."""
+        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses it or died."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
-        """Make the `generate` calls of these requests return at once, with their tokens so far. Unknown ids are ignored. Raises
-        `EngineError` if the engine is dead."""
+        """Make the `generate` calls of these requests return at once, with their tokens so far. Ignores unknown ids."""
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
         """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1, without cached KV."""
@@ -125,9 +123,9 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """Cut `made` after the token that completes a stop string which begins in its first `carried` tokens. An earlier request
-    sampled these tokens, and the engine searches only those of its current request. The cut leaves the distribution unchanged,
-    because a single request would have stopped there."""
+    """Cut `made` after a stop string that begins in its first `carried` tokens. An earlier request sampled these tokens, and
+    the engine searches only those of its current request. The distribution is unchanged: a single request would stop there,
+    too."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made

@@ -72,8 +72,7 @@ class Sampler:
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """End sampling for good and keep the unfinished sequences. They are lost, and an error is logged, if the engine does
-        not answer within `timeout_s`."""
+        """End sampling for good and keep the unfinished sequences. After `timeout_s` without an answer, they are lost."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):

@@ -60,8 +60,7 @@ class HeldGroups(dict[str, HeldGroup]):
     acknowledged. The number of groups is bounded, because each has a sample in progress or in the finisher's buffer.
 
     A group arrives in several messages if it was handed over in parts. This also happens if an actor handed it over and died
-    before it acknowledged its own message. Each sample is still generated once.
-    """
+    before it acknowledged its own message. Each sample is still generated once."""
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self and delivery.position in self[group.group_id].messages
@@ -166,8 +165,7 @@ async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], ins
 
 
 async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
-    """Acknowledge or give back the group's messages. If that fails, NATS delivers them again, which repeats work but loses
-    nothing."""
+    """Acknowledge or give back the group's messages. After a failure, NATS delivers them again, which repeats work."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             for message in held.messages.values():

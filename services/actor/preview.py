@@ -27,7 +27,6 @@ from pipelinerl.tasks.source import Problem, conversation
 from services.actor.episodes.formats import Unrenderable, chat_format_of
 
 _SHOWN = 160
-"""Tokens shown at each end of a long prompt."""
 
 
 def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[str, Any]:

@@ -80,7 +80,6 @@ async def build_off_loop(
         stopping.cancel()
 
 
-_ABORTED = "abort"
 WARM_UP_TOKENS = 2
 """Tokens of each warm-up sequence. The step that reads the prompt samples the first, and a decode step the second."""
 
@@ -193,8 +192,7 @@ async def start_engine(
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
-    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError`, and `FieldError` if
-    `actor.colocate` needs a sleep mode that this build of vLLM lacks."""
+    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError`, `FieldError`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
     # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -258,8 +256,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger that only calls `on_step`. It is a subclass because vLLM would otherwise add a
-    `PrometheusStatLogger`."""
+    """Return a stat logger that only calls `on_step`. If it were no subclass, vLLM would add a `PrometheusStatLogger`."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -299,9 +296,9 @@ class VllmEngine:
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
-        """Generate two tokens for each of H one-token prompts, and score a prompt. vLLM compiles functions at their first use,
-        which took 2.5 s. The warm-up leaves nothing in the KV cache. Raises `EngineError` if the engine fails, or if its
-        results lack log-probabilities or versions."""
+        """Generate two tokens for each of H prompts, and score a prompt, because vLLM compiles functions at their first use,
+        which took 2.5 s. The KV cache stays empty. Raises `EngineError` if the engine fails, or its results cannot be trained
+        on."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]
@@ -418,12 +415,12 @@ def completion_of(output: CompletionOutput) -> Completion:
     logprobs = np.asarray(sampled, dtype=np.float32)
     if len(logprobs) != len(token_ids):
         raise EngineError(f"vLLM returned {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
-    if output.finish_reason not in ("stop", "length", _ABORTED):
+    if output.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"vLLM ended the sequence with {output.finish_reason!r}")
     spans = tuple(
         VersionSpan(version.number, span.start, span.end, version.incarnation)
         for span in output.weight_versions or ()
         for version in (parse_version(span.version),)
     )
-    finish_reason = None if output.finish_reason == _ABORTED else FinishReason(output.finish_reason)
+    finish_reason = None if output.finish_reason == "abort" else FinishReason(output.finish_reason)
     return Completion(token_ids, logprobs, spans, finish_reason)

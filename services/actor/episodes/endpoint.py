@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Maximum size of a request, with room for a context of about a million tokens."""
 BODY_WITHIN_S = 30.0
-"""Seconds within which a request must arrive completely."""
 KEEP_ALIVE_S = 2.0
 """Seconds until a stream's headers are sent, and between the comments that keep its connection alive."""
 MAX_STOPS = 16
@@ -171,8 +170,7 @@ class Endpoint:
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
-        """Answer with a stream. An error in the first `KEEP_ALIVE_S` seconds has its own HTTP status; a later one is sent as an
-        event."""
+        """Answer with a stream. An early error, such as a refusal, has its own HTTP status; a later one is sent as an event."""
         task = asyncio.create_task(answering)
 
         async def kept_alive() -> AsyncIterator[str]:
@@ -217,8 +215,7 @@ class Endpoint:
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read the whole body, even if it is too large, because a client that still sends may not read the answer. Raises
-    `Refused`."""
+    """Read the whole body, even if it is too large, because a client that still sends may not read the answer."""
     chunks, size = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
@@ -298,8 +295,8 @@ def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
 
 
 def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
-    """Return a turn in the format of vLLM's answer to a request with token ids: the sampled tokens, their log-probabilities
-    under the sampling policy (log μ), and a random request id."""
+    """Return a turn in the format of vLLM's answer to a request with token ids, with log-probabilities of the sampling
+    policy."""
     token_ids, logprobs = turn.made.completion_token_ids.tolist(), turn.made.behaviour_logprobs.tolist()
     content = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -366,9 +363,8 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
 
 
 def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-    """Return the requested turn's context, int32[context]. It extends the recorded turn in `served` with the longest history
-    that the request continues, if the format allows that. No text of `messages` or `tools` becomes a control token. Raises
-    `Unrenderable`."""
+    """Return the requested turn's context, int32[context]. If the format allows it, the context extends the recorded turn with
+    the longest history that the request continues. Given texts never become control tokens. Raises `Unrenderable`."""
     turn = _last_known(served, _history(messages, tools))
     messages, tools = chat.control.parted(messages), chat.control.parted(tools)
     token_ids = None

@@ -67,7 +67,6 @@ class RecordedTurn:
     context_token_ids: TokenIds
     made: Completion = field(default_factory=Completion)
     extends: RecordedTurn | None = None
-    """The turn whose context and sampled tokens are the start of this turn's context."""
     asked: SamplingParams | None = None
     """Requested sampling parameters; None if another actor began the turn."""
     served: int = 0
@@ -102,7 +101,6 @@ class Episode:
     max_turns: int
     """Turns that one run of the environment may request, including those for which its client hung up."""
     max_context: int
-    """Maximum number of tokens in a branch, including its prompt."""
     turn_timeout_s: float
     """Maximum seconds for a turn, including the wait for a slot."""
     failure: str = field(default="", init=False)
@@ -140,8 +138,8 @@ class Episode:
         stop_token_ids: tuple[int, ...] = (),
     ) -> RecordedTurn:
         """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. `max_tokens` can only
-        lower the recipe's limit; `stop` and `stop_token_ids` add to the recipe's. If this call is cancelled, the turn counts as
-        not served. Raises `Refused`."""
+        lower the recipe's limit; the stop strings and ids add to the recipe's. If this call is cancelled, the turn counts as
+        not served."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens = len(context_token_ids)
@@ -171,8 +169,8 @@ class Episode:
         raise Refused(503, "interrupted", "the actor stops; another actor continues the episode")
 
     def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
-        """Return the recorded turn for a request, or a new one, and mark it as served. The caller samples unfinished turns.
-        Raises `Refused` if this run has had its turns."""
+        """Return the recorded turn for a request, or a new one that the caller samples, and mark it as served. Raises
+        `Refused`."""
         turn = self._known(context_token_ids, sampling)
         if (turn is None or not turn.is_asked_for) and self.num_asked_for >= self.max_turns:
             raise self.policy_refused(MAX_TURNS, f"this episode had its {self.max_turns} turns (task.max_turns)")
@@ -206,8 +204,7 @@ class Episode:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches of the finished turns that the environment's last run was served, and drop the other turns. Call
-        this after that run has ended."""
+        """Return the branches of the finished turns that the environment's last run was served; the other turns are dropped."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
         self.metrics.episode_branches.inc(max(0, len(branches) - 1))
@@ -268,8 +265,7 @@ def base_path(key: str) -> str:
 
 
 class Episodes:
-    """The running episodes of one recipe's tasks. The caller must set `address`, the endpoint's `host:port`, before the
-    first."""
+    """The running episodes of one recipe's tasks. The caller must first set `address`, the endpoint's `host:port`."""
 
     def __init__(
         self, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, decode: Callable[[TokenIds], str]
@@ -347,8 +343,8 @@ class Episodes:
 
 
 def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResult]:
-    """Return why the episode cannot be used ("" if it can), and its result. If the environment crashes after the policy
-    exceeded its turns or length, the result is a reward of 0. Pure."""
+    """Return why the episode cannot be used ("" if it can), and its result. A crash of the environment after the policy
+    exceeded its turns or length is a reward of 0. Pure."""
     if episode.failure:
         return episode.failure, result
     if result.status == VERIFY_STATUS_CRASHED and episode.policy_fault:

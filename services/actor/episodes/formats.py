@@ -58,17 +58,16 @@ class ChatFormat(Protocol):
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """Return `prompt_ids`, `sampled_ids` and the tokens of the messages after the first `num_known`, up to the start of the
-        model's next turn. The first two are the tokens of the known messages. Return None if the format would now write these
-        messages differently. Raises `Unrenderable`."""
+        """Return `prompt_ids` and `sampled_ids`, the tokens of the first `num_known` messages, followed by the tokens of the
+        other messages, up to the start of the model's next turn. Return None if the format would now write the known messages
+        differently."""
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         """Read a sampled turn, which may call `tools`, as a message."""
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. The model's name does not count if the recipe sets the chat template or its
-    variables."""
+    """Return the format of a recipe's model, found without its name if the recipe changes its chat template."""
     is_changed = bool(model.chat_template or model.chat_template_kwargs)
     return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
 
@@ -153,10 +152,9 @@ class RendererTokenizer:
 
 
 class FamilyFormat:
-    """A hand-written renderer of one model family, by its name in the package `renderers`. Some renderers take `variables` of
-    the chat template as settings. Some templates drop thoughts that precede a user's message, and their renderers refuse to
-    extend a turn by such a message. This class extends it nevertheless if a new rendering differs only in white space, as for a
-    turn without thoughts."""
+    """A hand-written renderer of one model family, by its name in the package `renderers`. `variables` of the chat template
+    become settings. Some renderers refuse to extend a turn by a user's message, because the template then drops earlier
+    thoughts. This class extends the turn if a new rendering differs only in white space, as without thoughts."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -223,9 +221,8 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class TemplateFormat:
-    """Any chat template. A recorded turn is extended by the text that the template writes after it, provided that later
-    messages do not change the text before them. Tool calls have the form of Hermes models. If the template does not support
-    tools, a message describes them."""
+    """Any chat template. A recorded turn is extended by the text that the template writes after it, if later messages do not
+    change the text before them. Tool calls have the form of Hermes models; a message describes tools that a template cannot."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
@@ -281,8 +278,7 @@ class TemplateFormat:
             raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
-        """Return the special token that the template writes after an answer, or None, and the text after it. `asked_again`: a
-        user's message follows."""
+        """Return the special token after an answer, or None, and the text after it. `asked_again`: a user's message follows."""
         tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""

@@ -46,12 +46,9 @@ Named = tuple[str, Tensor]
 
 
 class AdaptedLinearMethod(LinearMethodBase):
-    """Adds the low-rank product to the output of `plain`, the layer's own method.
-
-    A is [parts · rank, in] and B is [out, parts · rank], both for this tensor-parallel rank. If the weights are unquantised and
-    in 16 bits, this class also multiplies by them, so that the sum is rounded once. On a CPU, vLLM packs such weights, and
-    `unpacked` [in, out] is a copy.
-    """
+    """Adds the low-rank product to the output of `plain`, the layer's own method. A is [parts · rank, in] and B is [out, parts
+    · rank], both for this tensor-parallel rank. If the weights are unquantised and in 16 bits, this class also multiplies by
+    them, so that the sum is rounded once. On a CPU, vLLM packs such weights, and `unpacked` [in, out] is a copy."""
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
         self.plain, self.rank, self.scaling = plain, config.rank, config.scaling
@@ -112,8 +109,7 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """The vLLM layer that takes the adapter of a checkpoint's layer. If that layer is a part of a fused one, `shard` is vLLM's
-    name of the part."""
+    """The vLLM layer for a checkpoint layer's adapter. `shard`: vLLM's name of a part of a fused layer; None = not fused."""
 
     name: str
     layer: LinearBase

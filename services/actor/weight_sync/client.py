@@ -54,8 +54,7 @@ class StagedWeights:
 
 
 class CommitFailed(TransferError):
-    """A swap, or falling asleep or waking up, failed half-way, so that the served weights are unknown. The process should
-    end."""
+    """A swap, or falling asleep or waking up, failed half-way. The served weights are unknown, so the process should end."""
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -73,8 +72,7 @@ class Receive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Discard(msgspec.Struct, tag=True, frozen=True):
-    """Give up a running transfer, which leaves the group, or a staged version. Its chunks are kept until another version
-    comes."""
+    """Give up a running transfer, which leaves the group, or a staged version. Chunks are kept until another version comes."""
 
 
 Order = Join | Receive | Discard
@@ -182,8 +180,7 @@ class WeightUpdateClient:
     `recompute_kv`: recompute the KV cache of unfinished sequences under new weights instead of keeping it. `stall_timeout_s`:
     time limit of one chunk, which also bounds `discard`. `bind_host`: address at which other ranks reach this pod (gloo).
     `force_paused`: use the paused loader, for comparison. `staging_buffers`: chunks that a worker holds at a time while it
-    receives.
-    """
+    receives."""
 
     llm: AsyncLLM
     _: KW_ONLY
@@ -194,7 +191,6 @@ class WeightUpdateClient:
     staging_buffers: int = 2
     swapping: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     before_swap: Callable[[], Awaitable[None]] | None = field(default=None, init=False)
-    """Callback before the swap of a commit, while the engine is paused."""
     _link: WorkerLink | None = field(default=None, init=False)
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
@@ -233,9 +229,8 @@ class WeightUpdateClient:
         return replace(staged[0], receive_s=receive_s, prepare_s=prepare_s)
 
     async def commit(self, version: PolicyVersion) -> float:
-        """Pause between two decode steps, swap, and resume. Return the seconds of the pause, as measured here. Unfinished
-        sequences continue. A TransferError other than CommitFailed means that `version` was not staged, and that the old
-        weights are still served."""
+        """Pause between two decode steps, swap, and resume. Return the seconds of the pause. Unfinished sequences continue. A
+        TransferError other than CommitFailed means that `version` was not staged, and the old weights are still served."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self.swapping:

@@ -23,7 +23,6 @@ class ServingGate:
         self.draining = False
         self.swapping = False
         self.asleep = False
-        """True while the engine sleeps, so that the trainer can use its GPU."""
 
     @property
     def cache_salt(self) -> str:

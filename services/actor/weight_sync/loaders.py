@@ -186,8 +186,7 @@ class ShadowLoader:
 
     A swap exchanges parameters and everything that post-processing set on a module, or on the quantisation method of an expert
     layer. KV caches and attention state stay with the live modules. `pairs` maps each module's name to the live module and its
-    shadow.
-    """
+    shadow."""
 
     mode = "shadow"
     _swaps = 0
@@ -336,11 +335,8 @@ def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str])
 
 
 class InPlaceLoader(ShadowLoader):
-    """Copies the shadow's weights into the live ones. The pause lasts for one copy within the device.
-
-    Post-processing may change only parameters, and must give each parameter of the shadow the layout of the live one.
-    `obstacle` checks this on the shadow.
-    """
+    """Copies the shadow's weights into the live ones. The pause lasts for one copy within the device. Post-processing may
+    change only parameters, and must give each the layout of the live one, which `obstacle` checks on the shadow."""
 
     mode = "in_place"
 
@@ -424,8 +420,8 @@ class PausedLoader:
         self._kept: dict[str, Tensor] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Decide where tensors are kept. Raises ManifestMismatch if memory is lacking. Without a second instance of the model,
-        wrong names and shapes only show when the weights are loaded."""
+        """Decide where tensors are kept. Raises ManifestMismatch if memory is lacking. Wrong names and shapes only show in
+        `swap`."""
         self.drop()
         self._layout, kept = {}, 0
         for spec, offset, num_bytes in zip(manifest.parameters, manifest.offsets, manifest.sizes, strict=True):

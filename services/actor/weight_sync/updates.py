@@ -35,8 +35,7 @@ class UpdateListener:
     A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
     Messages are ignored if they are out of order, come from another incarnation, or belong to an epoch without this process.
     During a NATS outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. This process has the
-    `turn` on a shared GPU while its engine is awake.
-    """
+    `turn` on a shared GPU while its engine is awake."""
 
     def __init__(
         self,

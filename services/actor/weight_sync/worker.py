@@ -54,8 +54,7 @@ class Receiver:
     group is in use until then.
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
-    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to receive into.
-    """
+    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to receive into."""
 
     group: WeightGroup
     manifest: Manifest
@@ -216,8 +215,7 @@ class Staging:
 
 @dataclass(eq=False)
 class TransferWorker:
-    """Performs the orders of the actor's `WeightUpdateClient` in one vLLM worker. `loading` is the first message to the
-    actor."""
+    """Performs the actor's orders in one vLLM worker. `loading` is the first message to the actor."""
 
     rank: int
     loading: WeightLoading
@@ -252,19 +250,16 @@ class TransferWorker:
     def check_staged(self, version: PolicyVersion) -> None:
         """Note the version that `swap` will make live. Raises TransferError if it is not staged."""
         self._to_swap = version
-        self._check_staged()
-
-    def _check_staged(self) -> None:
-        if self._staged != self._to_swap:
-            raise TransferError(f"version {self._to_swap} is to be served, but {self._staged or 'nothing'} is staged")
+        if self._staged != version:
+            raise TransferError(f"version {version} is to be served, but {self._staged or 'nothing'} is staged")
 
     def swap(self) -> None:
         """Make the version of `check_staged` live. Raises TransferError if it has been discarded since."""
-        self._check_staged()  # without waiting for a loader that may wait for the rest of a version
+        assert self._to_swap is not None, "check_staged comes first"
+        self.check_staged(self._to_swap)  # without waiting for a loader that may wait for the rest of a version
         with self._loading:
             self._placement.synchronize()  # no queued work may still read the old weights
-            assert self._to_swap is not None, "check_staged comes first"
-            self._check_staged()
+            self.check_staged(self._to_swap)
             self.loader.swap()
             self._placement.synchronize()
             self._staged = self._staging = None
@@ -394,10 +389,9 @@ class TransferWorker:
 
 
 def _use_one_core() -> None:
-    """Prepare weights with one thread, on any free core. A second team of OpenMP threads would make vLLM's decoding threads and
-    itself wait for each other: 135M parameters took 7.5 s instead of 1.6 to 3.7 s on two busy cores. OpenMP counts threads per
-    calling thread, so that the decoding threads keep theirs. The call is private because vLLM replaces `torch.set_num_threads`
-    on a CPU."""
+    """Prepare weights with one thread, on any free core. A second team of OpenMP threads would slow down vLLM's decoding
+    threads and itself: 135M parameters took 7.5 s instead of 1.6 to 3.7 s on two busy cores. Decoding threads keep their
+    number. The call is private because vLLM replaces `torch.set_num_threads` on a CPU."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch._C.set_num_threads(1)
