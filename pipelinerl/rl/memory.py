@@ -70,7 +70,7 @@ class Model:
 
     @property
     def layer_bytes(self) -> float:
-        """Estimated bytes of a decoder layer. 7.6B have 28 layers; their number grows with the cube root of the size."""
+        """Estimated bytes of a decoder layer. A model of 7.6B has 28; the number grows with the cube root of the size."""
         layers = 28 * math.cbrt(self.parameters / 7.6e9) / (2 if self.active_share < 1 else 1)
         return self.weights_bytes / max(1.0, layers)
 
@@ -130,7 +130,7 @@ def wire_bytes(recipe: Recipe, model: Model) -> int:
 
 
 def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
-    """Return vLLM's share of an accelerator without trainer. For `auto`, this is 0.9, or what a weight update leaves."""
+    """Return vLLM's share of an accelerator that no trainer uses. `auto`: 0.9, or less if a weight update needs the room."""
     left = math.floor(100 * (1 - update_gib(recipe, model) / memory_gib)) / 100
     return recipe.actor.engine.gpu_memory_utilization or max(0.01, min(VLLM_SHARE, left))
 

@@ -120,7 +120,7 @@ def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_sha
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int, active_share: float = 1.0) -> Placed:
     """Return the placement that `text` gives as JSON of a `Placement`, which may also name a GPU by its position in `devices`.
-    Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for JSON, names or sizes that are not possible."""
+    Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
@@ -308,7 +308,8 @@ class _Room:
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if it cannot."""
+    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if a turn lacks
+    room."""
     total, free = device.total_bytes / GIB, device.free_bytes / GIB
     turn = free - ENGINE_GIB if recipe.actor.colocate else 0.0
     if model is None:
@@ -328,7 +329,7 @@ def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> 
 def _too_large(recipe: Recipe, device: Device, uses: Mapping[str, float]) -> FieldError:
     """Return the error that a GPU lacks memory for `uses`, in GiB."""
     needs = ", ".join(f"{gib:.1f} GiB for {use}" for use, gib in uses.items() if gib)
-    fix = f"{device.name} has {device.free_bytes / GIB:.1f} GiB free, but needs {needs}; {_smaller(recipe)}"
+    fix = f"needs {needs}, but {device.name} has {device.free_bytes / GIB:.1f} GiB free; {_smaller(recipe)}"
     return FieldError("model.name", recipe.model.name, fix)
 
 

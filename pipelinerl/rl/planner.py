@@ -318,7 +318,7 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return the actors and groups per step (8 or more, if the whole has them) of a part with nearly its proportions."""
+    """Return the actors and groups per step of a part with nearly the system's proportions and, if possible, 8 groups."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

@@ -257,7 +257,9 @@ class GenerationLoop:
         try:
             await publish_samples(self.bus, self.held[group.group_id], samples, self.instance)
         except (MessageError, PayloadTooLarge) as error:
-            log.warning("cannot hand back %d samples of group %s, generating them: %s", len(samples), group.group_id, error)
+            log.warning(
+                "cannot hand back %d samples of group %s, so they are generated here: %s", len(samples), group.group_id, error
+            )
             return False
         for sample_index in samples:
             await self.held.published(group, sample_index)

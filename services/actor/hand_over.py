@@ -28,7 +28,7 @@ async def answered(answer: Awaitable[None], action: str) -> bool:
     try:
         await answer
     except BusError as error:
-        log.warning("cannot %s, it will be tried again or redelivered: %s", action, error)
+        log.warning("cannot %s; this is tried again, or NATS delivers the message again: %s", action, error)
         return False
     return True
 
@@ -172,7 +172,7 @@ async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
                 done = acknowledge or not message.missing
                 await (message.delivery.ack() if done else message.delivery.give_back())
     except (BusError, TimeoutError) as error:
-        log.warning("cannot answer for group %s; it will be redelivered: %s", held.group.group_id, error or "timed out")
+        log.warning("cannot answer for group %s; NATS will deliver it again: %s", held.group.group_id, error or "timed out")
 
 
 def messages_of(

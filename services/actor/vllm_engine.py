@@ -256,7 +256,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger that only calls `on_step`. If it were no subclass, vLLM would add a `PrometheusStatLogger`."""
+    """Return a stat logger that only calls `on_step`. As a subclass, it keeps vLLM from adding a `PrometheusStatLogger`."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):

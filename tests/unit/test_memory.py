@@ -159,10 +159,10 @@ def weights(gib: float) -> nn.Module:
 
 
 def test_an_actor_asks_its_device_for_a_second_instance(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    assert "set actor.engine.gpu_memory_utilization to at most 0.52" in loaders.no_room(device, 0.9, weights=5 * GIB)
+    assert "Set actor.engine.gpu_memory_utilization to at most 0.52" in loaders.no_room(device, 0.9, weights=5 * GIB)
     assert caplog.text == ""
     assert loaders.no_room(device, 0.9, weights=3 * GIB) == "", "close: two of five GiB are for what is received"
-    assert "set actor.engine.gpu_memory_utilization to at most 0.77" in caplog.text
+    assert "Set actor.engine.gpu_memory_utilization to at most 0.77" in caplog.text
     caplog.clear()
     assert loaders.no_room(device, 0.9, weights=2 * GIB) == loaders.no_room(torch.device("cpu"), 0.9, weights=99 * GIB) == ""
     assert caplog.text == ""

@@ -164,7 +164,8 @@ def test_in_turns_vllm_gets_what_the_states_leave_and_the_trainer_what_stays_of_
         pinned(recipe(*TURNS), here, '{"trainer": ["0"], "actors": [["1"]]}', SMALL)
     # 2.98e9 parameters: 50 of states take 71.4 with their activations and 1 of contexts; vLLM keeps 3 of the 75 that are free.
     said = refusal(recipe(*TURNS), [gpu(0, free=75)], 2_982_616_178)
-    assert "has 75.0 GiB free, but needs 72.4 GiB for the trainer, 3.0 GiB for the sleeping engine; train" in said
+    assert "needs 72.4 GiB for the trainer, 3.0 GiB for the sleeping engine, but" in said
+    assert "has 75.0 GiB free; train adapters" in said
 
 
 def test_without_a_gpu_nothing_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,8 +295,7 @@ def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
 
 
 def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
-    """Return a turn in the format of vLLM's answer to a request with token ids, with log-probabilities of the sampling
-    policy."""
+    """Return a turn as vLLM answers a request with token ids, with log-probabilities under the sampling policy (log μ)."""
     token_ids, logprobs = turn.made.completion_token_ids.tolist(), turn.made.behaviour_logprobs.tolist()
     content = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}

@@ -72,7 +72,7 @@ class Receive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Discard(msgspec.Struct, tag=True, frozen=True):
-    """Give up a running transfer, which leaves the group, or a staged version. Chunks are kept until another version comes."""
+    """Give up a staged version, or a running transfer and its group. Chunks are kept until another version comes."""
 
 
 Order = Join | Receive | Discard

@@ -108,7 +108,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
         elif not vllm_config.model_config.enforce_eager:
             reason = "CUDA graphs hold the weights' addresses (set enforce_eager)"
         elif vllm_config.model_config.enable_sleep_mode:
-            reason = "sleep frees only the memory in which the engine's first weights are"
+            reason = "sleep frees only the memory of the engine's first weights"
         else:
             return ShadowLoader(live, vllm_config, device), ""
         in_place = InPlaceLoader(live, vllm_config, device)
@@ -204,7 +204,7 @@ class ShadowLoader:
         self._pristine = {shadow: dict(shadow.__dict__) for _, shadow in self.pairs.values()}
         kernels = ((_kernel_of(mine), _kernel_of(other)) for mine, other in self.pairs.values())
         self._kernels = [(mine, other) for mine, other in kernels if mine is not None and other is not None]
-        # (module, attribute, parameter on `meta`): a tied parameter occurs several times as the same object.
+        # `_blueprint` has (module, attribute, parameter on `meta`). A tied parameter occurs several times as the same object.
         metas = {id(parameter): to_meta_tensor(parameter) for parameter in self._model.parameters()}
         self._blueprint: list[tuple[nn.Module, str, Tensor]] = [
             (module, name, metas[id(parameter)])
@@ -420,8 +420,7 @@ class PausedLoader:
         self._kept: dict[str, Tensor] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Decide where tensors are kept. Raises ManifestMismatch if memory is lacking. Wrong names and shapes only show in
-        `swap`."""
+        """Decide where tensors are kept. Raises ManifestMismatch if memory is lacking. `swap` shows wrong names and shapes."""
         self.drop()
         self._layout, kept = {}, 0
         for spec, offset, num_bytes in zip(manifest.parameters, manifest.offsets, manifest.sizes, strict=True):

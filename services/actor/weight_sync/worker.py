@@ -389,9 +389,9 @@ class TransferWorker:
 
 
 def _use_one_core() -> None:
-    """Prepare weights with one thread, on any free core. A second team of OpenMP threads would slow down vLLM's decoding
-    threads and itself: 135M parameters took 7.5 s instead of 1.6 to 3.7 s on two busy cores. Decoding threads keep their
-    number. The call is private because vLLM replaces `torch.set_num_threads` on a CPU."""
+    """Prepare weights with one thread, on any free core. A second team of OpenMP threads would compete with vLLM's decoding
+    threads: 135M parameters took 7.5 s instead of 1.6 to 3.7 s on two busy cores. The call is private because vLLM replaces
+    `torch.set_num_threads` on a CPU."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch._C.set_num_threads(1)
