@@ -154,7 +154,8 @@ class RendererTokenizer:
 class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. `variables` of the chat template
     become settings. Some renderers refuse to extend a turn by a user's message, because the template then drops earlier
-    thoughts. This class extends the turn if a new rendering differs only in white space, as without thoughts."""
+    thoughts. This class extends a turn nevertheless if a new rendering differs only in white space, as it does without
+    thoughts."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer

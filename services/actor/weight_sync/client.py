@@ -1,7 +1,7 @@
 """Update a vLLM engine's weights from the actor's process: prepare, join, receive, commit, discard.
 
-`join_group`, `receive` and `discard` go to vLLM's workers over a Unix socket, as one JSON object per line. vLLM's own remote
-calls would wait for the end of a decode step and block decoding. `prepare` and `commit` use these calls. vLLM labels tokens
+`join_group`, `receive` and `discard` go to vLLM's workers over a Unix socket, as one JSON object per line. `prepare` and
+`commit` use vLLM's own remote calls, which wait for the end of a decode step and block decoding. vLLM labels tokens
 `<incarnation>:<number>`, in `outputs[i].weight_versions`.
 """
 
