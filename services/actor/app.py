@@ -146,8 +146,10 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         # Evaluation has its own places, so that training requests do not wait for it.
         self._heldout = sampler(places=EVALUATION_SLOTS, split=Split.HELDOUT, stopped=self.stop)
         self._heldout_samples = asyncio.Semaphore(EVALUATION_SLOTS)
-        slots = {"instance": instance, "samples_in_progress": self.recipe.samples_in_progress}
-        self._generation = GenerationLoop(bus, self.training, self._finisher, held, gate, metrics, **slots)
+        samples = self.recipe.samples_in_progress
+        self._generation = GenerationLoop(
+            bus, self.training, self._finisher, held, gate, metrics, instance=instance, samples_in_progress=samples
+        )
         self._updates = updates = UpdateListener(
             bus, engine.weights, gate, metrics, instance=instance, process=self._process, turn=self.turn
         )
