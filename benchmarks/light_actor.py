@@ -199,7 +199,7 @@ class ModelReceiver(TensorReceiver):
     async def sleep(self) -> None:
         await asyncio.to_thread(self._engine.sleep)
 
-    async def wake_weights(self) -> None:
+    async def wake(self) -> None:
         return
 
 

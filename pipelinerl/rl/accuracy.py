@@ -1,8 +1,7 @@
 """Compute accuracy on held-out problems with one or more answers each: mean, pass@k and 95 % intervals. Pure.
 
 Intervals are Wilson's (1927), which also hold near 0 and 1. One trial is one problem, because answers to the same problem are
-not independent. With several answers per problem, a trial's result is a share, which varies less than a right or wrong answer,
-so the intervals are then conservative.
+not independent. With several answers per problem, intervals are conservative, because a share varies less than a single answer.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def wilson_interval(share: float, trials: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, answers: int, right: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of k answers is right, given `right` of `answers` >= k:
-    1 - C(answers - right, k) / C(answers, k) (Chen et al., arXiv 2107.03374, equation 1)."""
+    """Return the unbiased estimate of the probability that at least one of k answers is right, if `right` of `answers` (k or
+    more) are right (Chen et al., arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
 
 
@@ -59,12 +58,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy on one set of problems.
-
-    `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share of right answers if the
-    `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of
-    answers per problem, each over problems with at least k verdicts. `reported`: `means_of` the numbers that answers report.
-    """
+    """Accuracy on one set of problems. `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share
+    of right answers if the `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, …
+    and for the number of answers per problem, each over problems with at least k verdicts."""
 
     mean: Estimate
     lower_bound: float
@@ -84,7 +80,7 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy, or None without any verdict. `verdicts`: equally many for each problem, one per answer: True =
+    """Return the accuracy, or None without any verdict. `verdicts` has one list per problem, all of the same length: True =
     right, False = wrong, None = no verdict."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)

@@ -1,17 +1,15 @@
 """Compute for an autoscaler of the actors how many of them would keep the trainer busy within the lag bound. Pure.
 
-**Consumption.** A step uses up n sequences (trained, dropped or failed: each has to be generated) in s seconds, not counting
-waits for sequences. Without waiting the trainer would consume `C = n / s` a second. C is the median over the last steps.
+**Consumption.** A step uses up n sequences (trained, dropped or failed) in s seconds, without waits for sequences. The trainer
+could thus consume `C = n / s` a second. C is the median over the last steps.
 
-**Production.** A busy actor finishes `p` sequences per second with at most H in progress. The rate of a full actor is measured
-while nearly all H slots are in use. That value is kept until the slots are full again, since a lower p then only means that the
-lag bound gives the actor less work. With a share `o` of the slots in use, p is below the rate of a full actor by a factor
-between 1 (already saturated) and 1 / o (batching costs nothing). Until the actors have once been full, the estimate is the
-(geometric) middle, `p / sqrt(o)`. If that makes fewer actors wanted, their slots fill up, and the next measurement is better.
+**Production.** The rate P of a full actor is measured while nearly all H slots are in use. The value is kept until the slots
+are full again, because a lower rate then only means that the lag bound gives the actor less work. Until the actors have once
+been full, P is estimated from the rate p at a share `o` of used slots. P is between p (already saturated) and p / o (batching
+costs nothing); the estimate is their geometric mean, `p / sqrt(o)`.
 
-**Replicas.** If P is the rate of a full actor, `C / P` actors keep up with the trainer. More than `ceil(M / H)` would leave
-slots empty, where M is the number of sequences that the lag bound allows in flight: (1 + max_lag) * B, or G * B in conventional
-mode, with B sequences per step and G steps per phase. At least one actor is wanted.
+**Replicas.** `C / P` actors keep up with the trainer, and at least one is wanted. More than `ceil(M / H)` would leave slots
+empty. M is the number of sequences that the lag bound allows in flight: (1 + max_lag) * B, or G * B in conventional mode.
 """
 
 from __future__ import annotations
@@ -30,12 +28,9 @@ STEPS = 20
 """Number of latest steps whose median is the consumption."""
 FEWEST_STEPS = 3
 FEWEST_BUSY_S = 60.0
-"""Busy seconds, summed over actors, that a measurement of production needs in addition to one step's sequences."""
+"""Busy seconds, summed over actors, that a measurement of production needs."""
 FULL = 0.85
-"""Share of used slots above which an actor counts as full. Less than 1, because a slot is empty between two sequences."""
-_UP, _DOWN = 0.1, 0.1
-"""Hysteresis of the wanted number: how many actors may be lacking, and what share may be surplus (see `replicas_wanted`)."""
-
+"""Share of used slots above which an actor counts as full. It is below 1, because a slot is empty between two sequences."""
 
 Production = NDArray[np.float64]
 """[3] for one actor between two observations: finished sequences, busy seconds, seconds of used slots."""
@@ -56,8 +51,7 @@ def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float
 
 
 def full_rate(rate: float, occupancy: float, known: float | None) -> float:
-    """Estimate the sequences per second of an actor with all slots in use, from its `rate` at `occupancy` (0, 1]; `known` is
-    the rate measured when it was full."""
+    """Estimate P from an actor's `rate` at `occupancy` (0, 1]; `known` is the rate measured when it was full."""
     return max(rate, known) if known is not None else rate / math.sqrt(min(1.0, occupancy))
 
 
@@ -67,16 +61,16 @@ def most_useful(in_flight: int | None, slots: int) -> int | None:
 
 
 def replicas_wanted(needed: float, most: int | None, current: int | None = None) -> int:
-    """Return the whole number of actors for `needed` = C / P, at most `most`. The previous number `current` is kept while at
-    most 0.1 actors are lacking and at most one actor and a tenth of `current` are surplus."""
+    """Return the number of actors for `needed` = C / P, at most `most`. The previous number `current` is kept while at most 0.1
+    actors are lacking and at most one actor and a tenth of `current` are surplus."""
     enough = max(1, math.ceil(needed))
-    if current is not None and (current - 1 - _DOWN * current) <= needed <= current + _UP:
+    if current is not None and current - 1 - 0.1 * current <= needed <= current + 0.1:
         enough = current
     return enough if most is None else min(enough, most)
 
 
 class ReplicasWanted:
-    """The number of actors wanted; `wanted` is None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M, or None."""
+    """The number of actors wanted; None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M, or None."""
 
     def __init__(self, *, slots: int, batch_size: int, in_flight: int | None) -> None:
         self._slots, self._batch_size, self._most = slots, batch_size, most_useful(in_flight, slots)
@@ -87,14 +81,14 @@ class ReplicasWanted:
         self.wanted: int | None = None
 
     def step(self, consumed: int, seconds: float) -> None:
-        """Add a step that used up `consumed` sequences in `seconds`, waits excluded. The first step is ignored as warm-up."""
+        """Add a step that used up `consumed` sequences in `seconds`, without waits. The first step is ignored as warm-up."""
         if self._warm and consumed > 0 and seconds > 0:
             self._consumption.append(consumed / seconds)
             self._update()
         self._warm = True
 
     def actors(self, states: Mapping[str, ActorState], *, measuring: bool = False) -> None:
-        """Add the current states of all actors. While they also run an evaluation (`measuring`), production does not count."""
+        """Add the current states of all actors. Production during an evaluation (`measuring`) does not count."""
         before, self._seen = self._seen, {} if measuring else dict(states)
         for name, now in self._seen.items():
             last = before.get(name, now)
@@ -116,7 +110,7 @@ class ReplicasWanted:
             self.wanted = replicas_wanted(median(self._consumption) / full, self._most, self.wanted)
 
     def _full_actor(self) -> float | None:
-        """Return the sequences per second of an actor with all slots in use, or None if unknown."""
+        """Return P, or None if it is unknown."""
         full, lately = (newest_rates(one, self._batch_size) for one in (self._when_full, self._lately))
         known = full[0] if full else None
         if lately is None:

@@ -1,30 +1,27 @@
-"""Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag. This
-module does not choose problems, and does not record outcomes (`ledger.py`).
+"""Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag.
 
-**The feeder's bound.** Every step consumes exactly K = B / n groups, even if some of their samples failed. The bound counts
-groups because a count of sequences would loosen with every failed sample. Let N(v) be the groups issued and not *lost*; a group
-is lost if none of its samples is trained on (stale, filtered or failed), and another one is issued instead.
+**The feeder's bound.** Every step consumes exactly K = B / n groups. A group is *lost* if none of its samples is trained on;
+then another one is issued instead. Let N(v) be the groups issued and not lost. Groups are counted, because a count of sequences
+would loosen with every failed sample.
 
 With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
-number `(v + 1 + max_lag) * K` in order of issue, so a trainer that consumes in that order uses it in step `v + max_lag` or
-before: tokens sampled at v or later have lag <= max_lag when they are used. Groups finish out of order, so the trainer checks
-the lag of every sequence. A group that became too old is lost and leaves N, so the bound never starves the trainer. v is the
-oldest version that any actor serves, so that the bound holds even for tokens of actors that are behind.
+number `(v + 1 + max_lag) * K` in order of issue. A trainer that consumes in that order uses the group in step `v + max_lag` or
+before, so its tokens have lag <= max_lag. Groups finish out of order, so the trainer checks the lag of every sequence. A group
+that is too old is lost and leaves N, so the bound never starves the trainer. v is the oldest version that any actor serves.
 
 In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
 
-**Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, and every sequence would wait
-there until it is as old as the bound allows. Therefore pipeline mode has a freshness limit: no more samples in flight than
-actors and trainer need. A sample is in flight if its group was issued and not lost, and the step that uses it has not begun. A
-sample that has arrived and waits for others of its group does not count, since it occupies no slot of an actor and no step can
-use it.
+**Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, in which every sequence becomes
+as old as the bound allows. Pipeline mode therefore limits the samples in flight. A sample is in flight if its group was issued
+and not lost, and the step that uses it has not begun. A sample that has arrived and waits for others of its group does not
+count.
 
-With A actors of H slots, `A * (H + n) + B` samples are always enough: B for a waiting batch, A * H for full slots, and a next
-group of n for each actor. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait. A change has
-taken effect when all groups issued before it are complete. If each of the next `limit / B + 1` steps then leaves complete
-groups over, the smallest number left over is a standing queue, which only makes sequences older. If it is more than one group,
-the limit falls by a quarter of it. When an actor leaves, the limit returns to its ceiling: the actor's samples stay in flight
-for up to half a minute, and without more samples the other actors would run out of work.
+With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
+and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait. It falls if
+complete groups are left over by each of `limit / B + 1` steps, because the smallest number left over is a queue that only makes
+sequences older. If this queue is more than one group, the limit falls by a quarter of it. A change has taken effect when all
+groups issued before it are complete; only later steps count. When an actor leaves, the limit returns to its ceiling, because
+the actor's samples stay in flight for up to half a minute.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no longer
@@ -54,8 +51,7 @@ def groups_per_step(recipe: Recipe) -> int:
 
 
 def issue_limit(recipe: Recipe, version: int) -> int:
-    """Return how many groups may have been issued and not lost when `version` is served, counted from the start of the run. The
-    result never exceeds the number that all steps of the run consume."""
+    """Return how many groups may have been issued and not lost since the start of the run when `version` is served."""
     max_lag, phase_steps = recipe.algorithm.max_lag, recipe.algorithm.conventional_g
     if recipe.mode == "conventional":
         steps = (version // phase_steps + 1) * phase_steps
@@ -65,37 +61,34 @@ def issue_limit(recipe: Recipe, version: int) -> int:
 
 
 EVALUATION_SLOTS = 64
-"""Number of held-out sequences and probes that an actor's scheduler admits in addition to H training sequences."""
+"""Held-out sequences and probes that an actor's scheduler admits in addition to H training sequences."""
 WAIT_SHARE = 0.02
-"""Share of a step's time up to which a wait for sequences does not change the freshness limit."""
+"""Share of a step's time that may be spent waiting for sequences without raising the freshness limit."""
 
 
 class IssueBounds:
-    """The staleness bound and, in pipeline mode, the freshness limit. `begin_step` is called when an optimizer step begins.
-    Arguments: `unlost`: groups issued and not lost since the start of the run. `version`: the oldest version that an actor
-    serves."""
+    """The staleness bound and, in pipeline mode, the freshness limit. `unlost`: groups issued and not lost since the start of
+    the run. `version`: the oldest version that an actor serves."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._group_size, self._batch_size = recipe.sampling.group_size, recipe.trainer.batch_size
         self._held_back = 0
-        """Number of samples by which the freshness limit is below its ceiling. The ceiling depends on the number of actors."""
+        """Number of samples by which the freshness limit is below its ceiling."""
         self._num_actors = 0
-        """Number of actors when `_held_back` was set."""
         self._left_over: deque[int] = deque()
         """Complete groups left over by each step since the last change of the limit took effect."""
         self._changed_at = 0
         """Number of the first group issued under the current limit."""
         self._waited = False
         self.steps_begun = 0
-        """Number of optimizer steps that have received their batch."""
 
     def by_version(self, version: int, unlost: int) -> int:
         """Return how many more groups the staleness bound allows to be issued."""
         return max(0, issue_limit(self._recipe, version) - unlost)
 
     def held_by_max_lag(self, version: int, unlost: int) -> bool:
-        """Return whether the staleness bound allows no more groups because of `max_lag`, and not because the run is ending."""
+        """Return whether `max_lag`, and not the end of the run, allows no more groups."""
         max_lag, steps = self._recipe.algorithm.max_lag, self._recipe.trainer.steps
         bounded = self._recipe.mode == "pipeline" and max_lag is not None and version + 1 + max_lag < steps
         return bounded and self.by_version(version, unlost) == 0
@@ -136,9 +129,9 @@ class IssueBounds:
     ) -> None:
         """Adapt the freshness limit when a step has its batch. Groups are numbered in order of issue, from 0.
 
-        `num_open`: how many groups are incomplete. `oldest_open`: number of the oldest of these. `issued`: number of the next
-        group. `wait_share`: share of the time since the previous step in which the trainer waited for sequences. `for_max_lag`:
-        the staleness bound caused this wait, which a higher limit would not shorten."""
+        `num_open`: incomplete groups; `oldest_open` is the number of the oldest. `issued`: number of the next group.
+        `wait_share`: share of the time since the previous step in which the trainer waited for sequences. `for_max_lag`: the
+        staleness bound caused this wait, which a higher limit would not shorten."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:
@@ -173,18 +166,15 @@ def starts_phase(recipe: Recipe, version: int) -> bool:
 
 
 def groups_before_step(recipe: Recipe, version: int) -> int:
-    """Return how many groups must be complete before the step at `version` starts. Conventional mode generates a whole phase
-    first (and shuffles it); pipeline mode needs one batch. The run's last phase may be shorter."""
+    """Return how many groups must be complete before the step at `version` starts: one batch in pipeline mode, and the rest of
+    the phase in conventional mode. The run's last phase may be shorter."""
     phase_steps = recipe.algorithm.conventional_g
     steps = phase_steps - version % phase_steps if recipe.mode == "conventional" else 1
     return min(steps, recipe.trainer.steps - version) * groups_per_step(recipe)
 
 
 def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) -> str:
-    """Return why `sequence` cannot be trained on, or "". Reasons are from a fixed set, except for a failure named by the actor.
-
-    `max_context`: limit of a branch's prompt and completion tokens. `vocab_size`: token ids must be below it.
-    """
+    """Return why `sequence` cannot be trained on, or "". `max_context`: limit of a branch's prompt and completion tokens."""
     if sequence.failure:
         return sequence.failure
     if any(branch.num_tokens > max_context for branch in sequence.all_branches):
@@ -194,7 +184,7 @@ def untrainable_reason(sequence: Sequence, max_context: int, vocab_size: int) ->
 
 
 class StaleReason(StrEnum):
-    """Reasons for the outcome `dropped_stale`. The ledger counts sequences by reason."""
+    """Reasons for the outcome `dropped_stale`."""
 
     LAG = "lag above max_lag"
     UNDONE = "version undone by a restart"
@@ -206,11 +196,6 @@ class Lineage:
     """The versions that exist. `starts[i]` is the version that incarnation i + 1 began from; the first began from 0."""
 
     starts: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        assert self.starts, "a lineage has at least one incarnation"
-        assert self.starts[0] == 0, "the first incarnation starts from version 0"
-        assert all(start >= 0 for start in self.starts), f"negative version in {self.starts}"
 
     @property
     def incarnation(self) -> int:
@@ -237,8 +222,7 @@ def stale_reason(
     spans: tuple[VersionSpan, ...], version: int, algorithm: AlgorithmConfig, lineage: Lineage = FIRST_INCARNATION
 ) -> StaleReason | None:
     """Return why a sequence must not be trained on at policy version `version`, or None if it may be. It is stale if its lag
-    (of its oldest token or the mean over its tokens, see `max_lag_of`) is above `algorithm.max_lag`, or if one of its tokens
-    has a version that a restart undid or that this run has not made."""
+    (see `max_lag_of`) is above `algorithm.max_lag`, or if a restart undid one of its versions or this run has not made it."""
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
         if reason is not None:
@@ -258,11 +242,11 @@ def length_bucket(num_tokens: int) -> int:
 Baseline = Literal["group_mean", "leave_one_out", "value"]
 
 STD_FLOOR = 1e-6
-"""Added to the standard deviation, in units of reward, so that advantages in a nearly constant group do not explode."""
+"""Added to the standard deviation, so that advantages in a nearly constant group do not explode."""
 
 
 def smallest_group(baseline: Baseline) -> int:
-    """Return how many rewards the baseline needs. A group with fewer good samples cannot be trained on."""
+    """Return how many rewards the baseline needs."""
     return 2 if baseline == "leave_one_out" else 1
 
 
@@ -273,13 +257,10 @@ def group_advantages(
 ) -> NDArray[np.float64]:
     """Return the advantage of each sample of one group, float64[n], for rewards [n].
 
-    `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv
-    2402.14740), which is n / (n - 1) times the former. `normalize_std` then divides by the group's sample standard
-    deviation (n - 1 in the denominator) plus `STD_FLOOR`. Equal rewards give exactly 0. `value`: r_i itself; the trainer
-    subtracts the learned baseline token by token (`services/trainer/learn/loss.py`).
-
-    Raises `FieldError` for non-finite rewards and for fewer than `smallest_group(baseline)` of them.
-    """
+    `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv 2402.14740),
+    which is n / (n - 1) times the former. `normalize_std` then divides by the group's sample standard deviation plus
+    `STD_FLOOR`. Equal rewards give exactly 0. `value`: r_i itself; the trainer subtracts the learned baseline token by token.
+    Raises `FieldError` for non-finite rewards and for fewer than `smallest_group(baseline)` of them."""
     values = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(values).all():
         raise FieldError("rewards", values.tolist(), "rewards must be finite; fail such samples before this point")
@@ -296,7 +277,6 @@ def group_advantages(
 
 
 def all_equal(rewards: list[float] | tuple[float, ...] | NDArray[np.floating]) -> bool:
-    """Return whether all rewards are equal, so that the group carries no signal."""
     values = np.asarray(rewards, dtype=np.float64)
     return bool((values == values[0]).all())
 
@@ -309,7 +289,7 @@ def answer_reward(components: Mapping[str, float]) -> float | None:
 
 def equally_right(samples: Iterable[Sequence]) -> bool:
     """Return whether `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops a group because all its answers earned the same.
-    Only answer terms are compared, if there are any, because an overlong penalty differs even if all answers are right."""
+    Only answer terms are compared, if there are any, because right answers differ in their overlong penalty."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
     return all_equal([reward if answer is None else answer for answer, reward in earned])
 
@@ -317,7 +297,7 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
 CUTTING = ("ppo_clip", "grpo", "gspo")
 """Losses that give no gradient to tokens with a ratio beyond their clip range."""
 MOST_CUT, CUT_STEPS = 0.25, 10
-"""Highest acceptable mean share of cut tokens, and the number of steps in this mean. GSPO's authors cut about 0.15."""
+"""Acceptable mean share of cut tokens, over this number of steps. GSPO's authors cut about 0.15."""
 
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
@@ -333,7 +313,7 @@ def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
 """Labels, in order of lag. Widths double because one more step matters at lag 1 and hardly at lag 100."""
 _LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
-"""Inclusive upper edge of each bucket, in optimizer steps; the last bucket has none."""
+"""Inclusive upper edge of each bucket but the last, in optimizer steps."""
 
 
 def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -343,7 +323,7 @@ def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def weight_sums(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return [N, l, Σ w / e^l, Σ (w / e^l)²] of N finite log weights, with w = exp(log weight) and l the largest log weight.
-    Division by the largest weight keeps even e^±1000 from overflowing or vanishing. Without tokens, l is -∞ and the sums 0."""
+    Without the division by the largest weight, e^±1000 would overflow or vanish. Without tokens, l is -∞ and the sums 0."""
     largest = log_weights.max(initial=-np.inf)
     weights = np.exp(log_weights - largest)
     return np.array((len(weights), largest, weights.sum(), (weights * weights).sum()))

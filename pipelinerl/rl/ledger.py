@@ -1,8 +1,7 @@
 """Account for every sequence: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
 
 `Ledger` has two events, issue and close, each O(1). If the equation breaks, our code is wrong and the run stops.
-`SequenceTracker` keeps the ledger and the open groups consistent. Pure state: no metrics, files, streams or clock; a checkpoint
-stores `to_state`.
+`SequenceTracker` keeps the ledger and the open groups consistent. Pure state; a checkpoint stores `to_state`.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ class Ledger:
         self._count("issued", len(ids))
 
     def close(self, sequence_ids: Iterable[str], outcome: Outcome, reason: str = "") -> None:
-        """End sequences. A failure needs a reason; reasons are counted, so keep them short and few.
-
-        Raises `LedgerViolation` if one of them is not in flight.
-        """
+        """End sequences. A failure needs a reason from a small set. Raises `LedgerViolation` if a sequence is not in flight."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             if sequence_id not in self._in_flight:
@@ -91,11 +87,10 @@ class Ledger:
         return sequence_id in self._in_flight
 
     def in_flight(self) -> tuple[str, ...]:
-        """Return the ids in order of issue."""
         return tuple(self._in_flight)
 
     def reasons(self, outcome: Outcome) -> dict[str, int]:
-        """Return how many sequences ended with this outcome, by reason; those without a reason are not counted."""
+        """Return how many sequences ended with this outcome, by reason. Sequences without a reason are not counted."""
         return dict(self._reasons[outcome])
 
     def check(self) -> None:
@@ -105,13 +100,11 @@ class Ledger:
             raise LedgerViolation(f"issued != trained + dropped + failed + in_flight: {numbers}")
 
     def _count(self, name: str, more: int) -> None:
-        """Add `more` to the count `name` and update the count in flight."""
         changed: dict[str, int] = {name: getattr(self.counts, name) + more}
         self.counts = replace(self.counts, in_flight=len(self._in_flight), **changed)
         self.check()
 
     def to_state(self) -> dict[str, Any]:
-        """Return the ledger as JSON values, from which `from_state` makes an equal one."""
         return {
             "issued": self.counts.issued,
             "closed": {outcome.value: getattr(self.counts, outcome.value) for outcome in Outcome},
@@ -121,7 +114,7 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
-        """Restore a ledger. Raises `LedgerViolation` if the stored numbers do not add up."""
+        """Restore what `to_state` returned. Raises `LedgerViolation` if the numbers do not add up."""
         ledger = cls()
         ledger._reasons = {outcome: Counter(state["reasons"][outcome.value]) for outcome in Outcome}
         ledger._in_flight = dict.fromkeys(state["in_flight"])
@@ -136,7 +129,7 @@ class OpenGroup:
 
     num_samples: int
     queue_position: int | None = None
-    """Position of the group's newest message in the stream PROMPTS, consumed or not; None before the group is published."""
+    """Position of the group's newest message in PROMPTS, consumed or not; None before the group is published."""
     members: dict[int, Sequence] = field(default_factory=dict)
 
 
@@ -144,9 +137,8 @@ class SequenceTracker:
     """The ledger, the open groups and figures about ended sequences. Each of `listeners` is called with each event.
 
     Sequences have passed `decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open
-    are ignored, which bounds memory by the open groups. `issued_groups` also counts the groups that replace lost ones; a group
-    is lost if none of its samples is trained on. `tokens`: sampled tokens by outcome, since this process began.
-    """
+    are ignored. A group is lost if none of its samples is trained on; `issued_groups` also counts the groups that replace lost
+    ones. `tokens`: sampled tokens by outcome, since this process began."""
 
     def __init__(self, *listeners: Callable[[Mapping[str, Any]], None]) -> None:
         self._listeners = listeners
@@ -160,7 +152,7 @@ class SequenceTracker:
         self.issued_groups = 0
         self.lost_groups = 0
         self.num_waiting = 0
-        """Number of samples of open groups that have arrived."""
+        """Samples of open groups that have arrived."""
 
     def issue(self, group: PromptGroup) -> None:
         """Count a group as issued. Raises `LedgerViolation` if it was issued before."""
@@ -183,8 +175,8 @@ class SequenceTracker:
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
-        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence contradicts its
-        group's size."""
+        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence names another
+        size."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()
@@ -205,7 +197,7 @@ class SequenceTracker:
         return samples
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
-        """Close the remaining sequences of a group that is not trained on, and count the group as lost."""
+        """Close the other sequences of a group that is not trained on, and count the group as lost."""
         self.close(sequences, outcome, reason)
         self.lost_groups += 1
 
@@ -220,8 +212,8 @@ class SequenceTracker:
         return tuple(sequence for group in self.open_groups.values() for sequence in group.members.values())
 
     def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
-        """Return the published open groups whose position on PROMPTS is outside `first_position` to `last_position`. A position
-        above the last one belongs to an earlier queue that was lost."""
+        """Return the published open groups that PROMPTS no longer has, because it holds `first_position` to `last_position`. A
+        position above the last one belongs to an earlier queue that was lost."""
         published = {name: group.queue_position for name, group in self.open_groups.items() if group.queue_position is not None}
         return [name for name, position in published.items() if not first_position <= position <= last_position]
 
@@ -266,7 +258,7 @@ class SequenceTracker:
             listener(event)
 
     def to_state(self) -> dict[str, Any]:
-        """Return the state as JSON values, without the samples of open groups that have arrived (see `held`)."""
+        """Return the state as JSON values, without the arrived samples of open groups (see `held`)."""
         groups = self.open_groups.items()
         state = {
             "issued": self.issued_groups,
@@ -344,5 +336,4 @@ MEANINGS = {
     StaleReason.UNKNOWN.value: "some tokens name a version that this run has not made yet",
     "equal rewards": "all answers of the group were equally right, so the group teaches nothing",
 }
-"""Explanations of the reasons why a sequence was not trained on, for the report, the live page and the end of
-`pipelinerl run`. docs/errors.md has the same words."""
+"""Explanations of the reasons why a sequence was not trained on, for people. docs/errors.md has the same words."""

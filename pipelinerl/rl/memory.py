@@ -1,9 +1,9 @@
 """Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
 
-An actor holds weights, KV cache and weight updates; a trainer rank holds the states of training. Estimates know a model only by
-its size; memory counts all experts of a mixture, and compute only those that a token visits. Memory is left for activations:
-`ENGINE_GIB` per accelerator of an actor, all but `MODEL_STATE_SHARE` of a rank's. Replicated tensors and other processes on the
-device are not counted.
+An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates know
+a model only by its size. Memory counts all experts of a mixture, and compute only those that a token visits. Activations get
+`ENGINE_GIB` of an actor's accelerator, and all but `MODEL_STATE_SHARE` of a rank's. Replicated tensors and other processes on
+the device are not counted.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ GIB = 2**30
 ENGINE_GIB = 3.0
 """Memory of an accelerator that vLLM needs in addition to weights and KV cache."""
 UPDATE_GIB = 2.0
-"""Memory of a weight update beyond the second instance of the weights: chunks, the largest whole tensor, NCCL's buffers."""
+"""Memory of a weight update beyond the new weights: chunks, the largest whole tensor, NCCL's buffers."""
 QUANTISED_BYTES = 1
 """Bytes of a parameter in a quantised engine. Methods with fewer bits count the same, because they keep some weights whole."""
 MOST_SNAPSHOTS = 3
-"""Number of the trainer's snapshots: one each for the served version, the version in transfer and the version that waits."""
+"""Snapshots of a trainer: one each for the served version, the version in transfer and the version that waits."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
 LEAST_ACTIVATIONS_GIB = 4.0
-"""Memory for activations of a rank on a shared GPU, if `MODEL_STATE_SHARE` leaves less."""
+"""Minimum memory for a rank's activations on a shared GPU."""
 CONTEXTS_GIB = 1.0
 """Memory of the CUDA contexts of two processes."""
 CACHED_GIB = 1.0
-"""Memory that torch caches in the trainer while it does not compute, for probes and checkpoints."""
+"""Memory that torch caches in the trainer while it does not compute."""
 ADAPTERS = 0.9
 """Parameters of adapters on all linear layers, divided by their rank and by the model's active parameters to the power of 2/3.
-The quotient is between 0.65 and 0.9 for Qwen2.5 of 0.5B to 7B and Llama of 8B and 70B."""
+The quotient is 0.65 to 0.9 for Qwen2.5 of 0.5B to 7B and Llama of 8B and 70B."""
 MOST_PER_ACTOR = 64
 """Maximum number of accelerators of an actor, as for `actor.engine.tensor_parallel_size`."""
 
@@ -48,15 +48,15 @@ class Model:
     """Bytes of one token in the KV cache, over all layers."""
     dtype_bytes: int = 2
     active_share: float = 1.0
-    """Share of the parameters that one token uses. It is below 1 only in a mixture of experts."""
+    """Share of the parameters that one token uses; below 1 only in a mixture of experts."""
     adapters: int | None = None
-    """Number of the adapters' parameters; None = not known, so that it is estimated."""
+    """Number of the adapters' parameters; None = estimated."""
 
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None, **known: Any) -> Model:
-        """Return the recipe's model; `known` has the last two fields. If `kv_bytes` is None, it is estimated for a 16-bit model
-        with grouped-query attention: 128 KiB per token at 8B, as in Llama 3, scaled by the square root of the size. This gives
-        379 KiB at 70B, where Llama 3 has 320. Other models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
+        """Return the recipe's model; `known` has the last two fields. If `kv_bytes` is None, it is estimated as in Llama 3 8B,
+        128 KiB per token, scaled by the square root of the size. This gives 379 KiB at 70B, where Llama 3 has 320. Most models
+        need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
         usual = 128 * 1024 * math.sqrt(parameters / 8e9)
         return cls(parameters, usual if kv_bytes is None else kv_bytes, 4 if recipe.model.dtype == "float32" else 2, **known)
 
@@ -66,13 +66,11 @@ class Model:
 
     @property
     def active(self) -> float:
-        """Number of parameters that one token uses."""
         return self.parameters * self.active_share
 
     @property
     def layer_bytes(self) -> float:
-        """Estimated bytes of a decoder layer. The number of layers is 28 at 7.6B, and grows with the cube root of the size. A
-        mixture of the same size has about half as many."""
+        """Estimated bytes of a decoder layer. A model of 7.6B has 28; the number grows with the cube root of the size."""
         layers = 28 * math.cbrt(self.parameters / 7.6e9) / (2 if self.active_share < 1 else 1)
         return self.weights_bytes / max(1.0, layers)
 
@@ -83,15 +81,15 @@ def engine_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
-    """Return the KV cache memory of an actor over all its accelerators, which have `memory_gib` each."""
+    """Return an actor's KV cache memory, over all its accelerators of `memory_gib` each."""
     engine = recipe.actor.engine
     in_share = memory_gib * vllm_share(recipe, model, memory_gib) - ENGINE_GIB
     return engine.tensor_parallel_size * in_share - engine_bytes(recipe, model) / GIB
 
 
 def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
-    """Return the memory that a weight update needs on each accelerator outside vLLM's share. `ranks`: number of accelerators of
-    an actor; None = as in the recipe."""
+    """Return the memory that a weight update needs on each accelerator outside vLLM's share. `ranks`: accelerators of an actor;
+    None = as in the recipe."""
     if loads_paused(recipe):
         return update_bytes(layer=model.layer_bytes * wire_bytes(recipe, model) / model.dtype_bytes) / GIB
     return update_bytes(sent_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
@@ -99,8 +97,8 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
     """Return the memory that a weight update needs on an accelerator beside the live weights. `kept`: bytes of new weights that
-    wait there for the swap. `layer`: bytes of the largest decoder layer as received, if weights are loaded during the pause:
-    vLLM then holds one layer as it was received, and once more as it is being filled and quantised."""
+    wait there for the swap. `layer`: bytes of the largest decoder layer, if weights are loaded during the pause. vLLM then
+    holds a layer twice: as received, and as it is being filled."""
     return kept + 2 * layer + UPDATE_GIB * GIB
 
 
@@ -115,7 +113,7 @@ def sends_adapters(recipe: Recipe) -> bool:
 
 
 def adapter_parameters(recipe: Recipe, model: Model) -> float:
-    """Return the number of the adapters' parameters, which is an estimate unless the model knows it; 0 without adapters."""
+    """Return the number of the adapters' parameters, which may be an estimate; 0 without adapters."""
     if recipe.trainer.lora is None:
         return 0.0
     return recipe.trainer.lora.rank * ADAPTERS * model.active ** (2 / 3) if model.adapters is None else model.adapters
@@ -132,15 +130,14 @@ def wire_bytes(recipe: Recipe, model: Model) -> int:
 
 
 def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
-    """Return vLLM's share of an accelerator that no trainer rank uses: the recipe's value or, for `auto`, the smaller of 0.9
-    and the share that a weight update leaves."""
+    """Return vLLM's share of an accelerator that no trainer uses. `auto`: 0.9, or less if a weight update needs the room."""
     left = math.floor(100 * (1 - update_gib(recipe, model) / memory_gib)) / 100
     return recipe.actor.engine.gpu_memory_utilization or max(0.01, min(VLLM_SHARE, left))
 
 
 def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError | None:
-    """Return why an actor cannot work on accelerators of `memory_gib`, or None. An actor must hold the weights and an update,
-    and vLLM needs a KV cache for at least one sequence of `model.max_context`."""
+    """Return why an actor cannot work on accelerators of `memory_gib`, or None. An actor needs room for the weights, an update,
+    and the KV cache of one sequence of `model.max_context`."""
     size, share = recipe.actor.engine.tensor_parallel_size, vllm_share(recipe, model, memory_gib)
     weights, longest = engine_bytes(recipe, model) / GIB, model.kv_bytes * recipe.model.max_context / GIB
 
@@ -179,8 +176,8 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
 
 def update_shortage(free_bytes: int, total_bytes: int, share: float, *, weights: int = 0, layer: int = 0) -> str:
     """Return an error text if a device has too little free memory for weight updates beside its running engine, else "".
-    `share`: `actor.engine.gpu_memory_utilization`. `weights`: bytes of the served model on that device, if an update prepares a
-    second instance there. `layer`: bytes of the largest decoder layer as received, if weights are loaded during the pause."""
+    `share`: `actor.engine.gpu_memory_utilization`. `weights`: bytes of a second instance of the weights on that device.
+    `layer`: bytes of the largest decoder layer, if weights are loaded during the pause."""
     needed = update_bytes(weights, layer)
     if needed <= free_bytes:
         return ""
@@ -188,16 +185,16 @@ def update_shortage(free_bytes: int, total_bytes: int, share: float, *, weights:
     held = "twice the largest layer" if layer else "a second copy of the weights"
     fix = "" if layer else ", or raise actor.engine.tensor_parallel_size"
     return (
-        f"a weight update needs {needed / GIB:.1f} GiB of GPU memory outside vLLM, {held} ({needed / GIB - UPDATE_GIB:.1f}) "
-        f"and {UPDATE_GIB:g} for receiving, but {free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB are free: set "
+        f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB of GPU memory are free outside vLLM, but a weight update needs "
+        f"{needed / GIB:.1f}: {needed / GIB - UPDATE_GIB:.1f} for {held} and {UPDATE_GIB:g} for receiving. Set "
         f"actor.engine.gpu_memory_utilization to at most {most}{fix}"
     )
 
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, these are the states of the
-    adapters, and the model's weights stay in its dtype."""
+    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. Adapters have all these; frozen weights do
+    not."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
     if recipe.trainer.lora is not None:
@@ -207,8 +204,8 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
     """Return the memory that a rank on an actor's GPU needs while it computes, and what it keeps while the actor generates. The
-    two are equal without `actor.colocate`. Snapshots are in host memory. The numbers hold for a trainer that recomputes
-    activations (`trainer.gradient_checkpointing`)."""
+    two are equal without `actor.colocate`. Snapshots are in host memory. The trainer must recompute activations
+    (`trainer.gradient_checkpointing`)."""
     held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
     computing = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + CONTEXTS_GIB
     return computing, held + CACHED_GIB + CONTEXTS_GIB if recipe.actor.colocate else computing
@@ -216,7 +213,7 @@ def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
     """Return the memory of the trainer's snapshots on its device of `memory_gib`, which no actor uses. It is 0 if they are in
-    host memory: with several ranks, with Gloo, and if they would leave less than the usual room for activations."""
+    host memory: with several ranks, with Gloo, and if they would take room for activations."""
     if recipe.weights.backend == "gloo" or recipe.trainer.ranks > 1 or sends_adapters(recipe):
         return 0.0
     snapshots = MOST_SNAPSHOTS * model.parameters * wire_bytes(recipe, model)
@@ -235,7 +232,7 @@ def fewest_ranks(recipe: Recipe, model: Model, memory_gib: float) -> int:
 
 
 def ranks_of_a_copy(recipe: Recipe, model: Model, memory_gib: float) -> int:
-    """Return how many ranks share one copy of the states. If the recipe gives no number, this is `fewest_ranks`."""
+    """Return how many ranks share one copy of the states; `fewest_ranks` if the recipe gives no number."""
     return recipe.trainer.shard_ranks or recipe.trainer.nproc or fewest_ranks(recipe, model, memory_gib)
 
 
@@ -281,10 +278,9 @@ class Accelerator(NamedTuple):
 
 
 _DEVICES = (
-    # Dense 16-bit matrix products with float32 accumulation, by the name torch gives the device. From the vendors' data
-    # sheets, half of what these say "with sparsity". Variants of one name (a laptop's, a power-limited one, a MIG slice)
-    # differ, so a name that is not known exactly has no peak: no figure is better than a wrong one.
-    # Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
+    # Dense 16-bit matrix products with float32 accumulation, from the vendors' data sheets (half of their figures "with
+    # sparsity"), by torch's name of the device. Variants of a name differ, such as a laptop's or a MIG slice, so only exact
+    # names have a peak. Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
     Accelerator(r"(B200|B300 SXM6 AC|B300)", 2250.0, name="B200", memory_gb=180, bandwidth=7.7e12),
     Accelerator(r"(GB200|GB300)", 2500.0),
     # Hopper: H100 and H200 data sheets, GH200 data sheet. H800 has the arithmetic of the H100.
@@ -332,8 +328,7 @@ def _rows(device_name: str) -> Iterator[Accelerator]:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of matrix products in `dtype` ("bfloat16" or "float16") on the device with torch's `device_name`;
-    None if the device or dtype is unknown."""
+    """Return the peak FLOP/s of matrix products in a 16-bit `dtype` on torch's device `device_name`; None if unknown."""
     return next((device.flops for device in _rows(device_name) if dtype in device.dtypes), None)
 
 

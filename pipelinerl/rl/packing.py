@@ -1,16 +1,14 @@
 """Pack sequences into micro-batches of a fixed token budget, and assign the micro-batches of one optimizer step to ranks.
 
-Best-fit decreasing finds the number of bins; the same number of bins is then filled evenly, because equal micro-batches need
-the least memory and waste nothing when padded to one shape.
+Best-fit decreasing finds the number of bins. The same number of bins is then filled evenly, because equal micro-batches need
+the least memory and padding.
 
-Ranks that share a model (FSDP) run in lockstep: they begin each micro-batch together. A slot is one micro-batch on each rank
-and lasts as long as its costliest one, so a step lasts Σ over slots of the maximum over ranks. The plan has as few slots as
-best-fit decreasing allows, and nearly equal costs within each slot. Costs are FLOPs of a forward pass if the model is known,
-else tokens; planning only needs their proportions.
+Ranks that share a model (FSDP) begin each micro-batch together. A slot is one micro-batch on each rank and lasts as long as its
+costliest one, so a step lasts Σ over slots of the maximum over ranks. The plan has as few slots as best-fit decreasing allows,
+and nearly equal costs within each slot. Costs are FLOPs of a forward pass if the model is known, else tokens.
 
 Sequences of one prompt that share a micro-batch can also share the prompt's tokens, so that each further sequence costs only
 its completion. Such sequences are planned as pieces, each of which stays in one micro-batch. Equal inputs give equal plans.
-Padding to multiples, memory traffic and kernels are not modelled.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ Bins = list[list[int]]
 
 
 def _falling(values: Sequence[float], indexes: Iterable[int]) -> list[int]:
-    """Return `indexes` sorted by their value, largest first."""
     return sorted(indexes, key=lambda index: (-values[index], index))
 
 
@@ -74,11 +71,11 @@ class CostModel:
     per_output_token: float = 0.0
     """The output head, which is computed only for predicted tokens."""
     per_pair: float = 0.0
-    """The attention score and its product with the value, summed over the layers with full attention."""
+    """Attention score and product with the value, summed over the layers with full attention."""
     per_windowed_pair: float = 0.0
-    """The attention score and its product with the value, summed over the layers with windowed attention."""
+    """The same, summed over the layers with windowed attention."""
     window: int = 0
-    """Tokens that a query of a windowed layer attends to, itself included; 0 if the model has no such layers."""
+    """Tokens that a query of a windowed layer attends to, including its own."""
 
     def of(self, lengths: Counts, outputs: Counts | None = None) -> NDArray[np.float64]:
         """Return the cost of each sequence of `lengths` tokens, of which `outputs` are predicted; None = all of them."""
@@ -90,7 +87,7 @@ class CostModel:
 
 
 UNIT_COST = CostModel(per_token=1.0)
-"""Costs counted in tokens, for planning if the model is unknown."""
+"""Costs in tokens, for a model that is not known."""
 
 
 def causal_pairs(tokens: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
@@ -140,10 +137,10 @@ class StepPlan:
 Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Divisors of the token budget: a piece has at most budget / divisor tokens; 0 puts each sequence in its own piece. With
-several ranks, all divisors are tried. Small pieces can be spread evenly; large ones compute a prompt less often."""
+"""Divisors of the token budget: a piece has at most budget / divisor tokens; 0 puts each sequence in its own piece. Small
+pieces can be spread evenly over ranks; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
-"""Number of copies of a prompt token that together need the memory of one computed token: copies exist only in attention."""
+"""Copies of a prompt token that need the memory of one computed token. Copies exist only in attention."""
 
 
 def plan_step(
@@ -156,11 +153,10 @@ def plan_step(
 ) -> StepPlan:
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens, of which `outputs` are predicted.
 
-    The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots with one micro-batch for each of `num_ranks`; for one rank it is
-    that of `plan_microbatches`. No slot is empty on all ranks. If `prompts` gives each sequence's prompt, which is part of its
-    length, a micro-batch computes a prompt once for all its sequences that begin with it, except in attention. With several
-    ranks, the cheapest plan over `PIECES` is returned. Raises `FieldError` if one sequence alone exceeds the budget.
-    """
+    The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. For one rank it is that of
+    `plan_microbatches`. `prompts` gives each sequence's prompt, which is part of its length. A micro-batch then computes a
+    prompt once for all its sequences that begin with it, except in attention. With several ranks, the cheapest plan over
+    `PIECES` is returned. Raises `FieldError` if one sequence alone exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
     if prompts is None:
@@ -182,9 +178,8 @@ class _Piece:
 
     members: list[int]
     tokens: int
-    """Tokens that are computed."""
     copied_tokens: int = 0
-    """Tokens that would be computed in addition if each sequence had its own prompt."""
+    """Tokens that are not computed, because the sequences share their prompt."""
 
     @property
     def room(self) -> int:
@@ -223,7 +218,7 @@ def _planned(lengths: list[int], cost: list[float], budget: int, num_ranks: int)
 
 
 def _plan(slots: Slots, cost: list[float]) -> StepPlan:
-    """Assign each slot's bins to ranks by cost, alternately in falling and rising order, which also evens the ranks' sums."""
+    """Assign each slot's bins to ranks by cost, alternately in falling and rising order, which evens the ranks' sums."""
     seated: Slots = []
     for number, bins in enumerate(slots):
         falling = sorted(bins, key=lambda members: -_total(members, cost))
@@ -238,7 +233,7 @@ def _total(members: Sequence[int], cost: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans for the sequences of one step. Methods return plans and keep no state."""
+    """Plans for the sequences of one step."""
 
     lengths: list[int]
     cost: Sequence[float]
@@ -257,11 +252,9 @@ class _Planner:
         return bins if left or costliest[1] >= costliest[0] else spread
 
     def levelled(self, num_slots: int) -> Slots | None:
-        """Fill one slot after the other with the remaining sequences, costliest first. No bin costs more than the slot's level.
-
-        The level is the cost of the costliest remaining sequence, or the mean cost of the remaining bins if that is larger.
-        Return None if the last slot cannot take the rest.
-        """
+        """Fill one slot after the other with the remaining sequences, costliest first. No bin costs more than the slot's level:
+        the cost of the costliest remaining sequence or, if larger, the mean cost of the remaining bins. Return None if the last
+        slot cannot take the rest."""
         left = _falling(self.cost, range(len(self.lengths)))
         slots: Slots = []
         for slots_left in range(num_slots, 0, -1):
@@ -274,8 +267,8 @@ class _Planner:
         return None if left else slots
 
     def spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
-        """Return one slot's bins, with each sequence of `order` in the cheapest bin with room (LPT), and the sequences left. No
-        bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
+        """Return one slot's bins and the sequences left over. Each sequence of `order` goes into the cheapest bin with room
+        (LPT). No bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
         bins: Bins = [[] for _ in range(self.num_ranks)]
         room = [self.budget] * self.num_ranks
         cheapest = [(0.0, rank) for rank in range(self.num_ranks)]

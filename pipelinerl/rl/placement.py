@@ -1,7 +1,7 @@
-"""Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
+"""Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine. Pure.
 
 A GPU belongs to one process, with one exception: on a single GPU, or with `actor.colocate`, the trainer's only rank and the
-only actor share it, and vLLM gets the memory that the trainer and weight updates leave. Pure.
+only actor share it. vLLM then gets the memory that the trainer and weight updates leave.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipelinerl.rl.planner import best_split, estimated, possible_splits
 from pipelinerl.rl.throughput import Lengths
 
 FREE_SHARE = 0.5
-"""Share of a GPU's memory that must be free, or the GPU counts as used by another process."""
+"""Share of a GPU's memory that must be free; otherwise, another process counts as using the GPU."""
 SHARED_UNKNOWN = 0.4
 """vLLM's share of a GPU that the trainer also uses, if the model's size is unknown."""
 OPTION = "--placement"
@@ -48,13 +48,11 @@ class Placement(BaseModel):
     model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True)
 
     trainer: tuple[str, ...]
-    """The GPU of each rank."""
     actors: tuple[tuple[str, ...], ...]
-    """The GPUs of each actor."""
     spare: tuple[tuple[str, ...], ...] = ()
     """The GPUs of each actor that `pipelinerl scale` may add."""
     trainer_share: float = 1.0
-    """Share of a GPU's memory that torch may take for a rank. It is below 1 if an actor also uses the GPU."""
+    """Share of a GPU's memory that torch may take for a rank; below 1 if an actor also uses the GPU."""
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -63,15 +61,14 @@ class Placement(BaseModel):
 
     @property
     def is_shared(self) -> bool:
-        """True if an actor uses a GPU of the trainer."""
         return not set(self.trainer).isdisjoint(uuid for group in self.groups for uuid in group)
 
     def actor_environment(self, index: int) -> dict[str, str]:
         return self._environment(self.groups[index])
 
     def trainer_environment(self, inherited: Mapping[str, str], *, takes_turns: bool = False) -> dict[str, str]:
-        """Return the trainer's variables. On a shared GPU, torch's cache must leave the memory that an engine needs when it
-        starts again. `takes_turns`: after its turn, torch must give back all unused pages, even those between used ones."""
+        """Return the trainer's variables. On a shared GPU, torch's cache must leave the memory that an engine needs to start
+        again. `takes_turns`: after its turn, torch must give back all unused pages, even those between used ones."""
         variables = self._environment(self.trainer)
         if self.trainer_share < 1:
             limit = f"per_process_memory_fraction:{self.trainer_share}"
@@ -102,10 +99,7 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
 
 def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_share: float = 1.0) -> Placed:
     """Divide the GPUs. `parameters`: number of the model's parameters; 0 = unknown, and then no memory is calculated.
-    `active_share`: see `Model`.
-
-    Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit.
-    """
+    `active_share`: see `Model`. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
     model = Model.of(recipe, parameters, active_share=active_share) if parameters else None
     free = [device for device in devices if device.free_bytes >= FREE_SHARE * device.total_bytes]
     if not free:
@@ -125,9 +119,8 @@ def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_sha
 
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int, active_share: float = 1.0) -> Placed:
-    """Return the placement that `text` gives as JSON of a `Placement`, where a GPU may also be named by its position in
-    `devices`. Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, an unknown GPU, or a
-    group of the wrong size."""
+    """Return the placement that `text` gives as JSON of a `Placement`, which may also name a GPU by its position in `devices`.
+    Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
@@ -216,7 +209,7 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
 
 def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, model: Model | None) -> tuple[int, int]:
     """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
-    the sheet or the model's size is unknown, each side gets about half. If the GPUs do not suffice, return the fewest ranks and
+    the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the fewest ranks and
     0 actors."""
     size, fewest, half = recipe.actor.engine.tensor_parallel_size, multiple, len(free) // 2
     memory_gib = min(device.total_bytes for device in free) / GIB
@@ -233,8 +226,8 @@ def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, model: Model
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
-    """Remove `number` GPUs from `left` and return their names. Take them from the smallest set of linked GPUs that has enough,
-    or, if none has enough, from several sets, the largest first."""
+    """Remove `number` GPUs from `left` and return their names. They come from the smallest set of linked GPUs that has enough
+    or, if none has, from several sets, the largest first."""
     islands = _islands(left)
     fitting = [island for island in islands if len(island) >= number]
     chosen = (min(fitting, key=len) if fitting else [device for island in islands for device in island])[:number]
@@ -293,7 +286,7 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
 @dataclass(frozen=True)
 class _Room:
     """Shares of a GPU's memory that vLLM needs (`least`) and may take (`most`), and the GiB of trainer, update and vLLM.
-    `turn_gib`: with `actor.colocate`, what the engine leaves to the trainer while it sleeps."""
+    `turn_gib`: with `actor.colocate`, the memory for the trainer while the engine sleeps."""
 
     device: Device
     least: float
@@ -310,17 +303,13 @@ class _Room:
         return math.ceil(100 * self.trainer_gib * GIB / self.device.total_bytes) / 100 if self.trainer_gib else 1.0
 
     def problem(self, recipe: Recipe) -> FieldError:
-        trainer = f"{self.trainer_gib:.1f} GiB for the trainer, " if self.trainer_gib else ""
-        fix = (
-            f"{trainer}{self.update_gib:.1f} for weight updates and {self.engine_gib:.1f} for vLLM do not fit the "
-            f"{self.device.free_bytes / GIB:.1f} GiB that are free on {self.device.name}; {_smaller(recipe)}"
-        )
-        return FieldError("model.name", recipe.model.name, fix)
+        uses = {"the trainer": self.trainer_gib, "weight updates": self.update_gib, "vLLM": self.engine_gib}
+        return _too_large(recipe, self.device, uses)
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if that lacks room
-    for its turn (`actor.colocate`)."""
+    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if a turn lacks
+    room."""
     total, free = device.total_bytes / GIB, device.free_bytes / GIB
     turn = free - ENGINE_GIB if recipe.actor.colocate else 0.0
     if model is None:
@@ -329,16 +318,19 @@ def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> 
         return _Room(device, 0.01, most, shared * ((1 - cap) * total - UPDATE_GIB), turn_gib=turn)
     computing, kept = shared_gib(recipe, model)
     if recipe.actor.colocate and computing > turn:
-        fix = (
-            f"{computing:.1f} GiB for the trainer and {ENGINE_GIB:g} that the engine keeps while it sleeps do not fit the "
-            f"{free:.1f} GiB that are free on {device.name}; {_smaller(recipe)}"
-        )
-        raise FieldError("model.name", recipe.model.name, fix)
+        raise _too_large(recipe, device, {"the trainer": computing, "the sleeping engine": ENGINE_GIB})
     states, update = kept if shared else 0.0, update_gib(recipe, model)
     longest = model.kv_bytes * recipe.model.max_context / GIB
     engine = ENGINE_GIB + (engine_bytes(recipe, model) / GIB + longest) / recipe.actor.engine.tensor_parallel_size
     most = min(VLLM_SHARE, math.floor(100 * (free - update - states) / total) / 100)
     return _Room(device, math.ceil(100 * engine / total) / 100, most, states, update, engine, turn)
+
+
+def _too_large(recipe: Recipe, device: Device, uses: Mapping[str, float]) -> FieldError:
+    """Return the error that a GPU lacks memory for `uses`, in GiB."""
+    needs = ", ".join(f"{gib:.1f} GiB for {use}" for use, gib in uses.items() if gib)
+    fix = f"needs {needs}, but {device.name} has {device.free_bytes / GIB:.1f} GiB free; {_smaller(recipe)}"
+    return FieldError("model.name", recipe.model.name, fix)
 
 
 def _smaller(recipe: Recipe) -> str:

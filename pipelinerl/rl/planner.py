@@ -1,9 +1,8 @@
 """Plan how to split accelerators between actors and trainer and how many sequences to keep in progress, and predict the rates.
 
-The closed form of `throughput` proposes the fastest split whose largest lag the recipe allows. The simulator then runs it; a
-split that drops too many sequences as stale is replaced by one with a smaller largest lag or fewer actors. The times of a
-decode step and of a trained token come from measured points or from the accelerator's data sheet (`estimated`).
-docs/planning.md lists what is not modelled.
+The closed form of `throughput` proposes the fastest split whose largest lag the recipe allows, and the simulator runs it. A
+split that drops too many sequences as stale is replaced by one with a smaller largest lag or fewer actors. Speeds are measured,
+or estimated from the accelerator's data sheet. docs/planning.md lists what is not modelled.
 """
 
 from __future__ import annotations
@@ -32,16 +31,15 @@ from pipelinerl.rl.simulator import Simulation, Timing, simulate
 from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split
 
 BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
-"""Share of the data sheet's memory bandwidth, and of its FLOP/s, that decoding reaches; it fits the PipelineRL paper's curve
-for a 7B model on H100."""
+"""Share of the data sheet's memory bandwidth and FLOP/s that decoding reaches. It fits the PipelineRL paper's curve for a 7B
+model on H100."""
 TRAINING_EFFICIENCY = 0.4
-"""MFU of training."""
 NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
 CONTROL_S = 0.25e-3
-"""Seconds per actor for an update's messages (measured in benchmarks/README.md, control_channel, with 1,000 members)."""
+"""Seconds per actor for an update's messages, measured with 1,000 members (benchmarks/README.md, control_channel)."""
 AS_FAST = 0.99
-"""Splits with at least this share of the highest rate count as equally fast, since the model is not more exact."""
+"""Splits with at least this share of the highest rate count as equally fast, because estimates are not more exact."""
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well; engines need milliseconds around each step."""
@@ -53,8 +51,8 @@ _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds and memory. An actor has `per_actor` accelerators and a KV cache of `kv_gib`, and decodes at the rates of `decode`
-    (tokens per second). A trainer rank has `memory_gib`, and trains on one completion token in `training` seconds."""
+    """Speeds and memory. An actor has `per_actor` accelerators and a KV cache of `kv_gib`, and decodes at the rates of
+    `decode`, in tokens/s. A trainer rank has `memory_gib`, and trains on one completion token in `training` seconds."""
 
     name: str
     per_actor: int
@@ -65,16 +63,15 @@ class Machine:
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
-    """Return the mean number of KV cache tokens of a sequence in progress. On average it is half generated, and a long sequence
-    is in progress for longer than a short one."""
+    """Return the mean KV cache tokens of a sequence in progress. Long sequences are in progress for longer than short ones."""
     return prompt_tokens + float(lengths.tokens**2 @ lengths.shares) / (2 * lengths.mean)
 
 
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """Estimate speeds from the data sheet. A decode step reads weights and KV cache once and computes 2 FLOPs per active weight
-    and sequence; training computes 6 per active weight and token, or 4 if it is frozen, with one prompt for samples of a group
-    that share a micro-batch. If a token uses the share a of a mixture's weights, a step of H sequences reads 1 - (1 - a)^H.
-    """
+    and sequence. With the share a of a mixture's weights active, a step of H sequences reads the share 1 - (1 - a)^H of the
+    weights. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight. Samples of a group that share a
+    micro-batch share one prompt."""
     per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
@@ -102,8 +99,8 @@ def longest_prompt(recipe: Recipe) -> int:
 
 
 def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:
-    """Return how many samples of a group fit in one micro-batch. The first sample's prompt counts in full. For each further
-    sample, attention holds a copy of the prompt, which counts as 1 / `COPIES_OF_A_TOKEN` of its tokens."""
+    """Return how many samples of a group fit in one micro-batch. The first sample's prompt counts in full. Each further sample
+    needs a copy of the prompt, which counts as 1 / `COPIES_OF_A_TOKEN` of its tokens."""
     if recipe.trainer.context_parallel > 1:
         return 1
     prompt_tokens, copied = longest_prompt(recipe), longest_prompt(recipe) / COPIES_OF_A_TOKEN
@@ -130,11 +127,9 @@ class Plan:
     """Highest tokens/s of conventional mode at the same largest lag, G - 1, with one weight update per phase."""
     reasons: tuple[str, ...]
     steps: int
-    """Optimizer steps of the run."""
 
     @property
     def hours(self) -> float:
-        """Hours of all steps."""
         return self.steps * self.played.duration / self.played.steps / 3600
 
     @property
@@ -177,11 +172,9 @@ def make_plan(
     sequences_in_progress: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Plan the fastest split of the accelerators within the recipe's lag limit. `sequences_in_progress`: H, None = the best.
-    `tell` is called before each simulation, which takes some seconds for a large system.
-
-    The recipe must have no `misfits`. Raises `FieldError` if the lag limit allows no split.
-    """
+    """Plan the fastest split of the accelerators within the recipe's lag limit. The recipe must have no `misfits`.
+    `sequences_in_progress`: H, None = the best. `tell` is called before each simulation. Raises `FieldError` if the lag limit
+    allows no split."""
     held, most = tokens_held(lengths, longest_prompt(recipe)), most_in_progress(recipe, model, machine, lengths)
     fewest, max_lag = fewest_ranks(recipe, model, machine.memory_gib), recipe.algorithm.max_lag
     splits = possible_splits(recipe, model, machine, lengths, num_accelerators, sequences_in_progress)
@@ -225,7 +218,7 @@ def make_plan(
 def possible_splits(
     recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None
 ) -> list[Split]:
-    """Return the splits to try: with `h` sequences in progress or, if `h` is None, with all of `IN_PROGRESS` that fit."""
+    """Return the splits to try, with `h` sequences in progress; None = with all of `IN_PROGRESS` that fit."""
     most = most_in_progress(recipe, model, machine, lengths)
     most_actors = (num_accelerators - fewest_ranks(recipe, model, machine.memory_gib)) // machine.per_actor
     workload, sent = (machine.decode, machine.training, lengths, recipe.trainer.batch_size), sent_bytes(recipe, model)
@@ -301,7 +294,7 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
     """Simulate the split. Return the simulation and the simulated share of the system. Of a large system, only a part with the
-    same proportions is simulated. It has the same work per actor, step time and lag; only its random variation is larger."""
+    same proportions is simulated, which differs only in its larger random variation."""
     warmup_steps = 2 * chosen.largest_lag + 5
     steps = max(20, chosen.largest_lag)
     per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size
@@ -325,7 +318,7 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return the actors and groups per step (8 or more, if the whole has them) of a part with nearly its proportions."""
+    """Return the actors and groups per step of a part with nearly the system's proportions and, if possible, 8 groups."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

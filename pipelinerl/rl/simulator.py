@@ -1,13 +1,11 @@
 """Simulate a run, to find how groups, queues, waiting, weight updates and chance change the rates of `throughput.py`.
 
 Actors, feeder, intake and trainer behave as the services do, and ask `groups.py` how much may be issued, which sequences are
-stale and when a phase begins.
+stale and when a phase begins. Between two changes of an actor's batch all its decode steps take the same time, so only steps at
+which something changes are events.
 
-Between two changes of an actor's batch all its decode steps take the same time, so only steps at which something changes are
-events. The cost of a simulation grows with its sequences and weight updates, not with its tokens.
-
-The simulator assumes that there are no evaluations, that all sequences succeed, that verifying and publishing take no time,
-that actors neither join nor leave, and that lengths are independent of each other and do not change with learning.
+The simulator assumes that all sequences succeed, that verifying and publishing take no time, that there are no evaluations,
+that actors neither join nor leave, and that lengths are independent of each other and of learning.
 """
 
 from __future__ import annotations
@@ -34,25 +32,23 @@ class Timing:
     """Durations, all in one unit of time: seconds, or the paper's flashes."""
 
     decode: DecodeCurve
-    """Decode speed of one actor, which may use several accelerators."""
     training: float
-    """τ: time to train on one completion token, on one rank of the trainer."""
+    """τ: time to train on one completion token, on one rank."""
     step: float = 0.0
     """Fixed time of an optimizer step, in addition to the time for its tokens."""
     snapshot: float = 0.0
     """Time to copy new weights, during which the trainer computes nothing."""
     transfer: float = 0.0
-    """Time from the copy until actors may swap, while generation and training go on. The swap itself takes no time."""
+    """Time from the copy until actors swap, while generation and training go on. The swap itself takes no time."""
 
 
 @dataclass
 class Simulation:
     """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`.
 
-    `sequences` and their completion `tokens` were trained on; `lag_histogram` has these tokens by lag. Shares of time:
-    `actor_idle`, in which an actor has nothing in progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in
-    which no optimizer step runs. Sequences trained or dropped, and of these the stale ones, are counted by `length_bucket`.
-    """
+    `lag_histogram` has the trained completion tokens by lag. Shares of time: `actor_idle`, in which an actor has nothing in
+    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. Sequences trained
+    or dropped, and of these the stale ones, are counted by `length_bucket`."""
 
     steps: int = 0
     duration: float = 0.0
@@ -81,10 +77,9 @@ def simulate(
 ) -> Simulation:
     """Simulate `steps` optimizer steps of a run, after `warmup_steps` that are not counted.
 
-    All slots begin at once, which biases about the first `largest_lag` steps. A run issues nothing that no step will use, so
-    slots run empty at its end; to simulate a part of a longer run, give a larger `recipe.trainer.steps`. In conventional mode,
-    if all accelerators take part in each phase, count each of them as an actor and as a rank.
-    """
+    All slots begin at once, which biases about the first `largest_lag` steps. Slots run empty at the end of a run; to simulate
+    a part of a longer run, give a larger `recipe.trainer.steps`. In conventional mode, if all accelerators take part in each
+    phase, count each of them as an actor and as a rank."""
     assert 0 <= warmup_steps < warmup_steps + steps <= recipe.trainer.steps
     return _Run(recipe, timing, lengths, num_actors, num_ranks).result(warmup_steps, warmup_steps + steps)
 
@@ -103,7 +98,7 @@ class _Group:
 
 
 _Wait = float | Callable[[], bool]
-"""Condition for which a process of the trainer waits: a time, or a condition that is checked after each event."""
+"""What a process of the trainer waits for: a time, or a condition that is checked after each event."""
 _Process = Iterator[_Wait]
 
 
@@ -112,7 +107,6 @@ class _Actor:
     """H slots and the decode steps over them. A sequence that begins at decode step c ends at step c + its length."""
 
     count: int = 0
-    """Number of decode steps so far."""
     since: float = 0.0
     step: float = 0.0
     """`since` and `step` are the start and the duration of the current decode step."""
@@ -222,8 +216,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the end of this decode step if sequences or a version wait, else the end of a
-        sequence."""
+        """Schedule the actor's next event: the end of this decode step if a sequence or version waits, else of a sequence."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)
@@ -381,7 +374,7 @@ class _Run:
                 self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
-        """Send the new version once the previous one is served; in conventional mode, then wait until the new one is served."""
+        """Send the new version once the previous one is served. In conventional mode, then wait until it is served."""
         yield self.now + self.timing.snapshot
         yield lambda: self.served == self.offered
         self.offered = self.version

@@ -10,7 +10,7 @@ with measured rates it is the second. All rates are completion tokens per unit o
     r_pipe = min(U(H) · I, (N - I) / τ)                                                                 pipeline, I generators
 
 K = B · G sequences are generated in one phase; H are in progress on each generator of the pipeline. Every rate assumes that
-neither side waits; `simulator.py` models groups, queues, weight updates and chance.
+neither side waits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DecodeCurve:
-    """U(h) from measured `points` (h, tokens per unit of time). Raises `FieldError` unless all are positive and h ascends. The
-    time of a decode step is linear between two points and constant below the first; above the last, the rate is constant."""
+    """U(h) from measured `points` (h, tokens per unit of time). The time of a decode step is linear between two points and
+    constant below the first; above the last, the rate is constant. Raises `FieldError` unless points are positive and h
+    ascends."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -61,8 +62,8 @@ class Lengths:
 
     @classmethod
     def of_bars(cls, bars: Iterable[tuple[int, int, float]]) -> Lengths:
-        """Make lengths from the bars (first, last, weight) of a histogram, in any order; the lengths within a bar are equally
-        frequent. Raises `FieldError` if it is empty or invalid."""
+        """Make lengths from the bars (first, last, weight) of a histogram, in any order. The lengths within a bar are equally
+        frequent. Raises `FieldError` if the histogram is empty or invalid."""
         sums: dict[int, float] = {}
         for first, last, weight in bars:
             for tokens in range(first, last + 1):
@@ -93,13 +94,12 @@ def largest_lag(in_progress: int, batch_size: int, longest: float, mean: float) 
 
 
 MOST_STALE = 0.01
-"""Largest acceptable share of sequences dropped as stale. Plans stay below it; a run above it needs a larger lag limit."""
+"""Largest acceptable share of sequences dropped as stale."""
 
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
     """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens. Without lengths, all
-    count as equally long, which gives the smallest possible value. Episodes count even while they do not decode, as if their
-    time were proportional to their tokens."""
+    count as equally long, which gives the smallest value. Episodes count even while they do not decode."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.samples_in_progress * max(1, num_actors)
@@ -107,10 +107,9 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
-    """Return an error if the recipe's lag limit is below `lag`, the recipe's largest lag; None if it is not.
-
-    With a smaller limit the feeder issues too few groups to fill the actors, and sequences are too old when their group is
-    complete. The same holds for a limit of the mean lag, because short samples wait for the longest one of their group."""
+    """Return an error if the recipe's lag limit is below `lag`, the recipe's largest lag; None if it is not. With a smaller
+    limit, the feeder issues too few groups to fill the actors, and sequences are too old when their group is complete. This
+    also holds for a limit of the mean lag, because short samples wait for the longest one of their group."""
     max_lag = recipe.algorithm.max_lag
     if max_lag is None or lag <= max_lag:
         return None
@@ -140,8 +139,7 @@ def conventional_rate(
 
 @dataclass(frozen=True)
 class Split:
-    """A pipeline's division of accelerators, I generators with H sequences each, and the rates that generation, training and
-    weight updates allow, in tokens per unit of time. A step takes at least as long as one weight update."""
+    """I generators with H sequences each, and the tokens per unit of time that generation, training and updates allow."""
 
     num_generators: int
     num_trainers: int
@@ -153,7 +151,7 @@ class Split:
 
     @property
     def rate(self) -> float:
-        """The pipeline's rate r_pipe, the smallest of the three."""
+        """The pipeline's rate r_pipe. A step takes at least as long as one weight update."""
         return min(self.generation, self.training, self.updates)
 
 
@@ -167,7 +165,6 @@ def split(
     num_trainers: int,
     update_time: float = 0.0,
 ) -> Split:
-    """Compute the rates of one split of the accelerators; `update_time` is the time of one weight update."""
     return Split(
         num_generators,
         num_trainers,

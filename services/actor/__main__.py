@@ -10,13 +10,11 @@ from pipelinerl.service.lifecycle import leave, run_service
 from pipelinerl.service.logs import LogContext, take_over
 from pipelinerl.service.settings import ActorSettings
 
-VLLM_TRACES_TO = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
     keep_to_quota(os.environ, 1)  # before anything loads torch
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM's log lines go through our handler
-    os.environ.pop(VLLM_TRACES_TO, None)  # `settings` holds it; vLLM's processes would send their own spans there
+    os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # vLLM would send spans there; `settings` holds the value
     from services.actor.app import serve
 
     take_over("torch", "transformers")

@@ -1,9 +1,9 @@
-"""Assemble the actor from engine, streams, weight updates, gRPC and HTTP, and run it between start and stop.
+"""Build the actor from its parts, and run it until it is stopped.
 
-At start, HTTP comes up first, so that probes are answered while vLLM loads; the engine, gRPC and membership follow. Generation
-begins once a policy version is served. A stopping actor takes no new groups, leaves the membership, interrupts generation, lets
-the finisher store finished sequences for at most `DRAIN_S`, and hands all other sequences over to another actor. The end of a
-run does not stop its actors; the local runner or the cluster does.
+HTTP starts first, so that probes are answered while vLLM loads. Generation begins when the actor serves a policy version. A
+stopping actor takes no new groups, leaves the membership and interrupts generation. The finisher then has `DRAIN_S` seconds to
+store finished sequences, and all other sequences are handed over to another actor. The end of a run does not stop its actors;
+the local runner or the cluster does.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SERVICE = "pipelinerl.v1.ActorService"
 MAX_PROMPTS = 100_000
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
-"""Maximum seconds for the engine to return unfinished sequences. It takes milliseconds unless weights are being committed."""
+"""Maximum seconds for the engine to return unfinished sequences. It needs milliseconds, except during a commit of weights."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
 """Maximum seconds to publish unfinished groups on PROMPTS. If nothing answers, the whole stop takes about 9 s."""
@@ -146,9 +146,9 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         # Evaluation has its own places, so that training requests do not wait for it.
         self._heldout = sampler(places=EVALUATION_SLOTS, split=Split.HELDOUT, stopped=self.stop)
         self._heldout_samples = asyncio.Semaphore(EVALUATION_SLOTS)
-        most = max(of_actor.samples_in_progress(share.task) for share in self.recipe.mixture.values())
+        samples = self.recipe.samples_in_progress
         self._generation = GenerationLoop(
-            bus, self.training, self._finisher, held, gate, metrics, instance=instance, samples_in_progress=most
+            bus, self.training, self._finisher, held, gate, metrics, instance=instance, samples_in_progress=samples
         )
         self._updates = updates = UpdateListener(
             bus, engine.weights, gate, metrics, instance=instance, process=self._process, turn=self.turn
@@ -194,7 +194,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             await heartbeat.leave()
 
     async def _show_state(self, readiness: Readiness) -> None:
-        """Update /readyz and the policy version in log lines, and raise an error if the engine is dead."""
+        """Keep /readyz and the policy version in log lines up to date. Raises `EngineError` if the engine is dead."""
         while True:
             await self.engine.check_health()
             readiness.reason = self.gate.reason
@@ -202,8 +202,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             self.context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
-    # The gRPC methods answer bad input with INVALID_ARGUMENT and the field's name. They check token ids, because the engine
-    # would fail on ids outside the vocabulary or take them for other tokens.
+    # The gRPC methods answer bad input with INVALID_ARGUMENT and the field's name. Token ids are checked here, because an id
+    # outside the vocabulary makes the engine fail or stands for another token.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self.gate.served
@@ -329,8 +329,8 @@ def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds
 
 
 async def report_start(settings: ActorSettings, stop: asyncio.Event) -> None:
-    """Register this actor as starting until cancelled, so that the trainer waits for its engine. Each refresh uses a new
-    connection, because an engine process that is forked meanwhile would keep a permanent one open."""
+    """Register this actor as starting until cancelled, so that the trainer waits for its engine. Each refresh opens a new
+    connection, because a forked engine process would inherit a lasting connection and keep it open."""
     me = Registration(actor=settings.instance, process="-", grpc_address="-", ranks=1, phase="starting")
     while True:
         with suppress(BusError):
@@ -343,16 +343,16 @@ LEAVE_WITHIN_S = 2.0
 
 
 class Heartbeat:
-    """Refreshes the actor's entry in the membership bucket, with its current version and phase. If the process dies or freezes,
-    the entry expires, and the trainer notices the loss. `me` holds the fields that never change; its `process` differs at every
-    start, so that a restarted actor is a new member. As long as `manifest_id()` is empty, the actor counts as starting."""
+    """Refreshes the actor's entry in the membership bucket, with its version and phase. The entry of a dead or frozen process
+    expires. `me` holds the fields that never change. Its `process` differs at every start, so a restarted actor is a new
+    member. The actor counts as starting while `manifest_id()` is empty."""
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
         self._bus, self._gate, self._manifest_id, self._me = bus, gate, manifest_id, me
         self._away = self._left = False
 
     async def run(self) -> None:
-        """Refresh until cancelled or until `leave`. Failed refreshes are tried again; a series of them causes one warning."""
+        """Refresh until cancelled or until `leave`. Failed refreshes are repeated; the first of a series causes a warning."""
         while not self._left:
             try:
                 await self._bus.put_member(self._me.actor, self.registration().SerializeToString())
@@ -365,8 +365,8 @@ class Heartbeat:
             await asyncio.sleep(ttl_s / 3 if self._manifest_id() else min(ttl_s / 12, 1.0))
 
     async def leave(self) -> None:
-        """End the heartbeat and remove the registration; if that fails, let it expire. An actor that drains is first registered
-        as draining, so that the trainer can tell an orderly stop from a failure."""
+        """End the heartbeat and remove the registration; if that fails, the registration expires. A draining actor is first
+        registered as draining, so that the trainer can tell an orderly stop from a failure."""
         if self._left:
             return
         self._left = True

@@ -1,7 +1,6 @@
 """The interface to an inference engine, and pure functions that convert its completions to sequences.
 
-An engine takes and returns tokens; it knows nothing about text prompts, rewards or streams. A completion becomes a sequence
-without reward, a failed sequence with its reason, or a partial sequence that another actor continues.
+An engine takes and returns tokens; it knows nothing about texts, rewards or streams.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from services.actor.weight_sync.client import WeightUpdateClient
 
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Large odd factor that keeps the seeds of a sample's continuations apart from the seeds of neighbouring samples."""
+"""Large odd factor. It separates the seeds of a sample's continuations from the seeds of neighbouring samples."""
 UNFINISHED = "engine: generation stopped before the sequence was finished"
 
 
@@ -33,8 +32,8 @@ class EngineError(PipelineRLError):
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
     """A request for one completion. `prompt_token_ids` is int32[tokens]; `seed` None selects the engine's own random stream.
-    Requests share cached keys and values of a common prefix only if their salts are equal. The engine calls `cache_salt` when
-    the request enters it, and again if the request restarts because weights were swapped before its first token."""
+    Requests with equal salts share cached keys and values of a common prefix. The engine calls `cache_salt` when the request
+    enters, and again if a weight swap before the first token restarts the request."""
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -44,7 +43,7 @@ class GenerationRequest:
 
 
 class InferenceEngine(Protocol):
-    """Generates with one policy version at a time. `vllm_engine.py` implements this protocol with vLLM; tests use a fake."""
+    """Generates with one policy version at a time. `vllm_engine.py` implements this protocol; tests use a fake."""
 
     @property
     def weights(self) -> WeightUpdateClient: ...
@@ -53,12 +52,10 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses the request, for example
-        because its prompt is too long, or if the engine died."""
+        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses it or died."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
-        """Make the `generate` calls of these requests return at once, with their tokens so far. Ids that the engine does not
-        hold are ignored. Raises `EngineError` if the engine is dead."""
+        """Make the `generate` calls of these requests return at once, with their tokens so far. Ignores unknown ids."""
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
         """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1, without cached KV."""
@@ -80,14 +77,14 @@ StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
 
 
 def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
-    """Return the part of this sample that another actor has handed over, or an empty part if there is none."""
+    """Return the part of this sample that another actor handed over, or an empty part."""
     given = (partial for partial in group.partials if partial.sample_index == sample_index)
     return next(given, None) or PartialSequence(sample_index=sample_index)
 
 
 def seed_of(group: PromptGroup, sample_index: int, num_tokens: int = 0, number: int = 0) -> int | None:
-    """Return a request's seed, or None if the group has none. Requests with equal seeds would draw the same random numbers, so
-    the seed also depends on the sample's `num_tokens` so far, and on the `number` of the request within an episode."""
+    """Return a request's seed, or None if the group has none. Equal seeds draw equal random numbers. Therefore the seed also
+    depends on the sample's `num_tokens` so far, and on the request's `number` within an episode."""
     return (group.seed + sample_index + (num_tokens + (number << 32)) * _SEED_STEP) % (1 << 63) if group.seed else None
 
 
@@ -120,15 +117,15 @@ def stop_in(text: str, stop: abc.Iterable[str]) -> tuple[int, int] | None:
 
 
 def before_stop(text: str, stop: abc.Iterable[str]) -> str:
-    """Return a completion's text, for rewards and people, up to the stop string that ended it."""
+    """Return a completion's text up to the stop string that ended it."""
     found = stop_in(text, stop)
     return text if found is None else text[: found[0]]
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """If a stop string begins in the first `carried` tokens of a sample or turn, which an earlier request sampled, cut after
-    the token that completes the string. The engine misses such a string, because it looks only at tokens of its current
-    request. Dropping the later tokens leaves the distribution unchanged: a single actor would have stopped there, too."""
+    """Cut `made` after a stop string that begins in its first `carried` tokens. An earlier request sampled these tokens, and
+    the engine searches only those of its current request. The distribution is unchanged: a single request would stop there,
+    too."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made
@@ -186,7 +183,7 @@ def defect_of(made: Completion) -> str:
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
-    """Return a failed sequence without its tokens, which may be invalid. Its texts are kept for people to read."""
+    """Return a failed sequence without its tokens, which may be invalid. Its texts remain for people to read."""
     return replace(
         sequence,
         completion_token_ids=np.empty(0, dtype=np.int32),
@@ -199,5 +196,4 @@ def without_arrays(sequence: Sequence, failure: str) -> Sequence:
 
 
 def state_of(partial: PartialSequence) -> str:
-    """Return the state of a partial sequence, for metrics and logs."""
     return "unfinished" if partial.finish_reason is None else "finished"

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 VERIFY = "pipelinerl.v1.VerifierService/Verify"
 WORKERS = 4
-"""Number of batches that are verified or published concurrently, so that a slow reward does not delay the others."""
+"""Number of batches that are verified or published at the same time, so that a slow reward does not delay the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class FinishedSample:
 class Finisher:
     """Gets a reward from the verifier for each finished sample, publishes the sample on SEQUENCES and calls
     `on_published(group, sample_index)`. If the verifier or the stream is unavailable, the bounded buffer fills and generation
-    slots stay taken, but nothing is dropped. Work resumes when the verifier answers, or the trainer reads and makes room."""
+    slots stay taken. Nothing is dropped. Work resumes when the verifier answers or the stream has room."""
 
     bus: Bus
     verifier: VerifierClient
@@ -127,8 +127,8 @@ class Finisher:
         await self.on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
-        """Publish until the stream has stored the sequence. Return the sequence's failure, or "" for a good sequence. If the
-        sequence is invalid or larger than NATS's max_payload, store it as a failure without arrays and texts."""
+        """Publish until the stream has stored the sequence. Return its failure, or "" for a good sequence. A sequence that is
+        invalid or larger than NATS's max_payload is stored as a failure without arrays and texts."""
         name = sequence.sequence_id
         try:
             payload = encode_sequence(sequence)

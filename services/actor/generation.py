@@ -36,13 +36,13 @@ REASON_CHARACTERS = 1000
 FETCH_TIMEOUT_S = 5.0
 FETCH_RETRY_S = 1.0
 ABORT_AGAIN_S = 0.01
-"""Seconds between repeated aborts. One abort is not enough, because it misses a request that is just entering the engine."""
+"""Seconds between repeated aborts. An abort misses a request that is just entering the engine."""
 
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples completions and episodes of prompt groups, and decodes at most `places` of them at once. An actor has one sampler
-    for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation."""
+    """Samples completions and episodes of prompt groups, and decodes at most `places` of them at once. An actor has two
+    samplers: one for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation."""
 
     engine: InferenceEngine
     gate: ServingGate
@@ -56,7 +56,7 @@ class Sampler:
     metrics: ActorMetrics | None = None
     """None = nothing is counted."""
     keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None
-    """Callback that gets all usable tokens of a sample when the sample finishes or is interrupted."""
+    """Callback that gets all usable tokens of a sample that finishes or is interrupted."""
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Setting it ends the episodes in progress."""
     interrupted: bool = field(default=False, init=False)
@@ -68,12 +68,11 @@ class Sampler:
 
     async def sample(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
         """Continue `start` and return the finished sequence, or a failed one with its reason, or None if it was interrupted.
-        Raises `EngineError` only if the engine is dead. `trace`: parent of an episode's spans."""
+        `trace` is the parent of an episode's spans. Raises `EngineError` only if the engine is dead."""
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """End sampling for good and keep the unfinished sequences. If the engine does not answer within `timeout_s`, these
-        sequences are lost and an error is logged."""
+        """End sampling for good and keep the unfinished sequences. After `timeout_s` without an answer, they are lost."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -150,9 +149,9 @@ class Sampler:
     async def extend(
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
     ) -> tuple[Made, float]:
-        """Wait for a free place and continue `made` (the tokens after `context`) until it ends, has `sampling.max_tokens`
-        tokens or is interrupted. Return the longer completion and the seconds that the engine took. `salt()` is called when the
-        request enters the engine. Raises `EngineError`."""
+        """Wait for a free place and continue `made`, the tokens after `context`, until it ends, has `sampling.max_tokens`
+        tokens or is interrupted. Return the longer completion and the seconds in the engine. The engine calls `salt` when the
+        request enters. Raises `EngineError`."""
         carried, elapsed_s = len(made.completion_token_ids), 0.0
         if made.finish_reason is None and carried >= sampling.max_tokens:
             made = replace(made, finish_reason=sequences.FinishReason.LENGTH)
@@ -180,11 +179,10 @@ class Sampler:
 class GenerationLoop:
     """Keeps H (`actor.sequences_in_progress`) sequences decoding, one in each place of its sampler.
 
-    Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits for the serving gate (a commit opens
-    it), for a free slot (a sample frees its slot when it enters the finisher's bounded buffer) and for a group (the trainer's
-    feeder issues it). Each sample of a group starts as soon as a slot is free, so that a large group never leaves slots empty.
-    If the gate closes before all samples of a group have started, the others go back to PROMPTS. There are H slots, or more
-    with episodes, because an episode takes a place only while it decodes a turn.
+    Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits for the serving gate, which a commit
+    opens, for a free slot, and for a group from the trainer's feeder. A sample takes a slot as soon as one is free, and frees
+    it when it enters the finisher's bounded buffer. If the gate closes before all samples of a group have started, the others
+    go back to PROMPTS. There are H slots, or more with episodes, because an episode takes a place only while it decodes a turn.
     """
 
     bus: Bus
@@ -234,8 +232,8 @@ class GenerationLoop:
         return await self.admit(delivery)
 
     async def admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
-        """Take a message and return its group, the samples to generate and the trace, or None if there is nothing to generate.
-        A group that cannot be generated ends as failed sequences and a dead letter."""
+        """Take a message and return its group, the samples to generate and the trace. Return None if there is nothing to
+        generate. A group that cannot be generated ends as failed sequences and a dead letter."""
         try:
             group = sequences.decode_group(delivery.payload, expected_run=self.bus.run)
         except MessageError as error:
@@ -255,11 +253,13 @@ class GenerationLoop:
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
-        """Hand back samples that were not started. Return whether another actor will get them. Waits for the stream."""
+        """Hand back samples that were not started. Return False if their message cannot be stored. Waits for the stream."""
         try:
             await publish_samples(self.bus, self.held[group.group_id], samples, self.instance)
         except (MessageError, PayloadTooLarge) as error:
-            log.warning("cannot hand back %d samples of group %s, generating them: %s", len(samples), group.group_id, error)
+            log.warning(
+                "cannot hand back %d samples of group %s, so they are generated here: %s", len(samples), group.group_id, error
+            )
             return False
         for sample_index in samples:
             await self.held.published(group, sample_index)
@@ -271,9 +271,8 @@ class GenerationLoop:
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
         """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences, and
-        acknowledge the message when these are stored. A letter that is too large is stored without the message. If it cannot be
-        stored, nothing is given up, and NATS delivers the message again. `group` is None if the message does not identify
-        it."""
+        then acknowledge the message. A message that is too large is left out of its letter. If the letter cannot be stored,
+        nothing is given up, and NATS delivers the message again. `group` is None if the message does not identify it."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
             msg_id=delivery.msg_id,

@@ -1,5 +1,4 @@
-"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor. This module neither generates nor
-stops generation."""
+"""Keep an actor's prompt groups until they are acknowledged or handed over to another actor."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ log = logging.getLogger(__name__)
 
 async def answered(answer: Awaitable[None], action: str) -> bool:
     """Await `answer`, which acknowledges, extends or gives back a delivery, and return whether that succeeded. `action` names
-    it in the log. A failure is only logged, because the call is then repeated or the message is redelivered."""
+    it in the log. A failure is only logged, because the call is repeated or the message is delivered again."""
     try:
         await answer
     except BusError as error:
-        log.warning("cannot %s, it will be tried again or redelivered: %s", action, error)
+        log.warning("cannot %s; this is tried again, or NATS delivers the message again: %s", action, error)
         return False
     return True
 
@@ -44,25 +43,24 @@ class HeldMessage:
 
 @dataclass(eq=False)
 class HeldGroup:
-    """One group, which may have arrived in several messages, and its unfinished samples."""
+    """One group and its unfinished samples. It may have arrived in several messages."""
 
     group: PromptGroup
     messages: dict[int, HeldMessage] = field(default_factory=dict)
     partials: dict[int, PartialSequence] = field(default_factory=dict)
-    """Tokens of samples that are not stored yet: those generated here, or else the longest ones that a message contained."""
+    """The longest known tokens of each sample that is not stored yet, generated here or received in a message."""
 
     @property
     def missing(self) -> set[int]:
-        """Indices of the samples that are not stored yet, over all messages."""
         return {index for message in self.messages.values() for index in message.missing}
 
 
 class HeldGroups(dict[str, HeldGroup]):
     """Groups by id. The ack deadline of each message is extended until all its samples are stored; then the message is
-    acknowledged. Each group has a sample in progress or in the finisher's bounded buffer; this limits the number of groups.
+    acknowledged. The number of groups is bounded, because each has a sample in progress or in the finisher's buffer.
 
-    A group arrives in several messages if it was handed over in parts, or if an actor handed it over and died before it could
-    acknowledge its own message. Each sample is still generated once."""
+    A group arrives in several messages if it was handed over in parts. This also happens if an actor handed it over and died
+    before it acknowledged its own message. Each sample is still generated once."""
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self and delivery.position in self[group.group_id].messages
@@ -82,7 +80,6 @@ class HeldGroups(dict[str, HeldGroup]):
         return sorted(missing - in_hand)
 
     def keep(self, group: PromptGroup, sample: PartialSequence) -> None:
-        """Keep the tokens of a sample that is not published yet, for a hand-over."""
         self[group.group_id].partials[sample.sample_index] = sample
 
     async def published(self, group: PromptGroup, sample_index: int) -> None:
@@ -124,9 +121,9 @@ ANSWER_WITHIN_S = 1.0
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
-    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. Acknowledge the old
-    messages only afterwards, so that no group is lost. Waits little more than `timeout_s` for the stream. If a group cannot be
-    stored in time, its old messages are delivered again, its tokens are lost, and the loss is logged."""
+    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. Old messages are
+    acknowledged only afterwards, so that no group is lost. Waits little more than `timeout_s` for the stream. If a group cannot
+    be stored in time, its old messages are delivered again, and the loss of its tokens is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:
@@ -168,23 +165,22 @@ async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], ins
 
 
 async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
-    """Acknowledge or give back the group's messages. If that fails, they are redelivered after their deadline, which repeats
-    work but loses nothing."""
+    """Acknowledge or give back the group's messages. After a failure, NATS delivers them again, which repeats work."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
             for message in held.messages.values():
                 done = acknowledge or not message.missing
                 await (message.delivery.ack() if done else message.delivery.give_back())
     except (BusError, TimeoutError) as error:
-        log.warning("cannot answer for group %s; it will be redelivered: %s", held.group.group_id, error or "timed out")
+        log.warning("cannot answer for group %s; NATS will deliver it again: %s", held.group.group_id, error or "timed out")
 
 
 def messages_of(
     group: PromptGroup, missing: Sequence[int], partials: Collection[PartialSequence], max_bytes: int
 ) -> tuple[list[bytes], int]:
     """Return messages for PROMPTS and the number of discarded tokens. Together, the messages request each sample in `missing`
-    of `group` once, with its partial sequence. If one exceeds `max_bytes`, its samples are divided between two. If one sample
-    alone is too long, its tokens are discarded, and it starts again from the prompt. Raises `MessageError`. Pure."""
+    of `group` once, with its partial sequence. The samples of a message above `max_bytes` are divided between two messages. If
+    one sample alone is too long, its tokens are discarded. Raises `MessageError`. Pure."""
     others = tuple(sorted(set(range(group.num_samples)) - set(missing)))
     mine = tuple(sample for sample in partials if sample.sample_index in missing)
     payload = encode_group(replace(group, partials=mine, done_samples=others))

@@ -1,8 +1,8 @@
 """`python -m services.actor.initial_model`: fetch from the trainer an initial model that the run itself built.
 
-The actor's pod runs this first. The program does nothing if the recipe names a hub model or a folder, or if the model is
-already in PIPELINERL_MODEL_CACHE. A cluster starts actor and trainer at once, so the program waits without limit for a trainer
-that is not up yet or that still serves another recipe's model. It loads no model.
+The actor's pod runs this program before the actor. It does nothing if the recipe names a hub model or a folder, or if
+PIPELINERL_MODEL_CACHE has the model. It waits without limit for a trainer that is not up yet, or that still serves another
+recipe's model.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
 
 
 async def fetch(settings: ActorSettings, name: str, folder: Path) -> int:
-    """Write the model's files into the empty `folder` and return the number of bytes. Raises `AioRpcError`, `MessageError`,
-    `FieldError` if `tls_dir` is wrong, and `TimeoutError` after `SILENT_S` without a chunk. A stream that ends without an error
-    is complete. Each call opens a new channel, which looks up the trainer's name again."""
+    """Write the model's files into the empty `folder` and return the number of bytes. Each call opens a new channel, which
+    resolves the trainer's name again. Raises `AioRpcError`, `MessageError`, `TimeoutError` after `SILENT_S` without a chunk,
+    and `FieldError` if `tls_dir` is wrong."""
     received = 0
     async with open_channel(settings.trainer, settings.tls_dir) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)

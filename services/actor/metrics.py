@@ -12,7 +12,6 @@ from pipelinerl.messages.verification import FAILURE_CODES
 from pipelinerl.telemetry.metrics import MetricSet
 
 CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-"""Bucket bounds, in seconds, for calls to another process: from a call within the machine to a reward at its deadline."""
 RECEIVE_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 STALL_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 15)
 DECODE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -28,15 +27,15 @@ IGNORED_FIELDS = (
     *("chat_template_kwargs", "frequency_penalty", "logit_bias", "logprobs", "min_p", "min_tokens", "presence_penalty"),
     *("reasoning_effort", "repetition_penalty", "response_format", "seed", "temperature", "tool_choice", "top_k", "top_p"),
 )
-"""Ignored fields of an environment's requests. They would change the distribution or the form of the policy's turns."""
+"""Fields of an environment's requests that are ignored, because they would change how the policy's turns are sampled."""
 
 
 class BusyClock:
-    """Counts the seconds during which at least one of its `with` blocks runs. Updated on one event loop, read on any thread."""
+    """Counts the seconds in which at least one of its `with` blocks runs. Blocks run on one event loop; any thread may read."""
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Running blocks, start of the current busy time, seconds of earlier ones. Replaced as a whole, for other threads."""
+        """Number of running blocks, start of the current busy time, and seconds of earlier ones. Replaced as a whole."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state

@@ -1,8 +1,8 @@
 """`python -m services.actor.preview`: show a recipe's prompts as its policy will see them, before a run loads any model.
 
-Standard input is one JSON object with `recipe`; `source`, the tokenizer's folder or GGUF file; and `problems`, with one problem
-of each problem set, keyed by the set's place in the recipe. Standard output is a JSON object with the fields of a
-`pipelinerl.recipe.rehearsal.Preview`. A mistake consists of a field, its value and the fix.
+Standard input is a JSON object with `recipe`; `source`, the tokenizer's folder or GGUF file; and `problems`, one for each
+problem set, by the set's place in the recipe. Standard output is a `pipelinerl.recipe.rehearsal.Preview` as JSON. A mistake
+consists of a field, its value and the fix.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pipelinerl.tasks.source import Problem, conversation
 from services.actor.episodes.formats import Unrenderable, chat_format_of
 
 _SHOWN = 160
-"""Tokens shown at each end of a long prompt."""
 
 
 def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[str, Any]:

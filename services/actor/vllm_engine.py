@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM behind the `InferenceEngine` protocol. In the actor, only this file and `weight_sync/` use vLLM.
 
-The engine takes and returns tokens, and detokenises only requests with stop strings. Log-probabilities are those of the
-sampling distribution (vLLM's `processed_logprobs`). vLLM itself labels each token with its policy version (`weight_versions`).
+Log-probabilities are those of the sampling distribution (vLLM's `processed_logprobs`). vLLM labels each token with its policy
+version (`weight_versions`), and detokenises only requests with stop strings.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ async def build_off_loop(
     stop: asyncio.Event,
     children: Callable[[], Sequence[BaseProcess]] = multiprocessing.active_children,
 ) -> _Built:
-    """Call `build()` on a thread, so that the event loop can answer probes. If `stop` is set, terminate the processes that
-    `children()` lists, which makes `build` fail, wait for the thread, and raise `StartStopped`. If `build` succeeds
-    nevertheless, return its result, which the caller must shut down. Without a stop, errors of `build` are raised unchanged."""
+    """Call `build()` on a thread, so that the event loop keeps answering probes. If `stop` is set, terminate the processes that
+    `children()` lists, which makes `build` fail, and raise `StartStopped`. If `build` succeeds nevertheless, return its result,
+    which the caller must shut down. Without a stop, errors of `build` are raised unchanged."""
     building = asyncio.ensure_future(asyncio.to_thread(build))
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -80,9 +80,8 @@ async def build_off_loop(
         stopping.cancel()
 
 
-_ABORTED = "abort"
 WARM_UP_TOKENS = 2
-"""Tokens of each warm-up sequence. The step that reads the prompt samples the first token, and a decode step the second."""
+"""Tokens of each warm-up sequence. The step that reads the prompt samples the first, and a decode step the second."""
 
 
 def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[str, Any]:
@@ -91,8 +90,8 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": recipe.model.dtype,
-        # vLLM uses this seed for requests without their own. If it were fixed, all actors, and an actor after a restart, would
-        # draw the same random numbers, and so the same samples for the same prompt.
+        # vLLM uses this seed for requests without their own. A fixed seed would make all actors draw the same samples for a
+        # prompt.
         "seed": secrets.randbits(32),
         "max_model_len": recipe.model.max_context,
         "max_num_seqs": recipe.actor.sequences_in_progress + EVALUATION_SLOTS,
@@ -115,8 +114,8 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
             "block_size": 32,  # tokens; only whole blocks are shared, and many prompts are shorter than the CPU default of 128
         }
         if engine.tensor_parallel_size == 1:
-            # Run model and scheduler in one process. On CPU, vLLM replaces "uni" by a worker process to set its OpenMP
-            # threads, which our environment already sets, and waits for it in a busy loop that costs more than the model.
+            # Run model and scheduler in one process. On a CPU, vLLM would replace "uni" by a worker process, and would wait for
+            # it in a busy loop that costs more than the model.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
@@ -134,9 +133,8 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
 
 
 def memory_share(recipe: Recipe, model: str, memory_gib: float) -> float:
-    """Return the share of a GPU of `memory_gib` that vLLM may take. For `auto`, weight updates keep the memory that they need
-    beside vLLM. If the model is too large for that, vLLM gets its usual share, and updates are loaded while it is paused. It
-    also gets that share if the model's size is not known."""
+    """Return the share of a GPU of `memory_gib` that vLLM may take. For `auto`, the memory for weight updates is left free. If
+    the model is too large for that, or its size is unknown, vLLM gets `VLLM_SHARE`."""
     if recipe.actor.engine.gpu_memory_utilization is not None:
         return recipe.actor.engine.memory_share
     folder = Path(model)
@@ -158,10 +156,10 @@ async def start_engine(
     on_step: OnStep | None = None,
     bind_host: str | None = None,
 ) -> AsyncIterator[VllmEngine]:
-    """Start vLLM on a thread, which takes tens of seconds while the event loop runs, warm it up, and shut it down at the end.
-    `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the other ranks
-    of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model (vLLM's log says why), and
-    `StartStopped` if `stop` is set first."""
+    """Start vLLM on a thread, warm it up, and shut it down at the end. The start takes tens of seconds, during which the event
+    loop runs. `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the
+    other ranks of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model (vLLM's log says why),
+    and `StartStopped` if `stop` is set first."""
     stop, is_warm = stop or asyncio.Event(), False
 
     def step(decode_s: float | None, kv_cache_usage: float) -> None:
@@ -176,7 +174,7 @@ async def start_engine(
         weights = WeightUpdateClient(
             llm, recompute_kv=recipe.weights.recompute_kv, bind_host=bind_host, staging_buffers=recipe.weights.staging_buffers
         )
-        # vLLM's statistics per request take a quarter of its time on this event loop. The scheduler's figures per step stay on.
+        # vLLM's statistics per request take a quarter of its time on this event loop. Its statistics per step stay on.
         llm.log_stats = llm.output_processor.log_stats = False
         warnings = logging.getLogger("vllm.v1.utils")  # warns of each process that is killed
         level = warnings.level
@@ -194,8 +192,7 @@ async def start_engine(
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
-    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError`, and `FieldError` if the
-    engine cannot sleep but has to."""
+    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError`, `FieldError`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
     # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -219,8 +216,8 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
         loggers = None if on_step is None else [step_logger(on_step)]
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if "distributed_executor_backend" in arguments and torch.get_num_threads() == 1:
-            # As on a GPU, let the engine process be a fork, which need not import everything again. On a CPU vLLM would spawn
-            # it, since a child cannot use a pool of OpenMP threads that its parent has started. A single thread has no pool.
+            # Fork the engine process, as on a GPU, because a fork need not import everything again. On a CPU, vLLM would spawn
+            # it, because a child cannot use its parent's pool of OpenMP threads. A single thread has no pool.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         prepare_forks()
         llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers, disable_log_stats=True)
@@ -233,8 +230,8 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
 @cache
 def prepare_forks() -> None:
     """Reset signal handlers and freeze the garbage collector in every forked child. A child inherits the event loop's handlers
-    and the socket that wakes the loop, so a SIGTERM to the engine process would stop the actor instead. Inherited garbage may
-    own threads, as a torch store does, that do not exist in the child; collecting it would wait for them forever."""
+    and wake-up socket, so a SIGTERM to the engine process would stop the actor instead. Inherited garbage may own threads that
+    the child lacks; collecting it would wait for these threads forever."""
 
     def in_child() -> None:
         gc.freeze()
@@ -246,7 +243,7 @@ def prepare_forks() -> None:
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Copy the image's "model infos" to a new cache. Without these facts about model classes, vLLM inspects a class for 9 s."""
+    """Copy the image's facts about model classes to a new cache of vLLM. Without them, vLLM inspects a class for 9 s."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return
@@ -259,7 +256,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger that only calls `on_step`. vLLM would add a `PrometheusStatLogger` if this were not a subclass."""
+    """Return a stat logger that only calls `on_step`. As a subclass, it keeps vLLM from adding a `PrometheusStatLogger`."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -295,13 +292,13 @@ class VllmEngine:
         self.use(weights)
 
     def use(self, weights: WeightUpdateClient) -> None:
-        """Receive new weights through this client from now on."""
+        """Receive all further weights through this client."""
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
-        """Generate two tokens for each of H one-token prompts, and score a prompt. vLLM compiles functions at their first use,
-        which took 2.5 s. The warm-up leaves nothing in the KV cache. Raises `EngineError` if the engine fails or if its results
-        lack log-probabilities or versions, because no sample of that engine could be trained on."""
+        """Generate two tokens for each of H prompts, and score a prompt, because vLLM compiles functions at their first use,
+        which took 2.5 s. The KV cache stays empty. Raises `EngineError` if the engine fails, or its results cannot be trained
+        on."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]
@@ -327,8 +324,8 @@ class VllmEngine:
                 pass
 
     async def _overtake(self) -> None:
-        """Before a swap, restart the requests that have no token yet. vLLM fixes a request's salt when the request enters.
-        Without the restart, a request that waits during the swap would read keys and values of the old weights."""
+        """Before a swap, restart the requests that have no token yet. vLLM fixes a request's salt when the request enters. A
+        request that waited during the swap would therefore read keys and values of the old weights."""
         begun = {name for name, tokens in self.progress().items() if tokens}
         self._overtaken |= self._inside - begun
         await self._abort(self._overtaken)
@@ -346,7 +343,7 @@ class VllmEngine:
             raise EngineError(f"vLLM's engine process died: {error}") from error
 
     def progress(self) -> Mapping[str, int]:
-        """Return the number of tokens that each running request has so far, by the request's id."""
+        """Return the number of tokens so far of each running request, by the request's id."""
         states = self.llm.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states if state.detokenizer}
 
@@ -391,7 +388,7 @@ class VllmEngine:
 
 @lru_cache(maxsize=64)
 def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingParams:
-    """Return vLLM's sampling parameters. Equal arguments get the same cached object, since vLLM works on a copy."""
+    """Return vLLM's sampling parameters. Equal arguments share one cached object, because vLLM works on a copy."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -418,12 +415,12 @@ def completion_of(output: CompletionOutput) -> Completion:
     logprobs = np.asarray(sampled, dtype=np.float32)
     if len(logprobs) != len(token_ids):
         raise EngineError(f"vLLM returned {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
-    if output.finish_reason not in ("stop", "length", _ABORTED):
+    if output.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"vLLM ended the sequence with {output.finish_reason!r}")
     spans = tuple(
         VersionSpan(version.number, span.start, span.end, version.incarnation)
         for span in output.weight_versions or ()
         for version in (parse_version(span.version),)
     )
-    finish_reason = None if output.finish_reason == _ABORTED else FinishReason(output.finish_reason)
+    finish_reason = None if output.finish_reason == "abort" else FinishReason(output.finish_reason)
     return Completion(token_ids, logprobs, spans, finish_reason)

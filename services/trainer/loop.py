@@ -46,7 +46,7 @@ from services.trainer.world import HEARTBEAT
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S, SLEEP_AGAIN_S = 30.0, 30.0
+HEARTBEAT_S, SLEEP_AGAIN_S = 30.0, 1.0
 """Seconds between two heartbeats from rank 0 to the other ranks, and between two orders to sleep."""
 FIRST_PROBES = 3
 """Maximum number of attempts to probe the first version when no actor answers."""
@@ -309,7 +309,7 @@ class OptimizerLoop:
             return
         self.waiting_for = "the engine to sleep"
         await self._measured()
-        while not self._turn.is_held:  # repeated, in case an actor could not sleep when it received the order
+        while not self._turn.is_held:  # repeated, because an actor ignores the order while it cannot sleep
             await self._updater.order_sleep()
             with suppress(TimeoutError):
                 async with asyncio.timeout(SLEEP_AGAIN_S):

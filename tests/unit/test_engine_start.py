@@ -114,24 +114,20 @@ def test_a_share_that_no_placement_has_set_leaves_room_for_weight_updates(
     assert "gpu_memory_utilization" not in engine_arguments(recipe, "a/model", gpu_gib=None)
 
 
-async def test_a_sleeping_engine_goes_on_with_a_whole_new_version_only() -> None:
+async def test_an_engine_falls_asleep_and_wakes_up_through_vllm() -> None:
     llm = AsyncMock()
-    llm.wake_up.return_value, client = True, WeightUpdateClient(llm)
-    await client.wake_weights()
+    client = WeightUpdateClient(llm)
     await client.sleep()
-    await client.wake_weights()
-    assert llm.mock_calls == [call.sleep(level=1, mode="keep"), call.wake_up(["weights"])], "only a sleeping one wakes up"
+    await client.wake()
+    assert llm.mock_calls == [call.sleep(level=1, mode="keep"), call.wake_up()]
     llm.update_weights.side_effect = RuntimeError("nothing is staged")
     with pytest.raises(TransferError, match="cannot be committed"):
         await client.commit(PolicyVersion(1, 2))
-    llm.resume_generation.assert_not_called()  # without a KV cache
-    llm.update_weights.side_effect = None
-    for ends in ([call.wake_up(["kv_cache"]), call.resume_generation()], [call.resume_generation()]):
-        await client.commit(PolicyVersion(1, 3))
-        assert llm.mock_calls[-len(ends) - 1 :] == [call.finish_weight_update(weight_version="1:3"), *ends]
-    llm.sleep.side_effect = RuntimeError("broken")
-    with pytest.raises(CommitFailed, match="cannot sleep: broken"):
-        await client.sleep()
+    assert llm.mock_calls[-1] == call.resume_generation()
+    llm.sleep.side_effect = llm.wake_up.side_effect = RuntimeError("broken")
+    for change in (client.sleep, client.wake):
+        with pytest.raises(CommitFailed, match="cannot fall asleep or wake up: broken"):
+            await change()
 
 
 def test_an_engine_sleeps_where_vllm_can() -> None:

@@ -134,11 +134,13 @@ def test_snapshots_stay_on_a_gpu_that_has_room_for_them() -> None:
 def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set() -> None:
     """10 GiB of weights and 2 beside 9 free ones of 40: three too few, 7.5% of the device."""
     said = update_shortage(9 * GIB, 40 * GIB, share=0.7, weights=10 * GIB)
-    assert "needs 12.0 GiB of GPU memory outside vLLM" in said
-    assert "9.0 of 40.0 GiB are free: set actor.engine.gpu_memory_utilization to at most 0.62" in said
+    assert said.startswith(
+        "9.0 of 40.0 GiB of GPU memory are free outside vLLM, but a weight update needs 12.0: 10.0 for a second"
+    )
+    assert "Set actor.engine.gpu_memory_utilization to at most 0.62" in said
     assert update_shortage(12 * GIB, 40 * GIB, share=0.7, weights=10 * GIB) == ""
     said = update_shortage(5 * GIB, 40 * GIB, share=0.7, layer=2 * GIB)
-    assert said.startswith("a weight update needs 6.0 GiB of GPU memory outside vLLM, twice the largest layer (4.0) and 2")
+    assert "a weight update needs 6.0: 4.0 for twice the largest layer and 2 for receiving" in said
     assert said.endswith("to at most 0.67"), "more ranks leave a layer as large"
 
 
@@ -157,10 +159,10 @@ def weights(gib: float) -> nn.Module:
 
 
 def test_an_actor_asks_its_device_for_a_second_instance(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    assert "set actor.engine.gpu_memory_utilization to at most 0.52" in loaders.no_room(device, 0.9, weights=5 * GIB)
+    assert "Set actor.engine.gpu_memory_utilization to at most 0.52" in loaders.no_room(device, 0.9, weights=5 * GIB)
     assert caplog.text == ""
     assert loaders.no_room(device, 0.9, weights=3 * GIB) == "", "close: two of five GiB are for what is received"
-    assert "set actor.engine.gpu_memory_utilization to at most 0.77" in caplog.text
+    assert "Set actor.engine.gpu_memory_utilization to at most 0.77" in caplog.text
     caplog.clear()
     assert loaders.no_room(device, 0.9, weights=2 * GIB) == loaders.no_room(torch.device("cpu"), 0.9, weights=99 * GIB) == ""
     assert caplog.text == ""

@@ -161,13 +161,8 @@ def seventy_billion() -> Manifest:
             "needs 130.6 GiB of host memory for received weights, but 100.0 are available: give this actor more memory",
         ),
         (41, 100, 1, "needs 130.6 GiB of host memory"),
-        (
-            3,
-            200,
-            4,
-            "needs 5.9 GiB of GPU memory outside vLLM, twice the largest layer (3.9) and 2 for receiving, but 3.0 of 80.0",
-        ),
-        (3, 200, 4, "set actor.engine.gpu_memory_utilization to at most 0.66"),
+        (3, 200, 4, "3.0 of 80.0 GiB of GPU memory are free outside vLLM, but a weight update needs 5.9: 3.9 for twice the"),
+        (3, 200, 4, "Set actor.engine.gpu_memory_utilization to at most 0.66"),
     ],
 )
 def test_an_update_is_refused_if_neither_device_nor_host_has_room(
@@ -196,7 +191,7 @@ def test_a_layer_that_fits_without_its_margin_is_loaded_with_a_warning(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(loaders, "host_room", lambda: 200 * GIB)
     PausedLoader(nn.Module(), CONFIG, GPU, None).check(seventy_billion())
-    assert "needs 5.9 GiB of GPU memory outside vLLM, twice the largest layer" in caplog.text
+    assert "a weight update needs 5.9: 3.9 for twice the largest layer" in caplog.text
 
 
 def test_the_largest_layer_counts_all_its_experts() -> None:

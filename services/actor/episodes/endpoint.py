@@ -1,12 +1,10 @@
-"""The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or directly as tokens.
+"""The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or as tokens.
 
-Every URL contains the key of a running episode. A turn is sampled as the recipe says, because the trainer divides by the
-sampling probabilities; a request sets only messages, length, stop strings and tools. Answers are sent whole; a stream's
-connection is kept alive until then.
+Every URL contains the key of a running episode. Turns are sampled as the recipe says, because the trainer divides by the
+sampling probabilities; a request sets only messages, length, stop strings and tools. Answers are sent whole.
 
-`context_of` and `answer_of` convert messages to tokens and back. Recorded tokens are kept, and only the messages after them are
-rendered. If the model's format cannot do that, or if the request's history was not recorded, the whole history is rendered and
-begins a branch.
+`context_of` and `answer_of` convert messages to tokens and back. If a request continues a recorded conversation, the recorded
+tokens are kept, and only the new messages are rendered. Otherwise the whole history is rendered and begins a branch.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from pipelinerl.episodes import TOO_LARGE, ToolCall
 from pipelinerl.errors import as_unicode
 from pipelinerl.messages.sequences import SamplingParams, TokenIds
 from services.actor.engine import before_stop
-from services.actor.episodes.episode import EnvironmentRun, Episodes, RecordedTurn, Refused, no_such_episode
+from services.actor.episodes.episode import Episode, Episodes, RecordedTurn, Refused, no_such_episode
 from services.actor.episodes.formats import Answer, ChatFormat, Message, Tools, Unrenderable, parsed_json
 from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
 
@@ -42,9 +40,8 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Maximum size of a request, with room for a context of about a million tokens."""
 BODY_WITHIN_S = 30.0
-"""Seconds within which a request must arrive completely."""
 KEEP_ALIVE_S = 2.0
-"""Seconds until a stream's headers are sent, and between the comments that keep clients with short timeouts waiting."""
+"""Seconds until a stream's headers are sent, and between the comments that keep its connection alive."""
 MAX_STOPS = 16
 
 _Result = TypeVar("_Result")
@@ -112,14 +109,13 @@ class Endpoint:
         self._logged_fields: set[str] = set()
 
     async def models(self, key: str) -> dict[str, Any]:
-        episode = self._episodes[key].episode
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
-        return {"object": "list", "data": [{**card, "max_model_len": episode.max_context}]}
+        return {"object": "list", "data": [{**card, "max_model_len": self._episodes[key].max_context}]}
 
     async def chat_completions(self, key: str, request: Request) -> Response:
-        run, body = await self._received(key, request)
-        episode, chat = run.episode, self._chat
-        asked, messages = _read(body, _ChatRequest), read_messages(body.get("messages") or None)
+        episode, body = await self._received(key, request)
+        chat, asked = self._chat, _read(body, _ChatRequest)
+        messages = read_messages(body.get("messages") or None)
         if body.get("n") not in (None, 1):
             raise Unrenderable(f"n = {body['n']!r}: use 1, since each request records one answer; send several requests")
         tools, may_call = asked.tools or [], asked.tool_choice != "none"
@@ -135,29 +131,30 @@ class Endpoint:
 
         max_tokens = asked.max_completion_tokens or asked.max_tokens
         waits = episode.turn(context, max_tokens=max_tokens, stop=asked.stops, stop_token_ids=chat.stop_token_ids)
-        answering = _answer(run, request, waits, answered)
+        answering = _answer(episode.over, request, waits, answered)
         return await self._stream(answering) if asked.stream else Response(await answering, media_type="application/json")
 
     async def generate(self, key: str, request: Request) -> Response:
-        run, body = await self._received(key, request)
+        episode, body = await self._received(key, request)
         asked = _read(body, _GenerateRequest)
         limits = asked.sampling_params or _Limits()
-        if any(map(body.get, ("features", "content_parts", "stream"))):
-            raise Unrenderable("features, content_parts, stream: this endpoint only takes text tokens, and does not stream")
+        if refused := next(filter(body.get, ("features", "content_parts", "stream")), ""):
+            fix = "leave it out, since this endpoint takes only token ids and does not stream"
+            raise Unrenderable(f"{refused} = {body[refused]!r:.100}: {fix}")
         stop_token_ids = tuple(limits.stop_token_ids or ())
         for name, ids in (("token_ids", asked.token_ids), ("sampling_params.stop_token_ids", stop_token_ids)):
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
                 raise Unrenderable(f"{name}: give token ids from 0 to {self._vocab_size - 1}")
-        ignored = ignored_fields(body.get("sampling_params") or {}, run.episode.sampling)
+        ignored = ignored_fields(body.get("sampling_params") or {}, episode.sampling)
         self._count_ignored(name for name in ignored if name != "logprobs")  # the answer always contains these
-        waits = run.episode.turn(
+        waits = episode.turn(
             np.array(asked.token_ids, dtype=np.int32),
             max_tokens=limits.max_tokens,
             stop=limits.stops,
             stop_token_ids=stop_token_ids,
         )
         model = str(body.get("model") or self._model)
-        answer = await _answer(run, request, waits, lambda turn: json.dumps(generated(turn, model=model)))
+        answer = await _answer(episode.over, request, waits, lambda turn: json.dumps(generated(turn, model=model)))
         return Response(answer, media_type="application/json")
 
     async def refuse(self, _: Request, error: Exception) -> Response:
@@ -201,12 +198,12 @@ class Endpoint:
             return Response(task.result(), media_type="text/event-stream")
         return StreamingResponse(kept_alive(), media_type="text/event-stream")
 
-    async def _received(self, key: str, request: Request) -> tuple[EnvironmentRun, dict[str, Any]]:
-        run = self._episodes[key]  # without a valid key, the body is not read
+    async def _received(self, key: str, request: Request) -> tuple[Episode, dict[str, Any]]:
+        episode = self._episodes[key]  # without a valid key, the body is not read
         try:
-            body = _parsed(await _unless_over(_body_of(request), run.over))
+            body = _parsed(await _unless_over(_body_of(request), episode.over))
         except Refused as error:
-            raise run.episode.policy_refused(TOO_LARGE, str(error), 413) if error.code == TOO_LARGE else error from None
+            raise episode.policy_refused(TOO_LARGE, str(error), 413) if error.code == TOO_LARGE else error from None
         return self._episodes[key], body  # the run may have ended meanwhile
 
     def _count_ignored(self, fields: Iterable[str]) -> None:
@@ -218,8 +215,7 @@ class Endpoint:
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read the whole body, even if it is too large, because a client that is still sending may not read the answer. Raises
-    `Refused`."""
+    """Read the whole body, even if it is too large, because a client that still sends may not read the answer."""
     chunks, size = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
@@ -250,9 +246,9 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Return the names of fields that ask for a distribution other than `sampling`'s, or for another form of answer. Pure."""
+    """Return the fields that ask for another distribution than `sampling`'s, or for another form of answer. Pure."""
     unchanged = {
-        # These values change nothing: the recipe's distribution has no penalties, top-p or top-k, and answers are plain text.
+        # These values change nothing: recipes have no penalties, top-p or top-k, and answers are plain text.
         **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), (0,)),
         "repetition_penalty": (1,),
         "temperature": (sampling.temperature,),
@@ -299,8 +295,7 @@ def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
 
 
 def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
-    """Return a turn in the format of vLLM's response to a request whose prompt is token ids: the sampled tokens, their
-    log-probabilities under the sampling policy (log μ), and a random request id."""
+    """Return a turn as vLLM answers a request with token ids, with log-probabilities under the sampling policy (log μ)."""
     token_ids, logprobs = turn.made.completion_token_ids.tolist(), turn.made.behaviour_logprobs.tolist()
     content = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -314,7 +309,7 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
 async def _unless_over(
     waits: Coroutine[Any, Any, _Result], over: asyncio.Event, *hung_up: Coroutine[Any, Any, None]
 ) -> _Result:
-    """Return the result of `waits`, or cancel it and raise `Refused` if the environment's run ends or the client hangs up."""
+    """Return the result of `waits`. If the environment's run ends or the client hangs up, cancel it and raise `Refused`."""
     working = asyncio.create_task(waits)
     ending = [asyncio.create_task(one) for one in (over.wait(), *hung_up)]
     try:
@@ -328,14 +323,14 @@ async def _unless_over(
 
 
 async def _answer(
-    run: EnvironmentRun, request: Request, waits: Coroutine[Any, Any, RecordedTurn], answered: Callable[[RecordedTurn], str]
+    over: asyncio.Event, request: Request, waits: Coroutine[Any, Any, RecordedTurn], answered: Callable[[RecordedTurn], str]
 ) -> str:
     """Wait for a turn and return its answer. If `answered` fails, the turn counts as not served."""
-    turn = await _unless_over(waits, run.over, _hung_up(request))
+    turn = await _unless_over(waits, over, _hung_up(request))
     try:
         return answered(turn)
     except Exception:
-        if not run.over.is_set():  # otherwise another run may already have requested the turn
+        if not over.is_set():  # otherwise another run may already have requested the turn
             turn.served = 0
         raise
 
@@ -367,8 +362,8 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
 
 
 def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-    """Return the requested turn's context, int32[context]. If possible, it extends the turn in `served` with the longest
-    history that the request continues. No text of `messages` or `tools` becomes a control token. Raises `Unrenderable`."""
+    """Return the requested turn's context, int32[context]. If the format allows it, the context extends the recorded turn with
+    the longest history that the request continues. Given texts never become control tokens. Raises `Unrenderable`."""
     turn = _last_known(served, _history(messages, tools))
     messages, tools = chat.control.parted(messages), chat.control.parted(tools)
     token_ids = None
@@ -400,7 +395,6 @@ def answer_of(
 
 
 def message_of(answer: Answer) -> Message:
-    """Return an answer as a message."""
     message: Message = {"role": "assistant", "content": answer.content}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -410,7 +404,7 @@ def message_of(answer: Answer) -> Message:
 
 
 def read_messages(given: Any) -> list[Message]:
-    """Read a request's messages, join their text parts and parse the arguments of calls. Raises `Unrenderable`."""
+    """Read a request's messages. Text parts are joined, and the arguments of calls are parsed. Raises `Unrenderable`."""
     fix = "messages (give a list of messages of the roles system, user, assistant and tool, whose content is text)"
     return [_message(one, f"messages[{number}]") for number, one in enumerate(_read(given, list[_GivenMessage], fix))]
 
@@ -438,8 +432,7 @@ def _call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
-    """Return a key for comparing histories: the tools, and each message's role, content, names, and calls with ids and parsed
-    arguments. It omits reasoning and empty fields, which clients drop or add."""
+    """Return a key for comparing histories. Reasoning and empty fields are left out, because clients drop or add them."""
     return (
         json.dumps(tools, sort_keys=True),
         *(
@@ -457,7 +450,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return the turn with the longest history that `history` continues; among several, prefer one that no turn extends."""
+    """Return the turn with the longest history that `history` continues. Of several, prefer one that no turn extends."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

@@ -1,10 +1,10 @@
 """Record episodes as tokens, serve the turns that environments request, and have verifiers run the environments.
 
-A turn extends another if its context begins with the other's context and sampled tokens. Turns that extend each other form a
-branch. A turn begins a new branch if it extends no turn, or one that an earlier turn already extends; its context is the
-branch's prompt. An environment runs again if its verifier died or if another actor continues the episode. Then no turn counts
-as served, and a request with the context of a recorded turn gets that turn. Turns that the last run did not request are
-dropped.
+A turn extends another turn if its context begins with the other's context and sampled tokens. Turns that extend each other form
+a branch. A turn begins a new branch if it extends none, or if an earlier turn already extends the same one.
+
+An environment runs again if its verifier died, or if another actor continues the episode. A request whose context was recorded
+then gets the recorded turn. Turns that the last run did not request are dropped.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from services.actor.metrics import ActorMetrics
 log = logging.getLogger(__name__)
 
 CALL_SLACK_S = 30.0
-"""Seconds that a verifier has to answer after an episode's deadline, before it is presumed dead."""
+"""Seconds after an episode's deadline until its verifier is presumed dead."""
 MOST_RUNS = 5
-"""An episode fails after this many runs that requested turns and then lost their verifier, perhaps because of the episode."""
+"""An episode fails after this many runs that requested turns and then lost their verifier."""
 NO_TURNS = "no_turns: the environment ended without requesting a turn"
 _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
 Sample = Callable[[TokenIds, Completion, SamplingParams, int], Awaitable[Completion]]
-"""`sample(context_token_ids, made, sampling, number)` continues the turn `made`, which may have no tokens yet, to its end or to
-an interruption (`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts this episode's earlier
-calls. The function waits for a decoding slot. If cancelled, it aborts the request. Raises `EngineError`."""
+"""`sample(context_token_ids, made, sampling, number)` continues the turn `made` to its end, or to an interruption
+(`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts this episode's earlier calls. The function
+waits for a decoding slot. Raises `EngineError`."""
 
 
 class Refused(PipelineRLError):
@@ -61,21 +61,20 @@ class Refused(PipelineRLError):
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """A turn with its context, int32[context], and its sampled tokens in `made`, whose spans count from the turn's start. If
-    `made.finish_reason` is None, the turn is not complete."""
+    """A turn: its context, int32[context], and its sampled tokens in `made`, whose spans count from the turn's start. The turn
+    is not complete while `made.finish_reason` is None."""
 
     context_token_ids: TokenIds
     made: Completion = field(default_factory=Completion)
     extends: RecordedTurn | None = None
-    """The turn whose context and sampled tokens are the start of this turn's context."""
     asked: SamplingParams | None = None
     """Requested sampling parameters; None if another actor began the turn."""
     served: int = 0
-    """Number, from 1, of the request that got or awaits this turn in this run of the environment; 0 = no request."""
+    """Number, from 1, of this run's request that got or awaits the turn; 0 = no request."""
     is_asked_for: bool = False
-    """True if this run of the environment has requested the turn, even if the client hung up later."""
+    """True if this run of the environment requested the turn, even if the client hung up."""
     messages: Any = None
-    """The request's messages and the answer, for `endpoint.context_of`; None for a request with tokens."""
+    """The request's messages and the answer, for `endpoint.context_of`; None if the request had tokens."""
 
     @property
     def is_finished(self) -> bool:
@@ -89,9 +88,9 @@ class RecordedTurn:
 
 @dataclass(eq=False)
 class Episode:
-    """One running episode. `sampling.max_tokens` bounds a turn. `carried`: branches that another actor has recorded. `turns`:
-    all recorded turns, in the order of their first requests. A turn is sampled to its end even if its client hangs up; if the
-    request is repeated, it gets the same turn."""
+    """One running episode. `sampling.max_tokens` bounds a turn; `carried` are branches that another actor recorded. A turn is
+    sampled to its end even if its client hangs up, so that a repeated request gets the same turn. `turns` holds all recorded
+    turns, in the order of their first requests."""
 
     sampling: SamplingParams
     sample: Sample
@@ -102,16 +101,16 @@ class Episode:
     max_turns: int
     """Turns that one run of the environment may request, including those for which its client hung up."""
     max_context: int
-    """Maximum number of tokens in a branch, including its prompt."""
     turn_timeout_s: float
     """Maximum seconds for a turn, including the wait for a slot."""
     failure: str = field(default="", init=False)
-    """Why the episode cannot go on: the engine failed or a turn missed its deadline. All further requests are refused."""
+    """Why the engine or a deadline ended the episode. All further requests are refused."""
     policy_fault: str = field(default="", init=False)
 
     def __post_init__(self, carried: Iterable[Branch]) -> None:
         self.turns = [turn for branch in carried for turn in _turns_of(branch)]
-        self._run = 0
+        self.over = asyncio.Event()
+        """Set when the current run of the environment has ended."""
         self._requests, self._calls = itertools.count(1), itertools.count()
         self._sampling: dict[RecordedTurn, asyncio.Task[None]] = {}
 
@@ -122,14 +121,12 @@ class Episode:
 
     @property
     def num_asked_for(self) -> int:
-        """Number of turns that this run requested, served or not."""
         return sum(turn.is_asked_for for turn in self.turns)
 
     def restart(self) -> None:
-        """Mark all turns as not requested, since the environment runs again."""
+        self.over = asyncio.Event()
         for turn in self.turns:
             turn.served, turn.is_asked_for = 0, False
-        self._run += 1
         self.policy_fault = ""
 
     async def turn(
@@ -140,9 +137,9 @@ class Episode:
         stop: tuple[str, ...] = (),
         stop_token_ids: tuple[int, ...] = (),
     ) -> RecordedTurn:
-        """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. Raises `Refused`.
-        `max_tokens` can only lower the recipe's limit; `stop` and `stop_token_ids` add to the recipe's. If this call is
-        cancelled, the turn counts as not served."""
+        """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. `max_tokens` can only
+        lower the recipe's limit; the stop strings and ids add to the recipe's. If this call is cancelled, the turn counts as
+        not served."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens = len(context_token_ids)
@@ -155,17 +152,14 @@ class Episode:
             stop=tuple(dict.fromkeys((*self.sampling.stop, *stop))),
             stop_token_ids=tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids))),
         )
-        known = self._known(context_token_ids, sampling)
-        if (known is None or not known.is_asked_for) and self.num_asked_for >= self.max_turns:
-            raise self.policy_refused(MAX_TURNS, f"this episode had its {self.max_turns} turns (task.max_turns)")
-        turn, run = self.take(context_token_ids, sampling), self._run
+        turn, over = self.take(context_token_ids, sampling), self.over
         is_known = turn.is_finished or turn in self._sampling
         self.metrics.episode_turns.labels("replayed" if is_known else "sampled").inc()
         try:
             if not turn.is_finished:
                 await asyncio.shield(self._sampled(turn, sampling))
         except asyncio.CancelledError:
-            if run == self._run:  # otherwise another run may already have requested the turn
+            if over is self.over:  # otherwise another run may already have requested the turn
                 turn.served = 0
             raise
         if turn.is_finished:
@@ -175,8 +169,11 @@ class Episode:
         raise Refused(503, "interrupted", "the actor stops; another actor continues the episode")
 
     def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
-        """Return the recorded turn for a request, or a new one, and mark it as served. The caller samples unfinished turns."""
+        """Return the recorded turn for a request, or a new one that the caller samples, and mark it as served. Raises
+        `Refused`."""
         turn = self._known(context_token_ids, sampling)
+        if (turn is None or not turn.is_asked_for) and self.num_asked_for >= self.max_turns:
+            raise self.policy_refused(MAX_TURNS, f"this episode had its {self.max_turns} turns (task.max_turns)")
         if turn is None:
             turn = RecordedTurn(context_token_ids)
             self.turns.append(turn)
@@ -185,8 +182,8 @@ class Episode:
         return turn
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
-        """Return the first recorded turn with this context and the same sampling parameters that is not served in this run. If
-        another actor began a turn, its parameters are unknown; then only its length must be within the request's maximum."""
+        """Return the first recorded turn that has this context and these sampling parameters, and is not served in this run. If
+        another actor began the turn, its parameters are unknown, and only its length is compared."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = not turn.served and (is_short if turn.asked is None else turn.asked == sampling)
@@ -195,22 +192,19 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest turn that the context extends. If parallel requests sampled equal turns, prefer one that no other
-        turn extends."""
+        """Return the longest turn that the context extends. Of equal turns, prefer one that no other turn extends."""
         extended = {id(turn.extends) for turn in self.turns if turn.served}
         known = [(turn, turn.token_ids) for turn in self.turns if turn.served and turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
         return max(starts, key=lambda start: (start[1], id(start[0]) not in extended), default=(None, 0))[0]
 
     async def end(self) -> None:
-        """Cancel turns that are still being sampled."""
         for task in (tasks := list(self._sampling.values())):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches of the finished turns that the environment's last run was served; none if it requested no turn.
-        The other turns are dropped. Call this after that run has ended."""
+        """Return the branches of the finished turns that the environment's last run was served; the other turns are dropped."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
         self.metrics.episode_branches.inc(max(0, len(branches) - 1))
@@ -224,7 +218,7 @@ class Episode:
 
     @property
     def finish_reason(self) -> sequences.FinishReason | None:
-        """Finish reason of the finished turn that this run requested last; None if there is none."""
+        """Finish reason of the last finished turn of this run; None if there is none."""
         reasons = [turn.made.finish_reason for turn in self.served if turn.is_finished]
         return reasons[-1] if reasons else None
 
@@ -234,7 +228,7 @@ class Episode:
         return Refused(status, code, problem)
 
     def _sampled(self, turn: RecordedTurn, sampling: SamplingParams) -> asyncio.Task[None]:
-        """Return the task that samples the turn to its end. All requests that wait for the turn share this task."""
+        """Return the task that samples the turn to its end. All requests for the turn share this task."""
         task = self._sampling.get(turn)
         if task is None:
             task = self._sampling[turn] = asyncio.create_task(self._go_on_with(turn, sampling))
@@ -262,14 +256,6 @@ class Episode:
         self.turns.remove(turn)
 
 
-@dataclass(eq=False)
-class EnvironmentRun:
-    """One run of an episode's environment, with its own key."""
-
-    episode: Episode
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 def no_such_episode() -> Refused:
     return Refused(404, "episode_not_found", "no running episode has this key")
 
@@ -279,40 +265,39 @@ def base_path(key: str) -> str:
 
 
 class Episodes:
-    """The running episodes of one recipe's tasks. Before the first episode, the caller must set `address` to the endpoint's
-    `host:port`."""
+    """The running episodes of one recipe's tasks. The caller must first set `address`, the endpoint's `host:port`."""
 
     def __init__(
         self, verifier: VerifierClient, metrics: ActorMetrics, recipe: Recipe, decode: Callable[[TokenIds], str]
     ) -> None:
         self._verifier, self._metrics, self._recipe, self._decode = verifier, metrics, recipe, decode
         self.tasks, self.address = recipe.episodic_tasks, ""
-        self._runs: dict[str, EnvironmentRun] = {}
+        self._running: dict[str, Episode] = {}
         self._told_at_s = -math.inf
 
     @contextmanager
     def running(self, episode: Episode) -> Iterator[str]:
         """Restart the episode and yield a key under which its environment is served. At the end, refuse open requests."""
-        key, run = secrets.token_urlsafe(24), EnvironmentRun(episode)
+        key = secrets.token_urlsafe(24)
         episode.restart()
-        self._runs[key] = run
+        self._running[key] = episode
         try:
             yield key
         finally:
-            del self._runs[key]
-            run.over.set()
+            del self._running[key]
+            episode.over.set()
 
-    def __getitem__(self, key: str) -> EnvironmentRun:
-        if run := self._runs.get(key):
-            return run
+    def __getitem__(self, key: str) -> Episode:
+        if episode := self._running.get(key):
+            return episode
         raise no_such_episode()
 
     async def play(
         self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
         """Run an episode and return it with its environment's result, or with None if `stopped` was set before its end. Waits
-        without limit for a verifier that accepts the episode. If its verifier is lost, the environment runs again, at another
-        verifier if possible, and gets the turns that were already sampled."""
+        without limit for a verifier that accepts the episode. If its verifier is lost, the environment runs again and gets the
+        turns that were already sampled."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,
@@ -322,14 +307,13 @@ class Episodes:
             max_tokens=group.sampling.max_tokens,
             traceparent=headers_of(trace).get("traceparent", ""),
         )
-        share, max_context = self.tasks[request.task], self._recipe.model.max_context
-        task, judge = share.task, share.reward.judge
-        limits: dict[str, Any] = {
-            "max_turns": task.max_turns,
-            "max_context": max_context,
-            "turn_timeout_s": task.turn_timeout_s,
-        }
-        episode = Episode(group.sampling, sample, self._metrics, self._decode, start.branches, **limits)
+        task, judge = self.tasks[request.task].task, self.tasks[request.task].reward.judge
+        episode = Episode(
+            *(group.sampling, sample, self._metrics, self._decode, start.branches),
+            max_turns=task.max_turns,
+            max_context=self._recipe.model.max_context,
+            turn_timeout_s=task.turn_timeout_s,
+        )
         timeout_s = task.episode_timeout_s + CALL_SLACK_S + (judge.timeout_s if judge is not None else 0.0)
         try:
             return episode, await unless_stopped(self._run(episode, request, timeout_s), stopped)
@@ -359,8 +343,8 @@ class Episodes:
 
 
 def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResult]:
-    """Return the reason why the episode cannot be used ("" if it can), and its result. If the environment crashes after the
-    policy exceeded its turns or length, the result is a reward of 0. Pure."""
+    """Return why the episode cannot be used ("" if it can), and its result. A crash of the environment after the policy
+    exceeded its turns or length is a reward of 0. Pure."""
     if episode.failure:
         return episode.failure, result
     if result.status == VERIFY_STATUS_CRASHED and episode.policy_fault:
@@ -377,7 +361,7 @@ def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResul
 def sequence_of_episode(
     group: PromptGroup, sample: PartialSequence, episode: Episode, result: VerifyResult, actor: str
 ) -> sequences.Sequence:
-    """Return the episode as a sequence with its reward or the reason for its failure. Its texts show the first branch."""
+    """Return the episode as a sequence with its reward, or with the reason for its failure. Its texts show the first branch."""
     failure, result = verdict_of(episode, result)
     branches, last = episode.result(), episode.finish_reason
     if failure or not branches or last is None:
@@ -395,7 +379,7 @@ def sequence_of_episode(
 
 
 def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
-    """Arrange turns in branches, each turn once. If several turns extend the same turn, only the first continues its branch."""
+    """Arrange turns in branches. If several turns extend the same turn, only the first continues its branch."""
     paths: dict[int, list[RecordedTurn]] = {}  # by the id of the path's last turn
     for turn in turns:
         paths[id(turn)] = [*paths.pop(id(turn.extends), []), turn]

@@ -1,7 +1,7 @@
 """Write conversations as tokens in a model's chat format, and read sampled turns as messages.
 
 There are three formats: a renderer of the package `renderers`, which knows some 25 model families; any other chat template;
-and, for a model without template, the joined texts of messages. Each can extend sampled tokens without tokenizing them again.
+and, for a model without a template, the joined texts. All can extend sampled tokens without tokenizing them again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from pipelinerl.recipe.fields import ModelConfig
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-"""A message of OpenAI's chat completions, as `endpoint.read_messages` returns it: content is text, and no field is empty."""
+"""A message of OpenAI's chat completions, as `endpoint.read_messages` returns it: with a text as content, no empty fields."""
 Tools = list[dict[str, Any]]
-
 
 _KEPT_TEXTS, _KEPT_CHARACTERS = 1024, 16_384
 """Maximum number of texts, and of characters per text, in the cache of encoded texts. The cache takes up to 80 MB."""
@@ -59,24 +58,24 @@ class ChatFormat(Protocol):
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """Return `prompt_ids` and `sampled_ids` (the unchanged tokens of the first `num_known` messages), followed by the
-        tokens of the other messages, up to the start of the model's next turn. Return None if this format would now write the
-        known messages differently. Raises `Unrenderable`."""
+        """Return `prompt_ids` and `sampled_ids`, the tokens of the first `num_known` messages, followed by the tokens of the
+        other messages, up to the start of the model's next turn. Return None if the format would now write the known messages
+        differently."""
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
-        """Read a sampled turn as a message. `tools`: the tools that the turn may call."""
+        """Read a sampled turn, which may call `tools`, as a message."""
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. The recipe's chat template or its variables override the model's name."""
+    """Return the format of a recipe's model, found without its name if the recipe changes its chat template."""
     is_changed = bool(model.chat_template or model.chat_template_kwargs)
     return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
 
 
 def chat_format(tokenizer: Any, model: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatFormat:
-    """Return the format of a Hugging Face tokenizer. A known `model` name selects its family's renderer. Other names, such as
-    folders and fine-tuned models, get the first renderer that writes the chat template's tokens for all `PROBES`, or else the
-    template. `variables`: values that override the chat template's defaults."""
+    """Return the format of a Hugging Face tokenizer. A known `model` name selects its family's renderer. For other names, such
+    as folders and fine-tuned models, the first renderer is taken that writes the chat template's tokens for all `PROBES`. If
+    none does, the template itself is the format. `variables` override the chat template's defaults."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
@@ -116,7 +115,7 @@ PROBES: tuple[tuple[list[Message], Tools], ...] = (
     (_ASK, [_TOOL]),
     (_CALLED, [_TOOL]),
 )
-"""Conversations and tools for which a family's renderer must write the same tokens as a chat template."""
+"""Conversations and tools for which a renderer must write the same tokens as a chat template."""
 
 
 def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
@@ -136,7 +135,7 @@ def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
 
 class RendererTokenizer:
     """The part of a tokenizer that renderers need. It has a cache, because renderers encode the whole conversation for each
-    turn. It lacks `__call__`, so that they do not compute character offsets, which are slow and not used here."""
+    turn. It lacks `__call__`, so that renderers do not compute character offsets, which are slow and unused."""
 
     def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
         self.name_or_path: str = tokenizer.name_or_path
@@ -153,10 +152,10 @@ class RendererTokenizer:
 
 
 class FamilyFormat:
-    """A hand-written renderer of one model family, by its name in the package `renderers`. Some renderers take `variables` of
-    the chat template as settings. Some templates drop thoughts that precede a user's message, so their renderers refuse to
-    extend a turn by such a message. This class extends it nevertheless if a new rendering differs only in white space, as for a
-    turn without thoughts."""
+    """A hand-written renderer of one model family, by its name in the package `renderers`. `variables` of the chat template
+    become settings. Some renderers refuse to extend a turn by a user's message, because the template then drops earlier
+    thoughts. This class extends a turn nevertheless if a new rendering differs only in white space, as it does without
+    thoughts."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -223,9 +222,8 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class TemplateFormat:
-    """Any chat template. A recorded turn is extended by the text that the template writes after the turn, provided that later
-    messages do not change what the template writes before them. Tool calls have the form of Hermes models. If the template does
-    not support tools, a message describes them."""
+    """Any chat template. A recorded turn is extended by the text that the template writes after it, if later messages do not
+    change the text before them. Tool calls have the form of Hermes models; a message describes tools that a template cannot."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
@@ -281,8 +279,7 @@ class TemplateFormat:
             raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
-        """Return the special token that the template writes after an answer, or None, and the text after it. `asked_again`: a
-        user's message follows."""
+        """Return the special token after an answer, or None, and the text after it. `asked_again`: a user's message follows."""
         tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""
@@ -296,8 +293,8 @@ class TemplateFormat:
 
 
 class PlainFormat:
-    """The format of a model without chat template: the token that the tokenizer puts first, if any, then the texts of all
-    messages, each tokenised separately. An assistant's message ends with the end-of-sequence token."""
+    """The format of a model without a chat template: the tokenizer's first token, if any, and the texts of all messages. An
+    assistant's message ends with the end-of-sequence token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
@@ -339,8 +336,8 @@ def _with_tool_names(messages: list[Message]) -> list[Message]:
 
 
 def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
-    """Write tools, calls and results as text in the form of Hermes models, for a template that does not know tools. The tools
-    are added to the system message or, if the template has none, to the first message."""
+    """Write tools, calls and results as text in the form of Hermes models, for a template without tools. The tools are added to
+    the system message or, if the template has none, to the first message."""
     said: list[Message] = []
     if tools:
         text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
@@ -389,7 +386,7 @@ def _as_json(arguments: Any) -> str:
 
 
 def parsed_json(text: Any) -> Any:
-    """Parse JSON and return its value, with valid Unicode texts; return anything that is not JSON unchanged."""
+    """Parse JSON and return its value, with valid Unicode texts. Anything that is not JSON is returned unchanged."""
     if not isinstance(text, str):
         return text
     try:

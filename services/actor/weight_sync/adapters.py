@@ -1,12 +1,12 @@
 """Low-rank adapters inside a vLLM model: each adapted layer computes W·x + s · B·(A·x), as the trainer's forward pass does.
 
-Adapters are not merged into W, because an update below half a unit in the last place of a 16-bit weight would be rounded away.
-For the same reason, the sum of both products is rounded only once. Before vLLM compiles the model or captures CUDA graphs,
-`install` wraps each layer's linear method, which is vLLM's extension point. A and B have fixed addresses, start at zero, and
-are overwritten between two decode steps. All requests use the same adapter, unlike in vLLM's own LoRA.
+Adapters are not merged into W, because rounding to 16 bits would lose small updates. For the same reason, the sum of both
+products is rounded only once. Before vLLM compiles the model or captures CUDA graphs, `install` wraps each layer's linear
+method, which is vLLM's extension point. A and B have fixed addresses, start at zero, and are overwritten between two decode
+steps. All requests use the same adapter, unlike in vLLM's own LoRA.
 
 vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several checkpoint layers (q, k and v) stacks
-their A, and holds their B as one block-diagonal matrix. This module neither receives weights nor knows versions.
+their A, and holds their B as one block-diagonal matrix.
 """
 
 from __future__ import annotations
@@ -46,12 +46,9 @@ Named = tuple[str, Tensor]
 
 
 class AdaptedLinearMethod(LinearMethodBase):
-    """Adds the low-rank product to the output of the layer's own method, `plain`, which may be a quantised one.
-
-    A is [parts · rank, in] and B is [out, parts · rank], both for this tensor-parallel rank. This class itself multiplies by
-    unquantised 16-bit weights, so that the sum is rounded once. On a CPU, vLLM packs these weights, and `unpacked` [in, out] is
-    an unpacked copy.
-    """
+    """Adds the low-rank product to the output of `plain`, the layer's own method. A is [parts · rank, in] and B is [out, parts
+    · rank], both for this tensor-parallel rank. If the weights are unquantised and in 16 bits, this class also multiplies by
+    them, so that the sum is rounded once. On a CPU, vLLM packs such weights, and `unpacked` [in, out] is a copy."""
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
         self.plain, self.rank, self.scaling = plain, config.rank, config.scaling
@@ -75,7 +72,7 @@ class AdaptedLinearMethod(LinearMethodBase):
 
     @torch.no_grad()
     def unpack(self, layer: LinearBase) -> None:
-        """Renew the unpacked copy after the packed weights have changed. Multiplying by the identity matrix copies exactly."""
+        """Renew the unpacked copy. The product of the packed weights and the identity matrix is an exact copy."""
         if self.unpacked is not None:
             for some in torch.arange(self.in_size).split(1024):
                 rows = torch.zeros(len(some), self.in_size, dtype=self.a.dtype)
@@ -83,7 +80,7 @@ class AdaptedLinearMethod(LinearMethodBase):
                 self.unpacked[some] = self.plain.apply(layer, rows)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute in the trainer's order of operations: see `rounded_once` in `services.trainer.learn.lora`."""
+        """Compute in the order of the trainer's `rounded_once` (`services.trainer.learn.lora`)."""
         low_rank = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b) * self.scaling
         if not self.rounds_once:
             y = self.plain.apply(layer, x, bias)
@@ -103,7 +100,7 @@ def _part_sizes(layer: LinearBase) -> list[int]:
 
 
 def _whole_sizes(layer: LinearBase) -> list[int]:
-    """Return the number of output features of each part, over all ranks. Replicated key and value heads count once."""
+    """Return the output features of each part, over all ranks. Replicated key and value heads count once."""
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
         return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
@@ -112,13 +109,12 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """The place for the adapter of a checkpoint's layer: a vLLM layer, or a part of a fused one. `shard`: vLLM's name of that
-    part; None = not fused."""
+    """The vLLM layer for a checkpoint layer's adapter. `shard`: vLLM's name of a part of a fused layer; None = not fused."""
 
     name: str
     layer: LinearBase
     rows: int
-    """Number of output features over all tensor-parallel ranks."""
+    """Output features over all tensor-parallel ranks."""
     part: int = 0
     shard: str | int | None = None
 
@@ -129,8 +125,8 @@ class Place:
 
 
 def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> dict[str, Place]:
-    """Prepare each layer that the recipe adapts, before the model is compiled. Return the places by the checkpoint's names, or
-    {} if the recipe adapts none. Layers whose weights other modules also use, as in MLA, are left out."""
+    """Prepare each layer that the recipe adapts, before the model is compiled. Return the places by the checkpoint's names.
+    Layers whose weights other modules also use, as in MLA, are left out."""
     content = vllm_config.additional_config.get(CONFIG) if isinstance(vllm_config.additional_config, dict) else None
     if content is None:
         return {}

@@ -1,8 +1,8 @@
 """vLLM's weight-transfer backend `pipelinerl`, which vLLM calls in its workers.
 
-`init_transfer_engine` checks the manifest and starts the transfer thread (`worker.py`), which receives and stages versions.
-For each commit, vLLM pauses generation and calls three methods: `start_weight_update` does nothing,
-`update_weights({"version": "1:8"})` checks that this version is staged, and `finish_weight_update` swaps the weights.
+`init_transfer_engine` checks the manifest and starts the transfer thread (`worker.py`), which receives and stages versions. For
+each commit, vLLM calls `update_weights({"version": "1:8"})`, which checks that this version is staged, and
+`finish_weight_update`, which swaps the weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Arguments that `WeightUpdateClient` passes to workers. `socket_path`: the socket on which the actor's process listens."""
+    """Arguments that `WeightUpdateClient` passes to workers. The actor's process listens on the socket `socket_path`."""
 
     socket_path: str
     manifest: bytes
@@ -47,8 +47,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """The backend's engine in each of vLLM's workers."""
-
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
@@ -58,15 +56,15 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._whole: dict[bool, tuple[Loader, str]] = {}
-        """The loader of whole weights and why it is not the shadow loader, by the `force_paused` for which it was chosen."""
+        """The loader of whole weights, and why it is not the shadow loader, by `force_paused`."""
         self._worker: TransferWorker | None = None
         self._places = install(model, vllm_config, device)
         self._base_replaced = False
-        """True if a full update has replaced the checkpoint's weights, which adapters need as their base."""
+        """True if a full update has replaced the checkpoint's weights, which are the base of adapters."""
         self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Check the manifest and start the transfer thread, which reports any mismatch. Runs between two decode steps."""
+        """Check the manifest and start the transfer thread, which reports a mismatch. Runs between two decode steps."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         self._sends_adapter, problem, reason = bool(manifest.low_rank), "", ""
@@ -101,7 +99,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do nothing, since the weights are already staged."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Replace vLLM's method, which would wait for the device although no work is queued there."""
+        """Replace vLLM's method, which would wait for the device without need."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:

@@ -1,9 +1,8 @@
 """Update a vLLM engine's weights from the actor's process: prepare, join, receive, commit, discard.
 
-`join_group`, `receive` and `discard` go to vLLM's worker processes over a Unix socket, as one JSON object per line. vLLM's own
-remote calls would be answered only between decode steps, and would block decoding while they run. The socket also closes if a
-worker dies. `prepare` (once) and `commit` use vLLM's remote calls. vLLM labels tokens `<incarnation>:<number>`, in
-`outputs[i].weight_versions`. This module does not talk to the trainer or decide which version is served.
+`join_group`, `receive` and `discard` go to vLLM's workers over a Unix socket, as one JSON object per line. `prepare` and
+`commit` use vLLM's own remote calls, which wait for the end of a decode step and block decoding. vLLM labels tokens
+`<incarnation>:<number>`, in `outputs[i].weight_versions`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ PREPARE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class WeightLoading:
-    """A worker's first message: the loader's `mode`, the `reason` why another loader than the shadow loader is used, and a
-    `problem` if the model cannot take the manifest's weights. Both texts may be empty."""
+    """A worker's first message: the loader's `mode`, the `reason` why it is not the shadow loader, and a `problem` if the model
+    cannot take the manifest's weights. Both texts may be empty."""
 
     mode: str
     reason: str = ""
@@ -45,8 +44,8 @@ class WeightLoading:
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """Figures of a version that is received, checked and held beside the live weights. The trainer compares `checksum` (64 bits
-    over all received bytes) with its own. If there are several ranks, the times are those of the slowest one."""
+    """Figures of a version that is received and checked. The trainer compares `checksum` (64 bits over all received bytes) with
+    its own. The times are those of the slowest rank."""
 
     checksum: int
     num_bytes: int
@@ -55,12 +54,11 @@ class StagedWeights:
 
 
 class CommitFailed(TransferError):
-    """A swap, or falling asleep or waking up, failed after it had begun, so it is unknown which weights the engine serves. The
-    process should end."""
+    """A swap, or falling asleep or waking up, failed half-way. The served weights are unknown, so the process should end."""
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """Join a transfer group. A worker's rank in the group is `group.rank` plus its own rank."""
+    """Join a transfer group, with the rank `group.rank` plus the worker's own rank."""
 
     group: GroupSpec
     timeout_s: float
@@ -74,14 +72,14 @@ class Receive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Discard(msgspec.Struct, tag=True, frozen=True):
-    """Give up a running transfer, leaving the group, or a staged version. Its chunks are kept until another version comes."""
+    """Give up a staged version, or a running transfer and its group. Chunks are kept until another version comes."""
 
 
 Order = Join | Receive | Discard
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`staged` is the result of a Receive; `problem` says why the order failed, or is ""; `group_broke`: the group failed."""
+    """The result of a Receive, or the `problem` that made an order fail. `group_broke`: the transfer group failed."""
 
     staged: StagedWeights | None = None
     problem: str = ""
@@ -90,8 +88,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 class WorkerLink:
     """The actor's end of the socket. Open it with `WorkerLink.listen`, pass `path` to the workers, await `hellos`, then `ask`.
-    An order goes to all workers and is complete when all have replied. Each worker answers its orders one after the other. If a
-    connection is lost, all waiting calls fail."""
+    An order goes to all workers and is complete when all have replied. If a connection is lost, all waiting calls fail."""
 
     def __init__(self, directory: str, num_workers: int) -> None:
         self.path = os.path.join(directory, "weights.sock")
@@ -120,8 +117,8 @@ class WorkerLink:
         return self._hellos
 
     async def ask(self, order: Order) -> list[StagedWeights]:
-        """Send an order to all workers and return what they have staged, if anything. Raises TransferError if a worker fails or
-        its connection is lost, and GroupFailed if the group broke."""
+        """Send an order to all workers and return what they staged, if anything. Raises TransferError if a worker fails or its
+        connection is lost, and GroupFailed if the group broke."""
         if self._lost:
             raise TransferError(self._lost)
         for writer, waiting in self._workers:
@@ -180,11 +177,10 @@ class WeightUpdateClient:
     """Loads versions into vLLM. Calls must not overlap, except that `discard` may be called while `receive` waits. All calls
     raise `TransferError`.
 
-    `recompute_kv`: recompute the KV cache of unfinished sequences under new weights (vLLM's `clear_cache`) instead of keeping
-    the stale one. `stall_timeout_s`: time limit of one chunk, which also bounds `discard`. `bind_host`: address at which other
-    ranks reach this pod (gloo). `force_paused`: use the paused loader, for comparison. `staging_buffers`: number of chunks that
-    a worker holds at a time while it receives.
-    """
+    `recompute_kv`: recompute the KV cache of unfinished sequences under new weights instead of keeping it. `stall_timeout_s`:
+    time limit of one chunk, which also bounds `discard`. `bind_host`: address at which other ranks reach this pod (gloo).
+    `force_paused`: use the paused loader, for comparison. `staging_buffers`: chunks that a worker holds at a time while it
+    receives."""
 
     llm: AsyncLLM
     _: KW_ONLY
@@ -195,9 +191,7 @@ class WeightUpdateClient:
     staging_buffers: int = 2
     swapping: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     before_swap: Callable[[], Awaitable[None]] | None = field(default=None, init=False)
-    """Callback that runs while the engine is paused for a commit, before the swap."""
     _link: WorkerLink | None = field(default=None, init=False)
-    _asleep: bool = field(default=False, init=False)
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built. Raises
@@ -235,9 +229,8 @@ class WeightUpdateClient:
         return replace(staged[0], receive_s=receive_s, prepare_s=prepare_s)
 
     async def commit(self, version: PolicyVersion) -> float:
-        """Pause between two decode steps, swap, and resume. Return the seconds between the engine's report that it is paused
-        and its report that it has resumed. Unfinished sequences continue. A TransferError other than CommitFailed means that
-        `version` was not staged and that the old weights are still served."""
+        """Pause between two decode steps, swap, and resume. Return the seconds of the pause. Unfinished sequences continue. A
+        TransferError other than CommitFailed means that `version` was not staged, and the old weights are still served."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self.swapping:
@@ -250,37 +243,31 @@ class WeightUpdateClient:
                 await self.llm.start_weight_update()
                 await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
             except Exception as error:  # vLLM reports a worker's exception as a bare Exception
-                if not self._asleep:
-                    await self.llm.resume_generation()
+                await self.llm.resume_generation()
                 raise TransferError(f"version {version} cannot be committed: {error}") from error
             try:
                 await self.llm.finish_weight_update(weight_version=str(version))
-                if self._asleep and not await self.llm.wake_up(["kv_cache"]):
-                    raise TransferError("the engine did not wake up")
-                self._asleep = False
                 await self.llm.resume_generation()
             except Exception as error:
                 raise CommitFailed(f"the swap to version {version} failed: {error}") from error
             return time.monotonic() - started
 
     async def sleep(self) -> None:
-        """Pause the engine and free its GPU memory (vLLM's sleep mode) until the next commit. Unfinished sequences are kept and
-        continue after it; their KV cache is computed again. vLLM copies the weights to host memory (level 1), because weight
-        updates do not bring all of them: adapters leave out the base weights, and layers keep tensors of their own."""
-        async with self.swapping:
-            try:
-                await self.llm.sleep(level=1, mode="keep")
-            except Exception as error:
-                raise CommitFailed(f"the engine cannot sleep: {error}") from error
-            self._asleep = True
+        """Pause the engine and free its GPU memory (vLLM's sleep mode). Unfinished sequences are kept, and their KV cache is
+        later computed again. vLLM copies the weights to host memory (level 1), because no weight update brings all of them:
+        adapters leave out the base weights, and layers keep tensors of their own."""
+        await self._in_sleep_mode(self.llm.sleep(level=1, mode="keep"))
 
-    async def wake_weights(self) -> None:
-        """If the engine sleeps, copy its weights back, so that a version can be received. It stays paused until the commit."""
-        if self._asleep:
-            try:
-                await self.llm.wake_up(["weights"])  # a repetition does nothing
-            except Exception as error:
-                raise CommitFailed(f"the engine cannot wake up: {error}") from error
+    async def wake(self) -> None:
+        """Take the GPU memory again and continue with the old weights. Does nothing if the engine is awake."""
+        await self._in_sleep_mode(self.llm.wake_up())
+
+    @staticmethod
+    async def _in_sleep_mode(change: Awaitable[object]) -> None:
+        try:
+            await change
+        except Exception as error:
+            raise CommitFailed(f"the engine cannot fall asleep or wake up: {error}") from error
 
     async def discard(self) -> None:
         """Give up a running transfer or a staged version. Wait until the workers have done so, at most the stall timeout."""

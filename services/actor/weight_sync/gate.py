@@ -11,10 +11,9 @@ from pipelinerl.messages.sequences import PolicyVersion
 
 
 class ServingGate:
-    """Groups may be taken only while this gate is open. It is open if the served version is at most `max_lag` + 1 behind the
-    last announced one; the 1 is added because the trainer announces a version before actors serve it. Groups that were taken
-    before the gate closes continue. The gate is closed before the first commit, because the actor then serves weights that no
-    trainer recorded. If `max_lag` is None, any served version opens the gate."""
+    """Groups may be taken only while this gate is open; groups taken before continue. It is closed before the first commit,
+    because the actor then serves weights that no trainer recorded. Later, it is open if the served version is at most `max_lag`
+    + 1 behind the last announced one. The 1 is added because the trainer announces a version before actors serve it."""
 
     def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag
@@ -24,12 +23,11 @@ class ServingGate:
         self.draining = False
         self.swapping = False
         self.asleep = False
-        """True while the engine sleeps, so that the trainer can use its GPU."""
 
     @property
     def cache_salt(self) -> str:
-        """Salt of a request that begins now. Only requests with equal salts share cached keys and values, so that none reads a
-        cache of older weights than its own. During a swap, either version may serve the request, so its salt is unique."""
+        """Salt of a request that begins now. Requests with equal salts share cached keys and values, so the salt names the
+        served version. During a swap, either version may serve the request, so its salt is unique."""
         return uuid.uuid4().hex if self.swapping else f"begun at {self.served}"
 
     @property
@@ -64,7 +62,7 @@ class ServingGate:
         self._update()
 
     def announce(self, version: PolicyVersion) -> None:
-        """Remember the newest announced version. An actor that has just joined may be told older ones, which are ignored."""
+        """Remember the newest announced version. Older ones, which an actor may get when it joins, are ignored."""
         if self.announced is None or version > self.announced:
             self.announced = version
         self._update()

@@ -1,9 +1,9 @@
-"""Three loaders with one interface that put received tensors into a vLLM model.
+"""Loaders that put received tensors into a vLLM model. Each load is a whole model.
 
-`ShadowLoader` prepares a second instance of the model (the shadow) in the background and exchanges its modules' weights with
+`ShadowLoader` prepares a second instance of the model (the shadow) in the background, and exchanges its modules' weights with
 the live ones. CUDA graphs and compiled models hold the addresses of weights; for them, `InPlaceLoader` copies the shadow's
-weights into the live ones. `PausedLoader` keeps the tensors and loads them while generation is paused, for models that allow
-neither and for devices without room for a shadow. Each load is a whole model. Loaders do not receive tensors or know versions.
+weights into the live ones. `PausedLoader` keeps the tensors and loads them while generation is paused. It is for models that
+allow neither, and for devices without room for a shadow.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Loader(Protocol):
 
 
 def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int = 0) -> str:
-    """Return why an update does not fit on a GPU beside an engine that has `share` of its memory; empty if it fits. Logs a
-    warning if it leaves little room for receiving. `weights`, `layer`: see `update_shortage`."""
+    """Return why an update does not fit on a GPU beside an engine that has `share` of its memory; empty if it fits. If only the
+    room for receiving is small, log a warning. `weights`, `layer`: see `update_shortage`."""
     if device.type != "cuda":
         return ""
     free, total = device_room(device)
@@ -67,7 +67,7 @@ def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int 
 
 
 def device_room(device: torch.device) -> tuple[int, int]:
-    """Return the free bytes of a GPU, including what torch caches, and all its bytes."""
+    """Return the free bytes of a GPU, including torch's cache, and all its bytes."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
@@ -76,7 +76,7 @@ PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def host_room() -> int:
-    """Return the available bytes of host memory: those of the machine or, if fewer, those below the container's limit."""
+    """Return the available bytes of host memory, within the container's limit."""
     available = int(re.findall(r"MemAvailable: +(\d+) kB", (PROC / "meminfo").read_text())[0]) * 1024
     with suppress(OSError, ValueError):  # without cgroup v2, or a limit of "max"
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
@@ -108,7 +108,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
         elif not vllm_config.model_config.enforce_eager:
             reason = "CUDA graphs hold the weights' addresses (set enforce_eager)"
         elif vllm_config.model_config.enable_sleep_mode:
-            reason = "sleep frees only the memory in which the engine's first weights are"
+            reason = "sleep frees only the memory of the engine's first weights"
         else:
             return ShadowLoader(live, vllm_config, device), ""
         in_place = InPlaceLoader(live, vllm_config, device)
@@ -119,7 +119,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return this rank's reason to load while generation is paused, or that another rank has one, since all must load alike."""
+    """Return this rank's reason to load during the pause, or that another rank has one, because all ranks must load alike."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")
@@ -164,7 +164,7 @@ def _routing_obstacle(module: nn.Module) -> str:
 
 
 def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
-    """Return the dictionary that holds the attributes `_KERNEL` if `module` has stacked experts; None for other modules."""
+    """Return the dictionary that holds the attributes `_KERNEL` of a module with stacked experts; None for other modules."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method = getattr(module, "quant_method", None)
@@ -172,8 +172,8 @@ def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 _KERNEL = ("moe_kernel", "moe_quant_config")
-"""Attributes that post-processing sets on the method of an expert layer. As long as a kernel is set, vLLM on CPU assumes that
-new weights already have its layout, and does not convert them."""
+"""Attributes that post-processing sets on the method of an expert layer. While a kernel is set, vLLM on CPU does not convert
+new weights to the kernel's layout."""
 
 
 class ShadowLoader:
@@ -181,13 +181,12 @@ class ShadowLoader:
     module. All state that depends on the weights must be held by modules.
 
     vLLM builds the shadow, loads its weights and post-processes them as at start-up, so that fused, packed and tied weights are
-    right by construction. Between updates the shadow takes no memory, since its parameters are on `meta`. Construct this loader
-    outside of decode steps, because building a model sets torch's default dtype.
+    right. Between updates the shadow's parameters are on `meta` and take no memory. Construct this loader outside of decode
+    steps, because building a model sets torch's default dtype.
 
-    A swap exchanges parameters and everything that post-processing set on a module (on CPU: the closure `cpu_linear` over a
-    packed oneDNN weight) or on the quantisation method of an expert layer. KV caches, attention state and module identity stay
-    with the live modules. `pairs` maps each module's name to the live module and its shadow.
-    """
+    A swap exchanges parameters and everything that post-processing set on a module, or on the quantisation method of an expert
+    layer. KV caches and attention state stay with the live modules. `pairs` maps each module's name to the live module and its
+    shadow."""
 
     mode = "shadow"
     _swaps = 0
@@ -203,13 +202,9 @@ class ShadowLoader:
             assert type(mine) is type(other), name
             self.pairs[name] = (mine, other)
         self._pristine = {shadow: dict(shadow.__dict__) for _, shadow in self.pairs.values()}
-        self._kernels = [
-            (mine, other)
-            for mine, other in (map(_kernel_of, pair) for pair in self.pairs.values())
-            if mine is not None and other is not None
-        ]
-        """For each expert layer, the results of `_kernel_of` for the live module and its shadow."""
-        # (module, attribute, parameter on `meta`): a tied parameter occurs several times as the same object.
+        kernels = ((_kernel_of(mine), _kernel_of(other)) for mine, other in self.pairs.values())
+        self._kernels = [(mine, other) for mine, other in kernels if mine is not None and other is not None]
+        # `_blueprint` has (module, attribute, parameter on `meta`). A tied parameter occurs several times as the same object.
         metas = {id(parameter): to_meta_tensor(parameter) for parameter in self._model.parameters()}
         self._blueprint: list[tuple[nn.Module, str, Tensor]] = [
             (module, name, metas[id(parameter)])
@@ -269,11 +264,11 @@ class ShadowLoader:
         for module, name, meta in self._blueprint:
             module.register_parameter(name, meta)  # type: ignore[arg-type]
         if self._swaps == 1 and self._device.type == "cuda":
-            # torch caches the memory of the engine's first weights for the stream that loaded them; updates use another stream.
+            # torch caches the memory of the first weights for the stream that loaded them; updates use another stream.
             torch.cuda.empty_cache()
 
     def derived(self, shadow: nn.Module) -> list[str]:
-        """Return the names of the attributes that post-processing added to a module after it was built."""
+        """Return the names of the attributes that post-processing added to a module."""
         return [name for name in shadow.__dict__ if name not in self._pristine[shadow]]
 
     def _materialise(self) -> None:
@@ -340,10 +335,8 @@ def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str])
 
 
 class InPlaceLoader(ShadowLoader):
-    """Copies the shadow's weights into the live ones, in place. The pause lasts for one copy within the device.
-
-    Only parameters may depend on the weights: post-processing must set nothing else on a module, and must give every parameter
-    of the shadow the layout of the live one. `obstacle` checks this on the shadow."""
+    """Copies the shadow's weights into the live ones. The pause lasts for one copy within the device. Post-processing may
+    change only parameters, and must give each the layout of the live one, which `obstacle` checks on the shadow."""
 
     mode = "in_place"
 
@@ -379,7 +372,7 @@ class InPlaceLoader(ShadowLoader):
 
     def _tied_in_live_only(self) -> str:
         """Describe the first weight that is tied only in the live model; empty if none is. At start-up, vLLM ties embedding and
-        head if their values are equal, even if the configuration does not tie them. After an update, they may differ."""
+        head if their values are equal, even if the configuration does not tie them. An update may make them different."""
         counterparts: dict[int, int] = {}
         for name, (live, other) in self.pairs.items():
             for key, parameter in live._parameters.items():
@@ -412,10 +405,10 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class PausedLoader:
-    """Loads while generation is paused, with vLLM's layerwise reload, for models that cannot be swapped. The pause lasts for
-    the whole load. Until then, each received tensor is kept by one of the actor's tensor-parallel ranks (`peers`), on its GPU
-    or, if that lacks room, in host memory. During the pause, that rank sends it to the others. An update takes host memory for
-    one copy of the weights per actor, and GPU memory for two layers, because vLLM fills a layer once it has all its tensors."""
+    """Loads while generation is paused, with vLLM's layerwise reload. The pause lasts for the whole load. Until then, one of
+    the actor's tensor-parallel ranks (`peers`) keeps each received tensor, on its GPU or, if that lacks room, in host memory.
+    During the pause, this rank sends the tensor to the others. vLLM fills a layer once it has all its tensors, so an update
+    takes GPU memory for two layers."""
 
     mode = "paused"
 
@@ -427,8 +420,7 @@ class PausedLoader:
         self._kept: dict[str, Tensor] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Decide where tensors are kept, and raise ManifestMismatch if memory is lacking. Names and shapes are not checked:
-        without a second instance of the model, problems with them only show when the weights are loaded."""
+        """Decide where tensors are kept. Raises ManifestMismatch if memory is lacking. `swap` shows wrong names and shapes."""
         self.drop()
         self._layout, kept = {}, 0
         for spec, offset, num_bytes in zip(manifest.parameters, manifest.offsets, manifest.sizes, strict=True):

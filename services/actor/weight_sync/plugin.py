@@ -1,5 +1,4 @@
-"""The `vllm.general_plugins` entry point `pipelinerl`. vLLM calls `register` in each of its processes. This module imports vLLM
-only in that call, and the backend with torch is imported only when an engine is made."""
+"""The `vllm.general_plugins` entry point `pipelinerl`. vLLM calls `register` in each of its processes."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def register() -> None:
 
 
 def log_as_the_actor() -> None:
-    """Set up logs in a vLLM process that an actor started, in the actor's format, unless logs are already set up."""
+    """Set up logs in the actor's format, in a vLLM process that an actor started, unless logs are already set up."""
     if logging.getLogger().handlers or os.environ.get("VLLM_CONFIGURE_LOGGING") != "0":
         return
     try:

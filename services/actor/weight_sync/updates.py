@@ -34,9 +34,8 @@ class UpdateListener:
 
     A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
     Messages are ignored if they are out of order, come from another incarnation, or belong to an epoch without this process.
-    During a NATS outage, the listener waits. `serving` is locked during a commit; other code may lock it to prevent commits and
-    sleep. `turn`: the turn on a GPU that the trainer also uses, which this process has while its engine is awake.
-    """
+    During a NATS outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. This process has the
+    `turn` on a shared GPU while its engine is awake."""
 
     def __init__(
         self,
@@ -51,8 +50,6 @@ class UpdateListener:
     ) -> None:
         self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
         self._instance, self._process, self._turn = instance, process, turn
-        self._sleep_at: PolicyVersion | None = None
-        """Version after which the engine is to sleep."""
         self.manifest_id = ""
         """Id of the manifest for which the model is prepared; empty before the first manifest."""
         self.loader = ""
@@ -77,8 +74,8 @@ class UpdateListener:
         return "receiving" if receiving is not None and not receiving.done() else "idle"
 
     async def run(self) -> None:
-        """Handle control messages until cancelled. Waits until the trainer has made the streams. If the served model does not
-        fit the trainer's, tells the trainer and raises `UserError`. Raises `CommitFailed` if a swap fails half-way."""
+        """Handle control messages until cancelled. Waits until the trainer has made the streams. Raises `CommitFailed` if a
+        swap fails half-way. If the served model does not fit the trainer's, tells the trainer and raises `UserError`."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)
@@ -105,13 +102,11 @@ class UpdateListener:
             case Commit():
                 await self._on_commit(decoded, trace_in(message.headers))
             case Sleep():
-                self._sleep_at = PolicyVersion(decoded.incarnation, decoded.version)
-                await self._sleep_if_due()
+                await self._on_sleep(PolicyVersion(decoded.incarnation, decoded.version))
             case Abort():
                 if self._in_epoch(decoded):
                     log.warning("version %d of epoch %d is aborted: %s", decoded.version, decoded.epoch, decoded.reason)
                     await self._stop_receiving()
-                    await self._sleep_if_due()
             case RunEnd():
                 log.info("the trainer ended the run at version %d: %s", decoded.version, decoded.reason or "done")
 
@@ -140,9 +135,8 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
-        """Join an epoch that includes this process. `alone` means that the epoch is a side group of joining actors.
-        It continues while epochs without this process begin, and ends if an epoch includes this process or the trainer ends
-        it."""
+        """Join an epoch that includes this process. `alone`: the epoch is a side group of joining actors. A side group outlives
+        epochs without this process. It ends when an epoch includes this process, or when the trainer ends it."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:
@@ -187,9 +181,10 @@ class UpdateListener:
             with child(trace, "weight_update.receive", attributes=about) as span:
                 if self._turn is not None:
                     await self._turn.take()
-                    await self._receiver.wake_weights()
+                    if self._gate.asleep:
+                        await self._receiver.wake()
                 staged = await self._receiver.receive(version, announce.deadline_s)
-                # Preparation overlaps with receiving. The span of the preparation has its total duration and ends now.
+                # Preparation overlaps with receiving. Its span has the total duration and ends now.
                 span.set_attributes({attributes.BYTES: staged.num_bytes, attributes.RECEIVE_S: staged.receive_s})
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
         except CommitFailed:
@@ -228,22 +223,20 @@ class UpdateListener:
         self._metrics.stall_seconds.observe(stall_s)
         headers = headers_of(trace_of(span))
         await self._answer("serving", Serving, commit, headers, version=commit.version, stall_s=stall_s)
-        await self._sleep_if_due()
 
-    async def _sleep_if_due(self) -> None:
-        """If the trainer has ordered sleep for the served version, perhaps before an engine that restarted served it, put the
-        engine to sleep and release the turn, but not during a transfer, which uses the GPU. Waits for a running probe."""
-        is_due = self._sleep_at is not None and self._sleep_at == self._gate.served
-        if self._turn is None or not is_due or self._gate.asleep or self.staging_state != "idle":
+    async def _on_sleep(self, version: PolicyVersion) -> None:
+        """Put the engine to sleep after a running probe, and release the turn. The trainer repeats an order that this method
+        ignores, because the engine does not serve `version` yet or a transfer uses the GPU."""
+        if self._turn is None or version != self._gate.served or self._gate.asleep or self.staging_state != "idle":
             return
         self._gate.sleep()
         async with self.serving:
             await self._receiver.sleep()
         self._turn.release()
-        log.info("the engine sleeps after version %s, and the trainer uses the GPU", self._sleep_at)
+        log.info("the engine sleeps after version %s, and the trainer uses the GPU", version)
 
     async def _stop_receiving(self) -> None:
-        """Cancel a running receive and withdraw a staged version. Bounded in time, since a stuck transfer is abandoned."""
+        """Cancel a running receive and withdraw a staged version. Bounded in time, because a stuck transfer is abandoned."""
         task, self._receiving, self._expected = self._receiving, None, None
         unfinished = task is not None and not task.done()
         if task is not None:
@@ -255,7 +248,7 @@ class UpdateListener:
             await self._receiver.discard()
 
     async def _end(self) -> None:
-        """Discard a running transfer or a staged version. If that fails, only log it, because a dead engine holds nothing."""
+        """Discard a running transfer or a staged version. A failure is only logged, because a dead engine holds nothing."""
         try:
             await self._stop_receiving()
         except TransferError as error:

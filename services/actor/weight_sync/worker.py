@@ -1,10 +1,9 @@
-"""Receive and prepare versions in a vLLM worker process, on a thread beside its decode steps.
+"""Receive and prepare versions in a vLLM worker process, on threads beside its decode steps.
 
-A reading thread consumes orders from the actor's Unix socket; the transfer thread performs them one after another. When the
-reading thread gets a Discard, it also sets a flag that the transfer thread sees within the stall timeout. A closed socket ends
-both threads. Tensors are loaded into the engine's layout beside the live weights (`loaders.py`) as they arrive, so that no
-further copy of all bytes is held. If a group breaks, the loader waits, on its own thread, and continues if the next group
-brings the same version. This module does not depend on vLLM or decide what happens after a failed transfer.
+A reading thread takes orders from the actor's Unix socket, and the transfer thread performs them one after another. A Discard
+also sets a flag, which the transfer thread sees within the stall timeout. A closed socket ends both threads. A loader
+(`loaders.py`) puts tensors into the engine's layout beside the live weights as they arrive. If a group breaks, the loader waits
+on its own thread, and continues if the next group brings the same version.
 """
 
 from __future__ import annotations
@@ -51,13 +50,11 @@ class StagingMemory:
 @dataclass(eq=False)
 class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. Iterate
-    `tensors()` to the end, close the iterator in any case, then call `staged`. The group is in use until the iterator is
-    closed; closing takes at most the stall timeout.
+    `tensors()` to the end, close the iterator in any case, then call `staged`. Closing takes at most the stall timeout; the
+    group is in use until then.
 
-    `buffers`: number of chunks held at a time, including the one being loaded. With more than one, a thread receives the next
-    chunks while the caller checks and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable
-    memory to receive into; None = new memory.
-    """
+    `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
+    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to receive into."""
 
     group: WeightGroup
     manifest: Manifest
@@ -69,7 +66,8 @@ class Receiver:
     buffers: int = 1
     memory: StagingMemory | None = None
     regroup: Callable[[TransferError], bool] = lambda error: False
-    """Given the error of a broken group, sets another `group` and its `timeout_s`, or returns False to raise the error."""
+    """Called with the error of a broken group. Sets another `group` and its `timeout_s`, or returns False to raise the
+    error."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -167,12 +165,12 @@ class Receiver:
 
 
 ENDING_S = 60.0
-"""Maximum seconds for a loader to end, which may free the memory of a whole model."""
+"""Maximum seconds for a loader to end, which may free a whole model."""
 
 
 class Staging:
-    """One version on its way into the loader, which runs on its own thread. If the group breaks, the loader keeps its part
-    and waits until `resume` continues or `drop` ends it. `load` loads the receiver's tensors. Use it from one thread."""
+    """One version on its way into the loader, which runs on its own thread. If the group breaks, the loader keeps its part and
+    waits until `resume` continues or `drop` ends it. Use this object from one thread."""
 
     def __init__(self, receiver: Receiver, load: Callable[[Receiver], StagedWeights]) -> None:
         self._receiver = receiver
@@ -189,7 +187,7 @@ class Staging:
         return Kept() if failed else self._receiver.kept
 
     def resume(self, group: WeightGroup, timeout_s: float) -> None:
-        """Receive the chunks that are missing here or on other ranks. May raise TransferError if no chunk is missing here."""
+        """Receive the chunks that are missing here or on other ranks. May raise TransferError if none is missing here."""
         self._receiver.group, self._receiver.timeout_s = group, timeout_s
         if not self._loading.done():
             self._resumed.put(True)
@@ -205,7 +203,7 @@ class Staging:
         return self._loading.result()
 
     def drop(self) -> None:
-        """End the loader if it waits for another group, or once it begins to. It ends without having loaded anything."""
+        """End the loader, which then has loaded nothing, if it waits or is about to wait for another group."""
         self._resumed.put(False)
         wait([self._loading], ENDING_S)
         self._receiver.regroup = lambda error: False  # no longer refers to this object
@@ -217,8 +215,7 @@ class Staging:
 
 @dataclass(eq=False)
 class TransferWorker:
-    """Performs the orders of the actor's `WeightUpdateClient` in one vLLM worker. `loading` is the first message to the actor.
-    `device` is the device of the model."""
+    """Performs the actor's orders in one vLLM worker. `loading` is the first message to the actor."""
 
     rank: int
     loading: WeightLoading
@@ -253,19 +250,16 @@ class TransferWorker:
     def check_staged(self, version: PolicyVersion) -> None:
         """Note the version that `swap` will make live. Raises TransferError if it is not staged."""
         self._to_swap = version
-        self._check_staged()
-
-    def _check_staged(self) -> None:
-        if self._staged != self._to_swap:
-            raise TransferError(f"version {self._to_swap} is to be served, but {self._staged or 'nothing'} is staged")
+        if self._staged != version:
+            raise TransferError(f"version {version} is to be served, but {self._staged or 'nothing'} is staged")
 
     def swap(self) -> None:
         """Make the version of `check_staged` live. Raises TransferError if it has been discarded since."""
-        self._check_staged()  # without waiting for a loader that may wait for the rest of a version
+        assert self._to_swap is not None, "check_staged comes first"
+        self.check_staged(self._to_swap)  # without waiting for a loader that may wait for the rest of a version
         with self._loading:
             self._placement.synchronize()  # no queued work may still read the old weights
-            assert self._to_swap is not None, "check_staged comes first"
-            self._check_staged()
+            self.check_staged(self._to_swap)
             self.loader.swap()
             self._placement.synchronize()
             self._staged = self._staging = None
@@ -395,10 +389,9 @@ class TransferWorker:
 
 
 def _use_one_core() -> None:
-    """Prepare weights with one thread, on any free core, instead of the cores of vLLM's decoding threads. A second team of
-    OpenMP threads would make both teams wait for each other at every barrier: 135M parameters took 7.5 s instead of 1.6 to 3.7
-    s on two busy cores. The call is private because vLLM replaces `torch.set_num_threads` on a CPU. OpenMP keeps the number of
-    threads per calling thread, so that the decoding threads keep theirs."""
+    """Prepare weights with one thread, on any free core. A second team of OpenMP threads would compete with vLLM's decoding
+    threads: 135M parameters took 7.5 s instead of 1.6 to 3.7 s on two busy cores. The call is private because vLLM replaces
+    `torch.set_num_threads` on a CPU."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch._C.set_num_threads(1)
