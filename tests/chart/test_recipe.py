@@ -214,6 +214,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "tls.certManager.issuerRef: has no name": {"tls": {"nats": {"enabled": True}, "certManager": {"enabled": True}}},
     "actor.autoscaling.keda.prometheusAddress: is empty": {"actor": {"autoscaling": {"enabled": True}}, **SCRAPED},
     "images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {"images": {"variant": "cpu"}},
+    "nats.url: a server does not begin with nats:// or tls://; begin each one so, and write %2C for a comma in a user": {
+        "nats": {"enabled": False, "url": "nats://user:pass,word@nats.messaging:4222"}
+    },
     "nats.url: is not used while nats.enabled is true": {"nats": {"url": "nats://user:secret@nats.messaging:4222"}},
     "tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled": {"tls": {"secrets": {"actor": "actor-tls"}}},
     "huggingface.token: huggingface.existingSecret is set, too": {"huggingface": {"token": "hf_a", "existingSecret": "hf"}},
@@ -225,6 +228,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 """By what the templates say of them."""
 REFUSED_BY_THE_JOB: dict[str, dict[str, Any]] = {
     "trainer.persistence.size = '500Gi': the model, 2 checkpoints of 216 GB": {"model": {"name": "a/14B"}},
+    "trainer.persistence.size = '': the model, 2 checkpoints of 108 GB (checkpoint.keep) and the next one need 316Gi": {
+        "trainer": {"persistence": {"size": ""}}
+    },
+    "trainer.persistence.size = '': is empty; set the size of the volume, such as 500Gi": {
+        "model": {"source": "s3://a/b"},
+        "trainer": {"persistence": {"size": None}},
+    },
     "[4443]: lacks port 4222 of": {"nats": {"enabled": False, "url": "nats://n"}, "networkPolicy": {"nats": {"ports": [4443]}}},
     "trainer.expectedActors = 9: is more than actor.replicas = 8": {"actor": {"replicas": 8}, "trainer": {"expectedActors": 9}},
     "trainer.expectedActors = 8: is more than": {**HPA, "trainer": {"expectedActors": 8}, **SCRAPED},
@@ -307,6 +317,7 @@ def test_values_that_contradict_each_other_are_refused_by_name(message: str) -> 
         {"actor": {"podAnnotations": {"limits": "x", "requests": "y"}}},
         {"actor": {"replicas": 0}},
         {"nats": {"url": None}},
+        {"trainer": {"persistence": {"size": None, "existingClaim": "shared"}}},
         {service: {"serviceAccount": {"create": False, "name": "theirs"}} for service in ("actor", "trainer", "verifier")},
         {"nats": {"enabled": False, "url": "nats://n:4222", "serviceAccount": {"name": "pipelinerl-actor"}}},
         *({**COLLECTOR, "networkPolicy": one} for one in ({"tracing": {"ports": [9999]}}, {"enabled": False})),

@@ -1,6 +1,7 @@
 """values.schema.json says what values.yaml says, refuses what is misspelt, and lets through only what renders."""
 
 import base64
+import functools
 import gzip
 import json
 from collections.abc import Mapping
@@ -12,11 +13,11 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from deploy.tools.recipe_schema import recipe_definitions, text, with_recipe
+from deploy.tools.recipe_schema import SECTIONS, recipe_definitions, text, with_recipe
 from deploy.tools.values_reference import comments, default_of, meaning, read_schema, values
 from pipelinerl.kube.checks import problems
 from pipelinerl.recipe.loading import parse_yaml, recipe_from_data
-from tests.chart.rendering import CHART, CPU_VALUES, HelmError, render, rendered_text
+from tests.chart.rendering import CHART, HelmError, render, rendered_text
 
 Schema = Mapping[str, Any]
 _NOTES = {"title", "$schema", "definitions", "format"}
@@ -107,7 +108,6 @@ def test_the_schema_is_draft_7_takes_the_values_that_ship_and_has_the_recipe_as_
     jsonschema.Draft7Validator.check_schema(SCHEMA)
     validator = jsonschema.Draft7Validator(SCHEMA)
     assert list(validator.iter_errors(VALUES)) == []
-    assert list(validator.iter_errors(yaml.safe_load(CPU_VALUES.read_text(encoding="utf-8")))) == []
     assert text(with_recipe(SCHEMA)) == (CHART / "values.schema.json").read_text(encoding="utf-8"), RENEW
     assert set(recipe_definitions()) <= set(SCHEMA["definitions"])
 
@@ -130,6 +130,25 @@ def test_sections_of_values_are_closed() -> None:
     check(SCHEMA)
     for name in ("image", "serviceAccount", "podDisruptionBudget", "Recipe"):
         check(SCHEMA["definitions"][name])
+
+
+def test_a_null_is_an_empty_value_where_that_is_allowed_and_refused_by_name_elsewhere() -> None:
+    """Helm removes the default of a null before it looks at the schema."""
+    validator, empty = jsonschema.Draft7Validator(SCHEMA), dict[str, Any]()
+    for path in LEAVES:
+        *sections, name = path.split(".")
+        merged = json.loads(json.dumps(VALUES))  # without YAML's aliases
+        del functools.reduce(lambda found, section: found[section], sections, merged)[name]
+        if errors := [error.message for error in validator.iter_errors(merged)]:
+            assert errors == [f"{name!r} is a required property"]
+        elif path != "networkPolicy.dns.to":  # without which nothing works
+            functools.reduce(lambda found, section: found.setdefault(section, {}), sections, empty)[name] = None
+    assert {"keep", "size"} & empty["trainer"]["persistence"].keys() == {"size"}, "an uninstall never deletes by accident"
+    for section in empty:
+        assert render({section: empty[section]}).of_kind("Deployment"), section
+    for one in ({"actor": None}, {"trainer": {"persistence": {"keep": None}}}, {"verifier": {"serviceAccount": None}}):
+        with pytest.raises(HelmError, match="missing property"):
+            render(one)
 
 
 def test_a_release_leaves_most_of_its_secret_to_the_users_files() -> None:
@@ -177,11 +196,18 @@ def test_helm_refuses(why: str) -> None:
         render(REFUSED[why])
 
 
+def _partial(section: Schema) -> Schema:
+    """A section as values give it: Helm adds the rest before it looks at the schema."""
+    inner = {name: _partial(part) for name, part in section.get("properties", {}).items()}
+    return {key: part for key, part in section.items() if key != "required"} | ({"properties": inner} if inner else {})
+
+
 def _generated() -> st.SearchStrategy[dict[str, Any]]:
     """Any sections of what the schema allows, but for the recipe's fields: those are test_recipe.py's."""
     sections = dict(SCHEMA["properties"])
     recipe = {"type": "object", "properties": {"name": {"enum": ["gsm", "arithmetic"]}}}
-    parts = {name: allowed(schema, SCHEMA["definitions"]) for name, schema in (sections | {"recipe": recipe}).items()}
+    definitions = SCHEMA["definitions"] | {name: _partial(SCHEMA["definitions"][name]) for name in SECTIONS}
+    parts = {name: allowed(_partial(schema), definitions) for name, schema in (sections | {"recipe": recipe}).items()}
     return st.fixed_dictionaries({}, optional=parts)
 
 
