@@ -250,7 +250,7 @@ class Look:
 
 
 async def look(release: Release) -> Look:
-    """Raises `ServiceError` if there is no such release, or if its run publishes no state."""
+    """Return the release as it is now. Raises `ServiceError` if it does not exist, or if its run publishes no state."""
     found = await run_states(release.client, f"{RUNS},{release.selector}")
     if not found:
         fix = "pipelinerl runs lists them; a release without kubernetesApi.enabled cannot be watched"
@@ -261,8 +261,8 @@ async def look(release: Release) -> Look:
 
 
 async def watch(release: Release, state: RunState, display: Display, began_s: float) -> Look:
-    """Show the run until it is finished. Raises `ServiceError` if it fails or its release is gone, `KubeError` if a right is
-    missing. An API server that is away and a trainer that restarts are waited for."""
+    """Show the run until it is finished. Raises `ServiceError` if the run fails or its release is gone, and `KubeError` if a
+    right is missing. If the API server does not answer or the trainer restarts, wait."""
     seen, following, finished_s = await look(release), asyncio.create_task(asyncio.sleep(0)), 0.0
     process: tuple[object, ...] = ()
     refused: list[KubeError] = []
@@ -302,7 +302,7 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
 
 
 async def _identity(release: Release, seen: Look) -> tuple[Certificates | None, str]:
-    """Return the certificates with which to call the trainer, and the name in its own: with TLS, it accepts its own ones."""
+    """Return the trainer's certificates, which it also accepts from callers (None without TLS), and the name in them."""
     name = f"{seen.prefix}-trainer"
     volumes = {volume["name"]: volume for volume in (seen.trainer or {})["spec"].get("volumes") or ()}
     if "tls" not in volumes:
@@ -325,8 +325,8 @@ _SHOWN_BYTES = 16 * 2**20
 
 
 async def fetch(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> Path:
-    """Fetch records and checkpoint into `folder`, write the report there, and return its path. A file that is here with its
-    size is kept, and a part of one is continued. Raises `KubeError` or `ServiceError` if a file cannot be fetched."""
+    """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
+    part is continued. Raises `KubeError` or `ServiceError` if a file cannot be fetched."""
     for failures in itertools.count(1):
         try:
             await _fetch_all(release, seen, folder, show)

@@ -158,36 +158,36 @@ def test_a_release_leaves_most_of_its_secret_to_the_users_files() -> None:
     assert len(stored) < 175_000
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "unknown value": {"actors": {}},
-    "unknown value of a section": {"actor": {"replica": 3}},
-    "unknown value of a part": {"nats": {"persistence": {"sizes": "1Gi"}}},
-    "misspelt recipe field": {"recipe": {"set": {"trainer": {"stepz": 3}}}},
-    "misspelt recipe section": {"recipe": {"set": {"trainers": {"steps": 3}}}},
-    "misspelt field of a whole recipe": {"recipe": {"inline": {"name": "a", "modle": {}}}},
-    "text for a number": {"actor": {"replicas": "three"}},
-    "text for a number of the recipe": {"recipe": {"set": {"trainer": {"learning_rate": "small"}}}},
-    "number for text": {"run": 7},
-    "number out of range": {"recipe": {"set": {"sampling": {"temperature": 9}}}},
-    "null for a number": {"recipe": {"set": {"trainer": {"steps": None}}}},
-    "not a choice": {"recipe": {"set": {"algorithm": {"loss": "reinforze"}}}},
-    "two servers of NATS": {"nats": {"replicas": 2}},
-    "true for a section": {"tls": True},
-    "a path as a model": {"model": {"name": "/models/llama"}},
-    "a run that cannot be a subject": {"run": "My.Run"},
-    "a Secret that no object can be called": {"storage": {"existingSecret": "my secret"}},
-    "the same of the page": {"trainer": {"page": {"ingress": {"tlsSecret": "TLS"}}}},
-    "a size without a unit": {"nats": {"persistence": {"size": "32"}}},
-    "a variable of the chart's own": {"actor": {"extraEnv": [{"name": "PIPELINERL_RUN", "value": "x"}]}},
-    "a volume of the chart's own": {"actor": {"extraVolumes": [{"name": "data", "emptyDir": {}}]}},
-    "labels that are no labels": {"actor": {"podLabels": {"queue": "a b"}}},
-    "an address as a registry": {"images": {"registry": "https://registry.example.com/ml"}},
-    "no tag of NATS": {"nats": {"image": {"tag": ""}}},
-    "a login in an endpoint": {"tracing": {"endpoint": "http://user:secret@collector:4318"}},
-    "no threshold of an alert": {"metrics": {"prometheusRule": {"thresholds": {"essratio": 0.9}}}},
-    "a runbook that is no URL": {"metrics": {"prometheusRule": {"runbook": "docs/runbook.md"}}},
-    "a port out of range": {"networkPolicy": {"hub": {"ports": [70000]}}},
-}
+REFUSED: dict[str, dict[str, Any]] = yaml.safe_load(r"""
+"unknown value": {actors: {}}
+"unknown value of a section": {actor: {replica: 3}}
+"unknown value of a part": {nats: {persistence: {sizes: 1Gi}}}
+"misspelt recipe field": {recipe: {set: {trainer: {stepz: 3}}}}
+"misspelt recipe section": {recipe: {set: {trainers: {steps: 3}}}}
+"misspelt field of a whole recipe": {recipe: {inline: {name: a, modle: {}}}}
+"text for a number": {actor: {replicas: three}}
+"text for a number of the recipe": {recipe: {set: {trainer: {learning_rate: small}}}}
+"number for text": {run: 7}
+"number out of range": {recipe: {set: {sampling: {temperature: 9}}}}
+"null for a number": {recipe: {set: {trainer: {steps: null}}}}
+"not a choice": {recipe: {set: {algorithm: {loss: reinforze}}}}
+"two servers of NATS": {nats: {replicas: 2}}
+"true for a section": {tls: true}
+"a path as a model": {model: {name: /models/llama}}
+"a run that cannot be a subject": {run: My.Run}
+"a Secret that no object can be called": {storage: {existingSecret: my secret}}
+"the same of the page": {trainer: {page: {ingress: {tlsSecret: TLS}}}}
+"a size without a unit": {nats: {persistence: {size: '32'}}}
+"a variable of the chart's own": {actor: {extraEnv: [{name: PIPELINERL_RUN, value: x}]}}
+"a volume of the chart's own": {actor: {extraVolumes: [{name: data, emptyDir: {}}]}}
+"labels that are no labels": {actor: {podLabels: {queue: a b}}}
+"an address as a registry": {images: {registry: 'https://registry.example.com/ml'}}
+"no tag of NATS": {nats: {image: {tag: ''}}}
+"a login in an endpoint": {tracing: {endpoint: 'http://user:secret@collector:4318'}}
+"no threshold of an alert": {metrics: {prometheusRule: {thresholds: {essratio: 0.9}}}}
+"a runbook that is no URL": {metrics: {prometheusRule: {runbook: docs/runbook.md}}}
+"a port out of range": {networkPolicy: {hub: {ports: [70000]}}}
+""")
 
 
 @pytest.mark.parametrize("why", REFUSED)
