@@ -1,7 +1,7 @@
 """Where Kubernetes runs pods: a model of the documented rules of its scheduler, of preemption and of node drains.
 
-A pod is ready as soon as it has a node. Volumes and scores of affinities, resources and images are left out: of nodes that a pod
-prefers equally, the first is taken. A field of a term that the model does not know is refused with a `ValueError`. Sources:
+A pod is ready as soon as it has a node. Volumes are left out, and so are scores of affinities, resources and images: of nodes
+that a pod prefers equally, the first is taken. A field of a term that the model does not know raises a `ValueError`. Sources:
 https://kubernetes.io/docs/concepts/scheduling-eviction/ and pkg/scheduler/framework/plugins of Kubernetes.
 """
 

@@ -4,95 +4,17 @@ import base64
 import functools
 import gzip
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
-from deploy.tools.recipe_schema import SECTIONS, recipe_definitions, text, with_recipe
+from deploy.tools.recipe_schema import recipe_definitions, text, with_recipe
 from deploy.tools.values_reference import comments, default_of, meaning, read_schema, values
 from pipelinerl.kube.checks import problems
 from pipelinerl.recipe.loading import parse_yaml, recipe_from_data
-from tests.chart.rendering import CHART, HelmError, render, rendered_text
-
-Schema = Mapping[str, Any]
-_NOTES = {"title", "$schema", "definitions", "format"}
-_MOST_ITEMS = 2
-_CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"])
-"""Those that YAML takes."""
-_TEXT = st.text(_CHARACTERS, max_size=12)
-_ANYTHING = st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), _TEXT | st.integers(0, 9), max_size=2)
-
-
-def allowed(schema: Schema, definitions: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    """Raises `ValueError` for a keyword that is not known here."""
-    if "$ref" in schema:
-        return allowed(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    if "anyOf" in schema:
-        return st.one_of([allowed(part, definitions) for part in schema["anyOf"]])
-    if "enum" in schema:
-        return st.sampled_from(schema["enum"])
-    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    return st.one_of([_of_type(kind, schema, definitions) for kind in kinds])
-
-
-def _of_type(kind: str, schema: Schema, definitions: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    keywords = set(schema) - _NOTES - {"type"}
-    if kind == "object":
-        _check(keywords, {"properties", "required", "additionalProperties", "propertyNames"})
-        return _object(schema, definitions)
-    if kind == "array":
-        _check(keywords, {"items", "minItems"})
-        fewest = schema.get("minItems", 0)
-        items = allowed(schema["items"], definitions) if "items" in schema else _ANYTHING
-        return st.lists(items, min_size=fewest, max_size=fewest + _MOST_ITEMS)
-    if kind == "string":
-        _check(keywords, {"pattern", "minLength", "not"})
-        return _string(schema)
-    if kind == "integer":
-        _check(keywords - {"properties", "additionalProperties"}, {"minimum", "maximum"})
-        return st.integers(schema.get("minimum", -(2**31)), schema.get("maximum", 2**31))
-    if kind == "number":
-        _check(keywords, {"minimum", "exclusiveMinimum", "maximum"})
-        above = schema.get("exclusiveMinimum")
-        least = schema["minimum"] if above is None else above
-        return st.floats(least, schema["maximum"], exclude_min=above is not None, allow_subnormal=False)
-    return st.none() if kind == "null" else st.booleans()
-
-
-def _object(schema: Schema, definitions: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    if "properties" in schema:
-        parts = {name: allowed(part, definitions) for name, part in schema["properties"].items()}
-        needed = schema.get("required", [])
-        optional = {name: part for name, part in parts.items() if name not in needed}
-        return st.fixed_dictionaries({name: parts[name] for name in needed}, optional=optional)
-    if "propertyNames" not in schema:
-        return _ANYTHING
-    names = _string(schema["propertyNames"])
-    return st.dictionaries(names, allowed(schema["additionalProperties"], definitions), max_size=_MOST_ITEMS)
-
-
-def _string(schema: Schema) -> st.SearchStrategy[str]:
-    pattern = schema.get("pattern", "").replace("$", r"\Z")
-    strings = st.from_regex(pattern, alphabet=_CHARACTERS) if pattern else _TEXT
-    fewest, refused = schema.get("minLength", 0), schema.get("not", {})
-    return strings.filter(
-        lambda text: (
-            len(text) >= fewest
-            and text not in refused.get("enum", ())
-            and not text.startswith(refused.get("pattern", "^\0").removeprefix("^"))
-        )
-    )
-
-
-def _check(found: set[str], known: set[str]) -> None:
-    if found - known:
-        raise ValueError(f"keywords {sorted(found - known)} are not known here")
-
+from tests.chart.rendering import CHART, HelmError, Rendered, render, rendered_text
 
 SCHEMA = read_schema()
 VALUES_TEXT = (CHART / "values.yaml").read_text(encoding="utf-8")
@@ -196,38 +118,22 @@ def test_helm_refuses(why: str) -> None:
         render(REFUSED[why])
 
 
-def _partial(section: Schema) -> Schema:
-    """A section as values give it: Helm adds the rest before it looks at the schema."""
-    inner = {name: _partial(part) for name, part in section.get("properties", {}).items()}
-    return {key: part for key, part in section.items() if key != "required"} | ({"properties": inner} if inner else {})
-
-
-def _generated() -> st.SearchStrategy[dict[str, Any]]:
-    """Any sections of what the schema allows, but for the recipe's fields: those are test_recipe.py's."""
-    sections = dict(SCHEMA["properties"])
-    recipe = {"type": "object", "properties": {"name": {"enum": ["gsm", "arithmetic"]}}}
-    definitions = SCHEMA["definitions"] | {name: _partial(SCHEMA["definitions"][name]) for name in SECTIONS}
-    parts = {name: allowed(_partial(schema), definitions) for name, schema in (sections | {"recipe": recipe}).items()}
-    return st.fixed_dictionaries({}, optional=parts)
-
-
-@settings(
-    max_examples=25,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],  # without shrinking: an example takes half a second
-)
-@given(_generated())
-def test_what_the_schema_allows_renders_or_is_refused_by_name(values: dict[str, Any]) -> None:
+def test_each_switch_the_other_way_and_each_choice_renders_or_is_refused_by_name() -> None:
     """The Job finds what it checks in each, too."""
-    refusal = ""
-    try:
-        rendered = render(values)
-        assert rendered.of_kind("Deployment")
-        for config in rendered.of_kind("ConfigMap"):
-            if "values.yaml" in config.get("data", {}):
-                recipe = recipe_from_data(parse_yaml(config["data"]["recipe.yaml"], ""), "")
-                assert isinstance(problems(yaml.safe_load(config["data"]["values.yaml"]), recipe), list)
-    except HelmError as error:
-        refusal = str(error)
-    assert not refusal or "\n\npipelinerl: " in refusal, refusal
+    tried = 0
+    for path, schema in LEAVES.items():
+        for value in schema.get("enum", [True, False] if schema.get("type") == "boolean" else []):
+            if value == default_of(path):
+                continue
+            tried += 1
+            refusal, rendered = "", Rendered([])
+            try:
+                rendered = render(functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), value))
+            except HelmError as error:
+                refusal = str(error)
+            assert not refusal or "\n\npipelinerl: " in refusal, (path, value)
+            for config in rendered.of_kind("ConfigMap"):
+                if "values.yaml" in config.get("data", {}):
+                    recipe = recipe_from_data(parse_yaml(config["data"]["recipe.yaml"], ""), "")
+                    assert isinstance(problems(yaml.safe_load(config["data"]["values.yaml"]), recipe), list)
+    assert tried > 50

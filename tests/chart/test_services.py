@@ -120,26 +120,21 @@ def test_servers_listen_where_the_ports_say(rendered: Rendered) -> None:
 
 
 def test_names_and_ports_of_other_services_are_theirs(rendered: Rendered) -> None:
-    def is_served(host: str, port: int) -> bool:
+    def is_served(host: str, port: str) -> bool:
         first, _, governing = host.partition(".")
         if governing:
             owner, _, index = first.rpartition("-")
             stateful = rendered.one("StatefulSet", owner)["spec"]
             assert stateful["serviceName"] == governing
             assert int(index) < stateful["replicas"]
-        service = rendered.one("Service", governing or first)
-        return any(entry["port"] == port for entry in service["spec"]["ports"])
+        return any(entry["port"] == int(port) for entry in rendered.one("Service", governing or first)["spec"]["ports"])
 
     for pod in services(rendered):
         settings = settings_of(pod.main)
-        for name in ("verifier", "trainer", "rendezvous"):
+        for name in ("verifier", "trainer", "rendezvous", "nats_url"):
             if address := getattr(settings, name, ""):
-                host, _, port = address.removeprefix("dns:///").rpartition(":")
-                assert is_served(host, int(port)), (name, address)
-        if not isinstance(settings, VerifierSettings):
-            found = re.fullmatch(r"(?:nats|tls)://([a-z.-]+):4222", settings.nats_url)
-            assert found
-            assert found[1] == "nats.messaging" or is_served(found[1], 4222)
+                host, _, port = re.sub(".*//(/)?", "", address).rpartition(":")
+                assert host == "nats.messaging" or is_served(host, port), (name, address)
 
 
 def some(pods: list[Pod], item: Object) -> list[Pod]:
