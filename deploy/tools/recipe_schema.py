@@ -1,4 +1,4 @@
-"""The chart's values.schema.json: the recipe's part is generated from the models, so that Helm refuses a misspelt field.
+"""The generated parts of the chart's values.schema.json: the recipe's fields, and the names of values that must not be null.
 
     python -m deploy.tools.recipe_schema            # is it up to date? Exit code 1 if not
     python -m deploy.tools.recipe_schema --write    # bring it up to date
@@ -6,6 +6,9 @@
 Helm stores the schema in the Secret of each release, so it has only what Helm checks, and each definition once. Defaults and
 meanings of values stand in values.yaml. Every recipe field is optional, because recipe.set holds some of them. The services
 check what a whole recipe must hold, and rules between fields.
+
+A null in the user's values removes the default before Helm checks the schema. So `required` names each value for which neither
+null nor an empty value is meant. Helm then refuses the null by name, and templates take any other null as empty.
 """
 
 from __future__ import annotations
@@ -13,13 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
+
+import jsonschema
 
 from pipelinerl.recipe.fields import Recipe
 
 SCHEMA = Path(__file__).resolve().parents[1] / "helm" / "values.schema.json"
 _WIDTH = 128
+SECTIONS = {"image", "serviceAccount", "podDisruptionBudget"}
+"""Definitions whose parts are values. A value of another definition is set as a whole."""
 _LEFT_OUT = ("description", "default")
 _REFERENCES = "#/$defs/"
 
@@ -37,7 +45,25 @@ def with_recipe(schema: dict[str, Any]) -> dict[str, Any]:
     names = recipe_definitions()
     own = {name: part for name, part in schema["definitions"].items() if name not in names and name[:1].islower()}
     kept: dict[str, Any] = _without(schema | {"definitions": own}, _LEFT_OUT)
-    return kept | {"definitions": kept["definitions"] | names}
+    kept["definitions"] |= names
+    for section in (kept, *(kept["definitions"][name] for name in SECTIONS)):
+        _require(section, kept["definitions"])
+    return kept
+
+
+def _require(section: dict[str, Any], definitions: dict[str, Any]) -> None:
+    """Set `required` of a section of values, and of the sections within."""
+    required = []
+    for name, part in section["properties"].items():
+        validator = jsonschema.Draft7Validator(part | {"definitions": definitions})
+        if "properties" in part:
+            _require(part, definitions)
+        is_section = "properties" in part or part.get("$ref", "").rpartition("/")[2] in SECTIONS
+        empties = (None,) if is_section else (None, "", [], {})
+        if not any(map(validator.is_valid, empties)):
+            required.append(name)
+    section.pop("required", None)
+    section |= {"required": required} if required else {}
 
 
 def text(value: Any, indent: int = 0, used: int = 0) -> str:
@@ -45,6 +71,8 @@ def text(value: Any, indent: int = 0, used: int = 0) -> str:
     line = json.dumps(value, ensure_ascii=False)
     if (indent and used + len(line) < _WIDTH) or not isinstance(value, dict | list) or not value:
         return line
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return textwrap.fill(line, _WIDTH, initial_indent=" " * used, subsequent_indent=" " * (indent + 1))[used:]
     names = [f"{json.dumps(name)}: " if isinstance(value, dict) else "" for name in value]
     parts = value.values() if isinstance(value, dict) else value
     lines = [

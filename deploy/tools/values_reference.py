@@ -19,11 +19,10 @@ from typing import Any
 import yaml
 
 from deploy.tools.generated import GeneratedPart, row
+from deploy.tools.recipe_schema import SECTIONS
 
 CHART = Path(__file__).resolve().parents[1] / "helm"
 _HEAD = "| value | type | default | meaning |\n|---|---|---|---|"
-_SECTIONS = {"image", "serviceAccount", "podDisruptionBudget"}
-"""Definitions whose parts are values. A value of another definition is set as a whole."""
 _OF_KUBERNETES = {
     "name": "text",
     "size": "text",
@@ -82,7 +81,7 @@ def values(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     def within(path: str, part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         named = part.get("$ref", "").rpartition("/")[2]
-        section = schema["definitions"][named] if named in _SECTIONS else part
+        section = schema["definitions"][named] if named in SECTIONS else part
         if section.get("type") != "object" or "properties" not in section:
             yield path, part
             return

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import sys
 import time
-import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,8 +21,8 @@ from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.commands.run_folder import table
 from pipelinerl.errors import FieldError, MissingPackage, PipelineRLError, ServiceError
 from pipelinerl.kube import submission
-from pipelinerl.kube.person import LIST_SETS, PersonClient
-from pipelinerl.kube.submission import INSTANCE, RUNS, STATE, Object, Release, labels_of, name_of
+from pipelinerl.kube.client import LIST_SETS, Object, PersonClient, name_of
+from pipelinerl.kube.submission import INSTANCE, RUNS, STATE, Release, labels_of
 from pipelinerl.local.progress import RunState, duration, open_display
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe, understood
@@ -40,26 +38,26 @@ def submit(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides) if args.recipe is not None else None
     name = check_run_name(args.attach or args.release or (recipe.name if recipe else ""), "--release")
     folder = args.output or Path("runs", name)
-    if recipe is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FieldError("--output", str(folder), "is not empty; give another folder, or --release another name")
+    if recipe is not None:
+        submission.check_folder(folder)
     for file in args.values:
         if not file.is_file() or "," in str(file):
             raise FieldError("--values", str(file), "no such file, or a comma in its name, at which Helm splits it")
-    client = _client(args)
-    release = Release(name, args.namespace, client.context, client, args.output)
+    release = Release(name, _client(args), args.output)
+    if args.attach:
+        release.left = release.goes_on
     try:
         return asyncio.run(_submit(args, recipe, release, folder))
     except KeyboardInterrupt:
-        told = f"what is installed stays, and a run goes on\n  watch   {release.watching}\n  remove  {release.removing}"
-        print(f"\npipelinerl: interrupted; {told}", file=sys.stderr)
+        print(f"\npipelinerl: interrupted; {release.left}", file=sys.stderr)
         raise
 
 
 def _client(args: argparse.Namespace) -> PersonClient:
-    if importlib.util.find_spec("kubernetes") is None:
-        raise MissingPackage("the package kubernetes is missing: pip install 'pipelinerl[cluster]'")
-    from kubernetes.aio.config import ConfigException, list_kube_config_contexts
-
+    try:
+        from kubernetes.aio.config import ConfigException, list_kube_config_contexts
+    except ImportError as error:
+        raise MissingPackage("the package kubernetes is missing: pip install 'pipelinerl[cluster]'") from error
     try:  # named from here on, since the current context may change during a run of hours
         context = args.context or list_kube_config_contexts()[1]["name"]
     except (ConfigException, LookupError, TypeError) as error:
@@ -80,10 +78,11 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
             if recipe is not None:
                 await submission.check_absent(release)
                 display.note(printable("\n".join([f"submitting {release.name}", *understood(args.overrides)])))
+                release.left = f"a part of it may be installed; remove it before you submit it again: {release.removing}"
                 await submission.install(release, _chart(args.chart), args.values, chart_values(recipe, release.name), show)
+                release.left = release.goes_on
             if recipe is not None and not args.watch:
-                told = f"submitted {release.name}; its pods stay after the end of the run, until its results are fetched"
-                display.note(f"{told}\n  watch and fetch  {release.watching}\n  remove           {release.removing}")
+                display.note(f"submitted {release.name}; its pods stay until its results are fetched\n{release.goes_on}")
                 return 0
             submission.check_folder(folder, (await submission.look(release)).uid)  # before hours of watching
             seen = await submission.watch(release, state, display, began_s)
@@ -95,18 +94,18 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
             keep = args.keep or not seen.was_submitted  # another release may be meant to stay
             if not keep:
                 show("removing the release")
+                release.left = f"the results are in {folder}; remove the rest: {release.removing}"
                 await submission.remove(release)
             state.on_end("done")
-            lines = ["the run is finished", f"  report      {report}", f"  checkpoint  {folder / 'checkpoint'}"]
-            display.note("\n".join([*lines, *([f"  remove      {release.removing}"] if keep else [])]))
+            removing = f"\n  remove      {release.removing}" if keep else ""
+            display.note(f"the run is finished\n  report      {report}\n  checkpoint  {folder / 'checkpoint'}{removing}")
     return 0
 
 
 def chart_values(recipe: Recipe, run: str) -> dict[str, Any]:
-    """Return the values of a release for one run. The trainer stays after the end, since its pod reads the volume."""
+    """Return the values of a release for one run."""
     inline = recipe.model_dump(mode="json", exclude_unset=True)
-    labels = {submission.SUBMITTED: uuid.uuid4().hex}
-    return {"recipe": {"inline": inline}, "run": run, "trainer": {"onCompletion": "keep"}, "commonLabels": labels}
+    return {"recipe": {"inline": inline}, "run": run}
 
 
 def _chart(given: str | None) -> str:

@@ -47,7 +47,7 @@ from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
 from pipelinerl.tasks.source import Source
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
-_SIZE_IN_NAME = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
+_SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """In a name such as 17B-16E, 17B counts only the parameters that one token uses."""
 _ROUNDED = 1.1
@@ -95,8 +95,8 @@ def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
     """Return the problems of the chart's values in a file. Raises `FieldError` if the file has no values of this chart."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-        size = values["trainer"]["persistence"]["size"]  # It is empty if the user brings a claim, whose size is unknown.
-        full = volume_problem(recipe, size) if size else None
+        claim = values["trainer"]["persistence"]
+        full = None if claim.get("existingClaim") else volume_problem(recipe, claim["size"])
         return checks.problems(values, recipe) + ([full] if full else [])
     except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         fix = f"cannot be read as chart values ({first_line(error)}); give values.yaml of the ConfigMap RELEASE-validation"
@@ -201,32 +201,34 @@ def gib_of(text: str) -> float:
 
 
 def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
-    """Return an error if the model and its checkpoints surely do not fit on the trainer's volume of `size`, else None."""
-    # The names of hub models tell sizes. A number in a path may mean anything.
-    if recipe.model.source != "hub" and not known_parameters(recipe.model):
-        return None
+    """Return why the model and its checkpoints do not fit on the trainer's volume of this size. None if they do, or if neither
+    the model's files nor its name on the hub tell its size. (A number in a path may mean anything.)"""
+    unknown = FieldError("trainer.persistence.size", size, "is empty; set the size of the volume, such as 500Gi")
     try:
-        model = model_of(recipe, None)
+        model = model_of(recipe, None) if recipe.model.source == "hub" or known_parameters(recipe.model) else None
     except FieldError:
-        return None
+        model = None
+    if model is None:
+        return None if size else unknown
     keep, each = recipe.checkpoint.keep, checkpoint_bytes(recipe, int(model.parameters))
     needed = (keep + 1) * each + model.weights_bytes
-    if needed <= checks.quantity(size):
+    if size and needed <= checks.quantity(size):
         return None
     why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
     return FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
-    """Return the recipe's model. By default, its files or name tell the number of parameters. Raises `FieldError`."""
-    size: float = size_of(parameters) if parameters is not None else known_parameters(recipe.model)
-    if not size:
-        name = recipe.model.name or recipe.model.source
-        named = [] if _EXPERTS_IN_NAME.search(name) else [size_of(size) for size in _SIZE_IN_NAME.findall(name)]
-        if not named:
-            fix = f"the model's name, {name}, does not tell its size; give the size of all experts together, such as 7.6B"
-            raise FieldError("--parameters", None, fix)
-        size = _ROUNDED * max(named)
+    """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
+    if size := size_of(parameters) if parameters is not None else known_parameters(recipe.model):
+        return Model.of(recipe, size, active_share=active_share(recipe.model, size))
+    name = recipe.model.name or recipe.model.source
+    parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last one is the closest to the model
+    named = parts[-1:] if not _EXPERTS_IN_NAME.search(name) else []
+    if not named:
+        fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
+        raise FieldError("--parameters", None, fix)
+    size = _ROUNDED * max(map(size_of, _SIZE_IN_NAME.findall(named[0])))
     return Model.of(recipe, size, active_share=active_share(recipe.model, size))
 
 

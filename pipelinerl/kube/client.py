@@ -1,10 +1,8 @@
-"""Calls to the Kubernetes API through the official asyncio client, with bounded times and one typed error. Those of a pod are
-here, with its ServiceAccount; `person` adds those of a person with a kubeconfig.
+"""Calls to the Kubernetes API through the official asyncio client, with bounded times and one typed error.
 
-The trainer's permissions are listed here as data: the chart's Role grants exactly these, and the error of a refusal names the
-missing one. Token and CA are read from the files that the kubelet provides. The library reads the token again every minute, and
-this client does so at once if the API refuses the token, so that a pod outlives its tokens. Apart from that, the client does
-not retry: callers know how urgent a call is.
+`KubeClient` has the rights of a pod's ServiceAccount, `PersonClient` those of a person's kubeconfig. The chart's Role grants
+exactly the permissions listed here. The library reads the pod's token again every minute, and this client also does so if the
+API refuses the token. Apart from that, the client does not retry, because callers know how urgent a call is.
 """
 
 from __future__ import annotations
@@ -14,38 +12,43 @@ import base64
 import importlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from aiohttp import ClientError, ClientResponse
+from aiohttp import ClientError, ClientResponse, WSMsgType, WSServerHandshakeError
+from aiohttp import ClientWebSocketResponse as Socket
 
-from pipelinerl.errors import PipelineRLError
-from pipelinerl.service.retry import Backoff
+from pipelinerl.errors import PipelineRLError, ServiceError
+from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.service.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, order=True)
 class Permission:
-    """One verb on one resource, in the pod's own namespace. `group`: API group; empty = the core group."""
+    """One verb on one resource in a namespace. `group`: API group; empty = the core group. `method`: the library's method."""
 
     resource: str
     verb: str
     group: str = ""
+    method: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.verb} {self.resource}"
 
 
-LIST_PODS = Permission("pods", "list")
-WATCH_PODS = Permission("pods", "watch")
-PATCH_CONFIG = Permission("configmaps", "patch")
-PATCH_REPORT = Permission("secrets", "patch")
-COUNT_ACTORS = Permission("deployments/scale", "get", "apps")
-SCALE_ACTORS = Permission("deployments/scale", "patch", "apps")
-SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps")
+LIST_PODS = Permission("pods", "list", method="list_namespaced_pod")
+WATCH_PODS = Permission("pods", "watch", method="list_namespaced_pod")
+PATCH_CONFIG = Permission("configmaps", "patch", method="patch_namespaced_config_map")
+PATCH_REPORT = Permission("secrets", "patch", method="patch_namespaced_secret")
+COUNT_ACTORS = Permission("deployments/scale", "get", "apps", "read_namespaced_deployment_scale")
+SCALE_ACTORS = Permission("deployments/scale", "patch", "apps", "patch_namespaced_deployment_scale")
+SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps", "patch_namespaced_stateful_set_scale")
 
 TRAINER = frozenset({LIST_PODS, WATCH_PODS})
 """Permissions of the trainer, the only service with a token."""
@@ -53,11 +56,30 @@ KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
 """Permissions for every value of `on_completion`, since an earlier end of the run may have scaled its actors to zero."""
 COMPLETION = {"keep": KEEP, "release": (*KEEP, PATCH_REPORT, SCALE_TRAINER), "exit": (*KEEP, SCALE_TRAINER)}
 """Further permissions by `on_completion`, each for a single object of the trainer's release."""
-_SCALE = {SCALE_ACTORS: "patch_namespaced_deployment_scale", SCALE_TRAINER: "patch_namespaced_stateful_set_scale"}
-_MERGE = "application/merge-patch+json"
-ASK_RIGHTS = Permission("selfsubjectaccessreviews", "create", "authorization.k8s.io")
+ASK_RIGHTS = Permission("selfsubjectaccessreviews", "create", "authorization.k8s.io", "create_self_subject_access_review")
 """Every ServiceAccount has this permission unless an administrator removed it."""
-_GROUPS = {"apps": "AppsV1Api", ASK_RIGHTS.group: "AuthorizationV1Api"}
+
+LIST_CONFIGS = Permission("configmaps", "list", method="list_namespaced_config_map")
+LIST_CLAIMS = Permission("persistentvolumeclaims", "list", method="list_namespaced_persistent_volume_claim")
+LIST_SETS = Permission("statefulsets", "list", "apps", "list_namespaced_stateful_set")
+LIST_JOBS = Permission("jobs", "list", "batch", "list_namespaced_job")
+LIST_ACCOUNTS = Permission("serviceaccounts", "list", method="list_namespaced_service_account")
+DELETE_CONFIG = Permission("configmaps", "delete", method="delete_namespaced_config_map")
+DELETE_CLAIM = Permission("persistentvolumeclaims", "delete", method="delete_namespaced_persistent_volume_claim")
+DELETE_JOB = Permission("jobs", "delete", "batch", "delete_namespaced_job")
+DELETE_ACCOUNT = Permission("serviceaccounts", "delete", method="delete_namespaced_service_account")
+GET_SECRET = Permission("secrets", "get", method="read_namespaced_secret")
+EXECUTE = Permission("pods/exec", "get, create", method="connect_get_namespaced_pod_exec")
+FORWARD = Permission("pods/portforward", "get, create", method="connect_get_namespaced_pod_portforward")
+"""From Kubernetes 1.35 on, a websocket needs both verbs."""
+_GROUPS = {"": "CoreV1Api", "apps": "AppsV1Api", "batch": "BatchV1Api", ASK_RIGHTS.group: "AuthorizationV1Api"}
+_MERGE = "application/merge-patch+json"
+_CHUNK_BYTES = 64 * 1024
+_MOST_ERROR_BYTES = 2000
+_STDOUT, _STDERR, _ERROR = 1, 2, 3
+"""Channels of a command: the first byte of each message."""
+_DATA = 0
+"""Channel of a port. The first message of each channel repeats the port's number."""
 
 
 class KubeError(PipelineRLError):
@@ -66,16 +88,10 @@ class KubeError(PipelineRLError):
 
     def __init__(self, permission: Permission, status: int, detail: object) -> None:
         self.permission, self.status, self.detail = permission, status, str(detail)[:DETAIL_CHARACTERS]
+        role = f'apiGroups ["{permission.group}"], resources [{permission.resource}], verbs [{permission.verb}]'
+        fixes = {401: ". The API does not accept the account's token", 403: f". Bind the account to a Role with {role}"}
         answer = f"status {status}" if status else "no answer"
-        fix = ""
-        if status == 401:
-            fix = ". The API does not accept the account's token"
-        elif status == 403:
-            fix = (
-                f'. Bind the account to a Role with apiGroups ["{permission.group}"], resources '
-                f"[{permission.resource}], verbs [{permission.verb}]"
-            )
-        super().__init__(f"cannot {permission}: {answer}: {self.detail}{fix}")
+        super().__init__(f"cannot {permission}: {answer}: {self.detail}{fixes.get(status, '')}")
 
     @property
     def denied(self) -> bool:
@@ -83,128 +99,84 @@ class KubeError(PipelineRLError):
         return self.status in (401, 403)
 
 
-@dataclass(frozen=True)
-class KubeBackoff(Backoff):
-    """Delays between attempts at the API. After a refusal, which lasts until a person changes something, the delay is
-    `denied_s`. `failures` is the number of failures in a row, including the present one."""
-
-    first_s: float = 0.5
-    most_s: float = 30.0
-    denied_s: float = 300.0
-
-    def after(self, error: Exception, failures: int) -> float:
-        return self.denied_s if isinstance(error, KubeError) and error.denied else self.delay_s(failures)
+BACKOFF = Backoff(first_s=0.5, most_s=30.0)
 
 
-BACKOFF = KubeBackoff()
+def is_kube_error(error: Exception) -> bool:
+    return isinstance(error, KubeError)
 
 
-@dataclass(frozen=True)
-class Pod:
-    """State of a pod. `terminating`: its deletion was requested. `deleted`: it is gone, or the selector no longer matches it.
-    `cause`: reason for its phase, if the API gives one."""
-
-    name: str
-    uid: str
-    phase: str = "Running"
-    terminating: bool = False
-    deleted: bool = False
-    cause: str = ""
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any], *, deleted: bool = False) -> Pod:
-        metadata, status = raw.get("metadata") or {}, raw.get("status") or {}
-        return cls(
-            name=metadata.get("name", ""),
-            uid=metadata.get("uid", ""),
-            phase=status.get("phase", ""),
-            terminating=bool(metadata.get("deletionTimestamp")),
-            deleted=deleted,
-            cause=status.get("reason", ""),
-        )
+Object = dict[str, Any]
+"""An object of the API, as JSON."""
 
 
-REQUEST_S = 5.0
-WATCH_S = 300
-"""Seconds after which the server ends a watch. The next watch continues from there."""
-SILENCE_S = 120.0
-"""Seconds without data after which a watch counts as broken. Bookmarks come every minute."""
+def name_of(item: Object) -> str:
+    return str(item["metadata"]["name"])
+
+
+REQUEST_S, PERSON_S = 5.0, 30.0
+"""Time limits of a call by a pod and by a person. A dead websocket is noticed after one and a half times the latter."""
+WATCH_S = 60
+"""Seconds after which the server ends a watch. The pods are then listed again, which also finds what a broken watch missed."""
 DETAIL_CHARACTERS = 300
 
 
-PodChange = tuple[Pod | None, str]
-"""A pod's current state (None in a bookmark), and the resource version from which the next watch continues."""
-
-
 class KubeClient:
-    """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. `close` must
-    follow the last call. Calls raise `KubeError`."""
+    """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
+    manager, which closes its connections. Calls raise `KubeError`."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S) -> None:
         self.namespace = namespace
         self._service_account, self._request_s = service_account, request_s
         self._api: Any = None
 
-    async def close(self) -> None:
-        """Close the connections. A later call opens new ones."""
-        api, self._api = self._api, None
-        if api is not None:
-            await api.api_client.close()
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._api is not None:
+            await self._api.close()
 
     async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
         """Set these keys of a ConfigMap, remove those whose value is None, and keep the others. Return all keys and values."""
         body = {"data": dict(data)}
-        raw = await self._ask(PATCH_CONFIG, "patch_namespaced_config_map", name=name, body=body, _content_type=_MERGE)
+        raw = await self._ask(PATCH_CONFIG, name=name, body=body, _content_type=_MERGE)
         return dict(raw.get("data") or {})
 
     async def patch_secret(self, name: str, data: Mapping[str, bytes]) -> None:
         """Set these keys of a Secret, which holds at most 1 MiB, and keep the others."""
         body = {"data": {key: base64.b64encode(value).decode() for key, value in data.items()}}
-        await self._ask(PATCH_REPORT, "patch_namespaced_secret", name=name, body=body, _content_type=_MERGE)
+        await self._ask(PATCH_REPORT, name=name, body=body, _content_type=_MERGE)
 
     async def count_actors(self, name: str) -> int:
         """Return the wanted replicas of a Deployment."""
-        raw = await self._ask(COUNT_ACTORS, "read_namespaced_deployment_scale", name=name)
+        raw = await self._ask(COUNT_ACTORS, name=name)
         return int(raw["spec"].get("replicas", 0))  # the API leaves a zero out
 
     async def scale(self, permission: Permission, name: str, replicas: int) -> None:
         """Scale the object `name` like `kubectl scale`. `permission`: the one to scale objects of its kind."""
-        await self._ask(permission, _SCALE[permission], name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
+        await self._ask(permission, name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
     async def may(self, permission: Permission, name: str = "") -> bool:
         """Return whether the ServiceAccount has this permission in its namespace, on object `name` or (empty) on all."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
-        raw = await self._ask(ASK_RIGHTS, "create_self_subject_access_review", body=body)
+        raw = await self._ask(ASK_RIGHTS, body=body)
         return bool((raw.get("status") or {}).get("allowed"))
 
-    async def list_pods(self, selector: str) -> tuple[list[Pod], str]:
+    async def list_pods(self, selector: str) -> tuple[list[Object], str]:
         """Return the pods, and the resource version from which a watch can follow their changes."""
-        raw = await self._ask(LIST_PODS, "list_namespaced_pod", label_selector=selector)
-        return [Pod.from_json(item) for item in raw.get("items") or ()], _resource_version(raw)
+        raw = await self._ask(LIST_PODS, label_selector=selector)
+        return list(raw.get("items") or ()), str((raw.get("metadata") or {}).get("resourceVersion", ""))
 
-    @asynccontextmanager
-    async def watch_pods(self, selector: str, resource_version: str) -> AsyncIterator[AsyncIterator[PodChange]]:
-        """Yield an iterator over the changes after `resource_version`. The iterator ends when the server ends the watch;
-        leaving the block closes the connection. An error with status 410 means that the server no longer has that version: list
-        again."""
+    async def watch_pods(self, selector: str, resource_version: str) -> ClientResponse:
+        """Return the open response of a watch, with one change after `resource_version` in each line. The caller closes it."""
+        options = {"label_selector": selector, "resource_version": resource_version, "watch": True, "timeout_seconds": WATCH_S}
         with as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):
-                response = await self._respond(
-                    WATCH_PODS,
-                    "list_namespaced_pod",
-                    label_selector=selector,
-                    resource_version=resource_version,
-                    watch=True,
-                    allow_watch_bookmarks=True,
-                    timeout_seconds=WATCH_S,
-                    _request_timeout=WATCH_S + SILENCE_S,
-                )
-        try:
-            yield _changes(response)
-        finally:
-            response.close()
+                limit_s = WATCH_S + self._request_s  # a dead connection ends then, too
+                return await self._respond(WATCH_PODS, **options, _request_timeout=limit_s)
 
     async def _load_account(self, configuration: Any) -> None:
         """Read the server's address and CA, and the account's token."""
@@ -213,38 +185,39 @@ class KubeClient:
         loader = InClusterConfigLoader(str(self._service_account / "token"), str(self._service_account / "ca.crt"))
         loader.load_and_set(configuration)
 
-    async def _core_api(self) -> Any:
-        """Return the `CoreV1Api`, and make it first if there is none."""
+    async def _connection(self) -> Any:
+        """Return the library's `ApiClient`, and make it first if there is none."""
         if self._api is None:
             client = await asyncio.to_thread(importlib.import_module, "kubernetes.aio.client")  # takes about a second
             configuration = client.Configuration()
             await self._load_account(configuration)
-            self._api = self._api or client.CoreV1Api(client.ApiClient(configuration))
+            self._api = self._api or client.ApiClient(configuration)
         return self._api
 
-    async def _ask(self, permission: Permission, method: str, **arguments: Any) -> dict[str, Any]:
+    async def _ask(self, permission: Permission, **arguments: Any) -> Object:
         with as_kube_error(permission):
-            response = await self._respond(permission, method, **arguments, _request_timeout=self._request_s)
-            return _parsed(permission, await response.read())
+            response = await self._respond(permission, **arguments, _request_timeout=self._request_s)
+            answer: Object = json.loads(await response.read())
+            return answer
 
-    async def _respond(self, permission: Permission, method: str, **arguments: Any) -> ClientResponse:
+    async def _respond(self, permission: Permission, **arguments: Any) -> ClientResponse:
         """Return the response to an accepted call. If the token is refused, read its file again and repeat the call once."""
-        group = await self._core_api()
-        if permission.group:
-            from kubernetes.aio import client
+        api = await self._connection()
+        from kubernetes.aio import client
 
-            group = getattr(client, _GROUPS[permission.group])(self._api.api_client)
+        call = getattr(getattr(client, _GROUPS[permission.group])(api), f"{permission.method}_without_preload_content")
         if permission != ASK_RIGHTS:
             arguments["namespace"] = self.namespace
-        call = getattr(group, f"{method}_without_preload_content")
         response: ClientResponse = await call(**arguments)
         if response.status == 401:
             response.release()
-            await self._load_account(self._api.api_client.configuration)
+            await self._load_account(api.configuration)
             response = await call(**arguments)
         if response.status >= 300:
-            body = await response.read()
-            raise KubeError(permission, response.status, _message(body) or response.reason or "no reason given")
+            body, detail = await response.read(), ""
+            with suppress(ValueError, TypeError, KeyError):  # not a Status object
+                detail = str(json.loads(body)["message"])
+            raise KubeError(permission, response.status, detail or response.reason or "no reason given")
         return response
 
 
@@ -253,25 +226,118 @@ def in_cluster(settings: TrainerSettings) -> KubeClient | None:
     return KubeClient(settings.pod_namespace, settings.service_account_dir) if settings.pod_namespace else None
 
 
-async def _changes(response: ClientResponse) -> AsyncIterator[PodChange]:
-    while True:
-        with as_kube_error(WATCH_PODS):
-            async with asyncio.timeout(SILENCE_S):
-                line = await response.content.readline()
-        if not line:
+class PersonClient(KubeClient):
+    """Access to one namespace with a context of the kubeconfig; empty = the current one. Commands and ports of pods are
+    websockets through the API server, to which no NetworkPolicy applies."""
+
+    def __init__(self, namespace: str, context: str = "") -> None:
+        super().__init__(namespace, Path(), request_s=PERSON_S)
+        self.context = context
+
+    async def _load_account(self, configuration: Any) -> None:
+        from kubernetes.aio.config import load_kube_config
+
+        await load_kube_config(context=self.context or None, client_configuration=configuration)
+
+    async def items(self, permission: Permission, selector: str) -> list[dict[str, Any]]:
+        """Return the objects that this permission lists, as JSON."""
+        raw = await self._ask(permission, label_selector=selector)
+        return list(raw.get("items") or ())
+
+    async def delete(self, permission: Permission, name: str) -> None:
+        """Delete an object, and then what depends on it. A volume goes when no pod uses it any more."""
+        await self._ask(permission, name=name, propagation_policy="Background")
+
+    async def secret(self, name: str) -> dict[str, bytes]:
+        raw = await self._ask(GET_SECRET, name=name)
+        return {key: base64.b64decode(value) for key, value in (raw.get("data") or {}).items()}
+
+    async def execute(self, pod: str, container: str, command: Sequence[str]) -> AsyncIterator[bytes]:
+        """Execute a command and yield its output. Raises `ServiceError` if it fails, `KubeError` if the connection ends before
+        the command does."""
+        errors, options = b"", {"container": container, "command": [*command], "stdout": True, "stderr": True}
+        async with self._connect(EXECUTE, pod, **options) as socket:
+            async for message in socket:
+                if message.type is not WSMsgType.BINARY or not message.data:
+                    break
+                channel, data = message.data[0], message.data[1:]
+                if channel == _STDOUT and data:
+                    yield data
+                elif channel == _STDERR:
+                    errors = (errors + data)[-_MOST_ERROR_BYTES:]
+                elif channel == _ERROR:
+                    ended = json.loads(data)
+                    if ended.get("status") == "Success":
+                        return
+                    said = errors.decode(errors="replace").strip() or ended.get("message", "")
+                    raise ServiceError(f"{command[0]} failed in pod {pod}: {said}")
+        raise KubeError(EXECUTE, 0, "the connection ended")
+
+    @asynccontextmanager
+    async def forwarded(self, pod: str, port: int, refused: list[KubeError]) -> AsyncIterator[str]:
+        """Listen on a socket that only this user can reach, and yield its address for gRPC. Each connection leads to a port of
+        the pod with this name at that time. Refusals are appended to `refused`."""
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                async with self._connect(FORWARD, pod, ports=str(port)) as socket:
+                    sending = asyncio.create_task(_send(reader, socket))
+                    try:
+                        await _receive(socket, writer)
+                    finally:
+                        sending.cancel()
+            except (KubeError, ClientError, OSError) as error:  # the caller connects again
+                log.debug("the connection to %s ended: %s", pod, error)
+                refused.extend([error] if isinstance(error, KubeError) and error.denied else [])
+            finally:
+                writer.close()
+
+        with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder:
+            server = await asyncio.start_unix_server(pass_on, f"{folder}/socket")
+            try:
+                yield f"unix:{folder}/socket"
+            finally:
+                server.close()
+
+    @asynccontextmanager
+    async def _connect(self, permission: Permission, pod: str, **options: Any) -> AsyncIterator[Socket]:
+        from kubernetes.aio import client
+        from kubernetes.aio.stream import WsApiClient
+
+        async with AsyncExitStack() as stack:
+            with as_kube_error(permission):
+                async with asyncio.timeout(self._request_s):
+                    configuration = (await self._connection()).configuration
+                    await self._load_account(configuration)  # its token may have expired meanwhile
+                    api = client.CoreV1Api(await stack.enter_async_context(WsApiClient(configuration, heartbeat=PERSON_S)))
+                    call = getattr(api, f"{permission.method}_without_preload_content")
+                    try:
+                        socket = await stack.enter_async_context(await call(pod, self.namespace, **options))
+                    except WSServerHandshakeError as error:
+                        detail = "the pod is gone" if error.status == 404 else "the connection was refused"
+                        raise KubeError(permission, error.status, detail) from error
+            yield socket
+
+
+async def _send(reader: asyncio.StreamReader, socket: Socket) -> None:
+    with suppress(ConnectionError):
+        while data := await reader.read(_CHUNK_BYTES):
+            await socket.send_bytes(bytes([_DATA]) + data)
+        await socket.close()
+
+
+async def _receive(socket: Socket, writer: asyncio.StreamWriter) -> None:
+    begun = set[int]()
+    async for message in socket:
+        if message.type is not WSMsgType.BINARY or not message.data:
             return
-        if not line.strip():
-            continue
-        event = _parsed(WATCH_PODS, line)
-        kind, raw = event.get("type"), event.get("object") or {}
-        if kind == "ERROR":
-            raise KubeError(WATCH_PODS, int(raw.get("code") or 500), raw.get("message", ""))
-        pod = None if kind == "BOOKMARK" else Pod.from_json(raw, deleted=kind == "DELETED")
-        yield pod, _resource_version(raw)
-
-
-def _resource_version(raw: Mapping[str, Any]) -> str:
-    return str((raw.get("metadata") or {}).get("resourceVersion", ""))
+        channel, data = message.data[0], message.data[1:] if message.data[0] in begun else message.data[3:]
+        begun.add(channel)
+        if channel != _DATA and data:
+            log.debug("the port cannot be reached: %s", data.decode(errors="replace"))
+            return
+        writer.write(data)
+        await writer.drain()
 
 
 @contextmanager
@@ -290,25 +356,15 @@ def as_kube_error(permission: Permission) -> Iterator[None]:
         raise KubeError(permission, 0, str(error) or type(error).__name__) from error
 
 
-def _parsed(permission: Permission, body: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(body)
-        if not isinstance(parsed, dict):
-            raise TypeError("not an object")
-    except (ValueError, TypeError) as error:
-        raise KubeError(permission, 0, f"the answer is no JSON object: {error}") from error
-    return parsed
+async def _changes(response: ClientResponse) -> AsyncIterator[tuple[str, Object]]:
+    """Yield the kind of each change and the object after it, until the watch ends or breaks."""
+    with suppress(KubeError), as_kube_error(WATCH_PODS):
+        async for line in response.content:
+            event = json.loads(line)
+            if event["type"] == "ERROR":  # such as an expired resource version
+                return
+            yield event["type"], event["object"]
 
-
-def _message(body: bytes) -> str:
-    """Return the message of a Status object; empty for anything else."""
-    try:
-        return str(json.loads(body)["message"])
-    except (ValueError, TypeError, KeyError):
-        return ""
-
-
-log = logging.getLogger(__name__)
 
 ENDED_PHASES = ("Succeeded", "Failed")
 
@@ -326,76 +382,48 @@ class PodEnd:
 
 
 class PodWatch:
-    """List pods, follow every change from there, and call `on_end` when a pod is told to end and again when it has ended.
-
-    During an outage, calls are repeated; when a watch has expired, the pods are listed again; after a refusal, the next call
-    waits long. `selector`: as for `kubectl get pods -l`. `without`: the consequence of not watching, in words for the log.
-    """
+    """List pods, follow every change from there, and call `on_end` when a pod is told to end and again when it has ended. After
+    an error, begin again. `selector`: as for `kubectl get pods -l`. `without`: the consequence of not watching, for the log."""
 
     def __init__(self, client: KubeClient, selector: str, on_end: Callable[[PodEnd], None], *, without: str) -> None:
-        self._client, self._selector, self._on_end, self._without = client, selector, on_end, without
-        self._pods: dict[str, Pod] = {}  # by uid
+        self._client, self._selector, self._on_end = client, selector, on_end
+        self._action = f"watch the pods {selector} ({without})"
+        self._pods: dict[str, Object] = {}  # by uid
         self._reported: dict[str, bool] = {}  # by uid: whether it was still running then
-        self._resource_version = ""
-        self._failures = 0
-        self._logged: tuple[object, ...] = ()
 
     async def run(self) -> None:
         while True:
-            try:
-                if not self._resource_version:
-                    pods, version = await self._client.list_pods(self._selector)
-                    listed = {pod.uid for pod in pods}
-                    for pod in [pod for uid, pod in self._pods.items() if uid not in listed]:
-                        self._deleted(pod)  # it ended between two watches
-                    for pod in pods:
-                        self._present(pod)
-                    self._resource_version = version
-                await self._watch()
-            except KubeError as error:
-                self._failures += 1
-                if error.status == 410:
-                    self._resource_version = ""
-                else:
-                    self._log_away(error)
-                await asyncio.sleep(BACKOFF.after(error, self._failures))
-            else:
-                await asyncio.sleep(BACKOFF.first_s)
+            response = await retry_forever(self._open, self._action, retried=is_kube_error, backoff=BACKOFF)
+            with closing(response):
+                async for kind, pod in _changes(response):
+                    (self._deleted if kind == "DELETED" else self._present)(pod)
+            await asyncio.sleep(BACKOFF.first_s)
 
-    async def _watch(self) -> None:
-        async with self._client.watch_pods(self._selector, self._resource_version) as changes:
-            if self._logged:
-                log.info("watching the pods %s again", self._selector)
-            self._logged, self._failures = (), 0
-            async for pod, version in changes:
-                self._resource_version = version or self._resource_version
-                if pod is not None:
-                    (self._deleted if pod.deleted else self._present)(pod)
+    async def _open(self) -> ClientResponse:
+        pods, version = await self._client.list_pods(self._selector)
+        listed = {pod["metadata"]["uid"] for pod in pods}
+        for pod in [pod for uid, pod in self._pods.items() if uid not in listed]:
+            self._deleted(pod)  # it ended between two watches
+        for pod in pods:
+            self._present(pod)
+        return await self._client.watch_pods(self._selector, version)
 
-    def _present(self, pod: Pod) -> None:
-        self._pods[pod.uid] = pod
-        ended = pod.phase in ENDED_PHASES
-        if not (ended or pod.terminating) or self._reported.get(pod.uid) in (False, not ended):
+    def _present(self, pod: Object) -> None:
+        uid, status, terminating = pod["metadata"]["uid"], pod.get("status") or {}, "deletionTimestamp" in pod["metadata"]
+        self._pods[uid] = pod
+        ended = status.get("phase") in ENDED_PHASES
+        if not (ended or terminating) or self._reported.get(uid) in (False, not ended):
             return
-        why = f" ({pod.cause})" if pod.cause else ""
-        reason = f"its pod is in phase {pod.phase}{why}" if ended else "its pod is being deleted"
-        self._reported[pod.uid] = not ended
-        self._on_end(PodEnd(pod.name, pod.uid, reason, still_running=not ended))
+        why = f" ({status['reason']})" if status.get("reason") else ""
+        reason = f"its pod is in phase {status['phase']}{why}" if ended else "its pod is being deleted"
+        self._reported[uid] = not ended
+        self._on_end(PodEnd(name_of(pod), uid, reason, still_running=not ended))
 
-    def _deleted(self, pod: Pod) -> None:
-        self._pods.pop(pod.uid, None)
-        reported = self._reported.pop(pod.uid, None)
+    def _deleted(self, pod: Object) -> None:
+        uid = pod["metadata"]["uid"]
+        self._pods.pop(uid, None)
+        reported = self._reported.pop(uid, None)
         if reported is not False:
-            final = pod.terminating or reported is not None
+            final = "deletionTimestamp" in pod["metadata"] or reported is not None
             reason = "its pod was deleted" if final else "its pod was deleted, or relabelled"
-            self._on_end(PodEnd(pod.name, pod.uid, reason, still_running=False, final=final))
-
-    def _log_away(self, error: KubeError) -> None:
-        """Warn once, and again when the reason changes. Ignore a first failure to connect, since the next attempt may
-        succeed."""
-        why = (error.permission, error.status) if error.denied else (error.denied,)
-        if why == self._logged or (self._failures == 1 and not error.denied):
-            log.debug("%s", error)
-            return
-        log.warning("%s; %s", error, self._without)
-        self._logged = why
+            self._on_end(PodEnd(name_of(pod), uid, reason, still_running=False, final=final))

@@ -1,10 +1,11 @@
-"""The end of a run on a cluster: publish a state that others can wait for, free the GPUs, and keep the report.
+"""The end of a run on a cluster: free the GPUs, keep the report, and publish a state that others can wait for.
 
-Nothing here decides that a run is finished. The state is a ConfigMap of the release, whose `data.phase` is `Running`,
-`Finished` or `Failed`, and which shows the progress. A finished run is scaled to zero: first its actors, whose number is stored
-in that ConfigMap until the run continues, then the trainer. Scaling through the subresource leaves no field manager, so an
-upgrade can set the replicas again without a conflict. If the process is stopped too early, the next one begins again, so an
-action may run twice. All calls are repeated until the API accepts them, but for those that show the progress.
+Others read the state in a ConfigMap of the release: `data.phase` is `Running`, `Finished` or `Failed`, and other keys show the
+progress. At the end, the actors are scaled to zero first and the trainer last. The number of actors is kept in the ConfigMap,
+so that the run can continue. Scaling through the subresource leaves no field manager, so a later upgrade has no conflict.
+
+A trainer that restarts in the middle does everything again. Calls are repeated until the API accepts them. Only calls that
+publish progress are not repeated.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import asyncio
 import gzip
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from pipelinerl.errors import UserError
-from pipelinerl.kube.client import BACKOFF, SCALE_ACTORS, SCALE_TRAINER, KubeClient, KubeError, in_cluster
+from pipelinerl.kube.client import BACKOFF, SCALE_ACTORS, SCALE_TRAINER, KubeClient, KubeError, in_cluster, is_kube_error
 from pipelinerl.local.ending import SAMPLES_READ, report_of, write_report
 from pipelinerl.service.lifecycle import sole_error
 from pipelinerl.service.retry import retry_forever
@@ -44,17 +45,15 @@ async def run_goes_on(settings: TrainerSettings, version: int) -> None:
     async with _cluster(settings) as client:
         if client is None:
             return
-        state = await _tell_phase(client, settings, RUNNING, version)
+        state, name = await _publish(client, settings, _phase(settings, RUNNING, version)), f"{settings.release}-actor"
         if actors := int(state.get(_ACTORS) or 0):
-            name = f"{settings.release}-actor"
             if await _insist(lambda: client.count_actors(name)) == 0:  # otherwise Helm has already set the number
                 await _insist(lambda: client.scale(SCALE_ACTORS, name, actors))
-            await _insist(lambda: client.patch_config(f"{settings.release}-run", {_ACTORS: None}))
+            await _publish(client, settings, {_ACTORS: None})
 
 
 async def publish_progress(settings: TrainerSettings, progress: Callable[[], Mapping[str, str]]) -> None:
-    """Write the run's progress, for people who list runs, every `PROGRESS_EVERY_S` until cancelled. An error is no reason to
-    repeat a call, since the next one comes soon."""
+    """Publish the run's progress every `PROGRESS_EVERY_S` until cancelled. A call that fails is not repeated."""
     async with _cluster(settings) as client:
         while client is not None:
             try:
@@ -67,39 +66,37 @@ async def publish_progress(settings: TrainerSettings, progress: Callable[[], Map
 async def complete(
     settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]], progress: Mapping[str, str]
 ) -> None:
-    """Free the resources of a finished run, as `on_completion` says, and publish that it has finished. The trainer is scaled to
-    zero last, after `uploaded` has returned, because that ends this process."""
+    """Free the resources of a finished run as `on_completion` says. Publish that it has finished once `uploaded` has returned,
+    because a reader may then remove the release. The trainer is scaled to zero last, because that ends this process."""
     async with _cluster(settings) as client:
         if client is None:
             return
-        await _insist(lambda: client.patch_config(f"{settings.release}-run", progress))
-        if settings.on_completion == "keep":
-            await uploaded()  # whoever fetches the results may then remove the release
-            await _tell_phase(client, settings, FINISHED, version)
-            return
-        actor, run = f"{settings.release}-actor", f"{settings.release}-run"
-        if actors := await _insist(lambda: client.count_actors(actor)):
-            await _insist(lambda: client.patch_config(run, {_ACTORS: str(actors)}))
+        await _publish(client, settings, progress)
+        frees, actor = settings.on_completion != "keep", f"{settings.release}-actor"
+        if frees and (actors := await _insist(lambda: client.count_actors(actor))):
+            await _publish(client, settings, {_ACTORS: str(actors)})
             await _insist(lambda: client.scale(SCALE_ACTORS, actor, 0))
-        await _keep_report(client, settings)
-        await _tell_phase(client, settings, FINISHED, version)
-        await asyncio.gather(uploaded(), asyncio.sleep(SEEN_WITHIN_S))
-        await _insist(lambda: client.scale(SCALE_TRAINER, f"{settings.release}-trainer", 0))
+        if frees:
+            await _keep_report(client, settings)
+        await uploaded()
+        await _publish(client, settings, _phase(settings, FINISHED, version))
+        if frees:
+            await asyncio.sleep(SEEN_WITHIN_S)
+            await _insist(lambda: client.scale(SCALE_TRAINER, f"{settings.release}-trainer", 0))
 
 
 @asynccontextmanager
 async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
-    """If a user's mistake ends the block, publish that the run failed, because a restarted trainer would fail again. Other
-    errors may not recur, so they are not published."""
+    """If a user's mistake ends the block, publish that the run failed, because a restarted trainer would fail again."""
     try:
         yield
     except Exception as error:
         if isinstance(sole := sole_error(error), UserError):
+            state = _phase(settings, FAILED, reason=str(sole)[:_MOST_REASON])
             async with _cluster(settings) as client:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(FAILURE_TOLD_WITHIN_S):
-                        if client is not None:
-                            await _tell_phase(client, settings, FAILED, reason=str(sole)[:_MOST_REASON])
+                    if client is not None:
+                        await asyncio.wait_for(_publish(client, settings, state), FAILURE_TOLD_WITHIN_S)
         raise
 
 
@@ -126,24 +123,21 @@ async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
         await _insist(lambda: client.patch_secret(f"{settings.release}-report", {REPORT: report}))
 
 
-@asynccontextmanager
-async def _cluster(settings: TrainerSettings) -> AsyncIterator[KubeClient | None]:
+def _cluster(settings: TrainerSettings) -> AbstractAsyncContextManager[KubeClient | None]:
     client = in_cluster(settings) if settings.release else None
-    try:
-        yield client
-    finally:
-        if client is not None:
-            await client.close()
+    return nullcontext() if client is None else client
 
 
-async def _tell_phase(
-    client: KubeClient, settings: TrainerSettings, phase: str, version: int | None = None, reason: str | None = None
-) -> dict[str, str]:
+def _phase(
+    settings: TrainerSettings, phase: str, version: int | None = None, reason: str | None = None
+) -> dict[str, str | None]:
     state = {"phase": phase, "run": settings.run, "reason": reason, "revision": settings.revision or None}
-    if version is not None:
-        state["policyVersion"] = str(version)
+    return state if version is None else state | {"policyVersion": str(version)}
+
+
+async def _publish(client: KubeClient, settings: TrainerSettings, state: Mapping[str, str | None]) -> dict[str, str]:
     return await _insist(lambda: client.patch_config(f"{settings.release}-run", state))
 
 
 async def _insist(call: Callable[[], Awaitable[_Answer]]) -> _Answer:
-    return await retry_forever(call, "change the release", retried=lambda error: isinstance(error, KubeError), backoff=BACKOFF)
+    return await retry_forever(call, "change the release", retried=is_kube_error, backoff=BACKOFF)

@@ -6,11 +6,13 @@ Nothing is removed before every file is here with its size.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import shlex
 import shutil
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +21,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
-from pipelinerl.kube.client import BACKOFF, LIST_PODS, KubeError
+from pipelinerl.kube import client as kube
+from pipelinerl.kube.client import LIST_PODS, KubeError, Object, PersonClient, name_of
 from pipelinerl.kube.completion import FAILED, FINISHED
-from pipelinerl.kube.person import LIST_CLAIMS, LIST_CONFIGS, PersonClient
 from pipelinerl.local.ending import write_report
 from pipelinerl.local.following import follow_calls
 from pipelinerl.local.progress import Display, RunState
@@ -29,18 +31,19 @@ from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.logs import printable
 from pipelinerl.service.tls import CA, CERTIFICATE, KEY, Certificates
 
-Object = dict[str, Any]
 COMPONENT, INSTANCE = "app.kubernetes.io/component", "app.kubernetes.io/instance"
 RUNS = f"app.kubernetes.io/part-of=pipelinerl,{COMPONENT}=trainer"
-"""Selector of the ConfigMaps with the states of runs, and of the trainers."""
+"""Selector of the trainers' StatefulSets, and of the ConfigMaps with the states of runs."""
 SUBMITTED = "pipelinerl/submitted"
-"""Label of what this command has installed, and may remove. Its value identifies the installation."""
+"""Label of objects that this command has installed and may remove. Its value identifies the installation."""
 STATE = "-run"
-"""End of the name of such a ConfigMap. The part before it begins the names of the release's objects."""
+"""Suffix of the name of a ConfigMap with the state of a run. The part before it begins the names of the release's objects."""
 _LOOK_S, _LAST_STEPS_S = 2.0, 5.0
-"""Seconds between two looks at a release, and for the records of the last steps to arrive after the end."""
+"""Seconds between two looks at a release, and after the end for the metrics of the last steps to arrive."""
 _GRPC_PORT = 50051
 _RECONNECTS = [("grpc.max_reconnect_backoff_ms", 5000)]
+_HOOKS = {kube.LIST_JOBS: kube.DELETE_JOB, kube.LIST_CONFIGS: kube.DELETE_CONFIG, kube.LIST_ACCOUNTS: kube.DELETE_ACCOUNT}
+"""Kinds of the chart's check, whose objects Helm keeps if it fails."""
 _HELM_FIX = "install Helm 3.14 or newer (https://helm.sh/docs/intro/install) and put it on PATH"
 
 
@@ -48,25 +51,22 @@ class HelmError(PipelineRLError):
     """Helm failed. The text is its message."""
 
 
-class HelmNotFound(HelmError):
-    """There is no release of this name."""
-
-
 class Release:
-    """A release, whose name is also that of its run, with the commands to tell people. `context` of the kubeconfig: empty = the
-    current one."""
+    """A release, whose name is also that of its run, and the commands that a person may need. `left`: what an interruption of
+    this process leaves behind."""
 
-    def __init__(self, name: str, namespace: str, context: str, client: PersonClient, output: Path | None = None) -> None:
-        self.name, self.namespace, self.client = name, namespace, client
+    def __init__(self, name: str, client: PersonClient, output: Path | None = None) -> None:
+        self.name, self.client, self.left = name, client, "nothing was installed"
         self.selector = f"{INSTANCE}={name}"
         self.claims = f"{self.selector},{COMPONENT} in (nats,trainer)"
-        self.options = ["-n", namespace, *(["--kube-context", context] if context else [])]
-        kubectl = f"-n {namespace}" + (f" --context {shlex.quote(context)}" if context else "")
+        self.options = ["-n", client.namespace, *(["--kube-context", client.context] if client.context else [])]
+        kubectl = shlex.join(self.options).replace("--kube-context", "--context")
         self.watching = f"pipelinerl submit --attach {name} {kubectl}"
         self.watching += f" --output {shlex.quote(str(output))}" if output else ""
         self.unclaiming = f"kubectl {kubectl} delete pvc -l '{self.claims}'"
         self.removing = f"helm uninstall {name} {shlex.join(self.options)} && {self.unclaiming}"
         self.logs = f"kubectl {kubectl} logs -l {self.selector},{COMPONENT}=trainer --tail=100"
+        self.goes_on = f"the run goes on\n  watch and fetch  {self.watching}\n  stop and remove  {self.removing}"
 
 
 async def helm(release: Release, *arguments: str, text: str = "") -> str:
@@ -82,8 +82,7 @@ async def helm(release: Release, *arguments: str, text: str = "") -> str:
             process.terminate()
             await process.wait()
     if process.returncode:
-        message = errors.decode(errors="replace").strip()
-        raise (HelmNotFound if "release: not found" in message else HelmError)(message)
+        raise HelmError(errors.decode(errors="replace").strip())
     return output.decode(errors="replace")
 
 
@@ -98,10 +97,10 @@ async def check_helm(release: Release) -> None:
 async def check_absent(release: Release) -> None:
     """Raise `FieldError` if a release, a run or claims of this name exist."""
     found, states = [], await run_states(release.client)
-    with suppress(HelmNotFound):
+    with suppress(HelmError):  # there is none
         await helm(release, "status", release.name)
         found.append(f"this release exists; watch it ({release.watching}), remove it ({release.removing})")
-    if claims := [name_of(claim) for claim in await release.client.items(LIST_CLAIMS, release.claims)]:
+    if claims := [name_of(claim) for claim in await release.client.items(kube.LIST_CLAIMS, release.claims)]:
         found.append(f"an earlier release left the claims {', '.join(claims)}; remove them ({release.unclaiming})")
     others = [labels_of(state)[INSTANCE] for state in states if (state.get("data") or {}).get("run") == release.name]
     found += [f"the release {other} has a run of this name; remove that" for other in others]
@@ -111,47 +110,49 @@ async def check_absent(release: Release) -> None:
 
 async def run_states(client: PersonClient, selector: str = RUNS) -> list[Object]:
     """Return the ConfigMaps with the states of runs."""
-    return [item for item in await client.items(LIST_CONFIGS, selector) if name_of(item).endswith(STATE)]
+    return [item for item in await client.items(kube.LIST_CONFIGS, selector) if name_of(item).endswith(STATE)]
 
 
 async def install(
     release: Release, chart: str, files: Sequence[Path], values: Mapping[str, Any], show: Callable[[str], None]
 ) -> None:
-    """Install the chart with `values`, and those of `files` over them, and show meanwhile what it waits for. If that fails,
-    remove what was installed, and raise `UserError` with what a pod said, or else `HelmError`."""
+    """Install the chart with `values`, and those of `files` over them, and show meanwhile what pods wait for. If that fails,
+    remove what was installed. Raises `UserError` with what the chart's check says, or else `HelmError`."""
+    installation = uuid.uuid4().hex
     given = [part for file in files for part in ("--values", str(file))]
-    needed = ("--set", "trainer.onCompletion=keep,kubernetesApi.enabled=true")
-    arguments = ("install", release.name, chart, "--values", "-", *given, *needed, "--timeout", "15m")  # for the Job before it
-    earlier = {pod["metadata"]["uid"] for pod in await release.client.items(LIST_PODS, release.selector)}
+    needed = f"trainer.onCompletion=keep,kubernetesApi.enabled=true,commonLabels.{SUBMITTED}={installation}"
+    arguments = ("install", release.name, chart, "--values", "-", *given, "--set", needed, "--timeout", "15m")
     installing = asyncio.create_task(helm(release, *arguments, text=json.dumps(values)))
+    selector = f"{SUBMITTED}={installation}"
 
-    async def reasons() -> list[str]:
-        pods = await release.client.items(LIST_PODS, release.selector)
-        waiting = {name_of(pod): why_not_ready(pod) for pod in pods if pod["metadata"]["uid"] not in earlier}
-        return [f"{name}: {why}" for name, why in waiting.items() if why]
-
-    async def is_own() -> bool:
-        """False if Helm has stored nothing, or what somebody else installed at the same time."""
-        with suppress(HelmNotFound):
-            stored = json.loads(await helm(release, "get", "values", release.name, "--output", "json"))
-            return bool((stored.get("commonLabels") or {}).get(SUBMITTED) == values["commonLabels"][SUBMITTED])
-        return False
+    async def reasons(only: str = "") -> str:
+        pods = await release.client.items(LIST_PODS, selector + only)
+        return "; ".join(f"{name_of(pod)}: {why}" for pod in pods if (why := why_not_ready(pod)))
 
     try:
         while not installing.done():
             with suppress(KubeError):  # Helm says what is wrong
-                show("; ".join(["installing", *await reasons()]))
+                show("; ".join(filter(None, ("installing", await reasons()))))
             await asyncio.wait({installing}, timeout=_LOOK_S)
         installing.result()
     except HelmError as error:
-        if not await is_own():
+        stored = ""
+        with suppress(HelmError):  # nothing is stored
+            stored = await helm(release, "get", "values", release.name)
+        if installation not in stored:  # somebody else installs a release of this name
             raise
         why = ""
         with suppress(KubeError):
-            why = "; ".join(one for one in await reasons() if "-validation" in one.split(":")[0])
+            why = await reasons(f",{COMPONENT}=validation")
         await remove(release)
-        said = f"{why}\nHelm says: {error}" if why else str(error)
-        raise (UserError if why else HelmError)(f"nothing is left installed: {said}") from error
+        left = "nothing is left installed"
+        try:
+            for listing, deletion in _HOOKS.items():
+                for item in await release.client.items(listing, selector):
+                    await release.client.delete(deletion, name_of(item))
+        except KubeError as denied:
+            left = f"only the Job of the chart's check is left ({denied})"
+        raise (UserError if why else HelmError)(f"{left}: {why}\nHelm says: {error}" if why else f"{left}: {error}") from error
     finally:
         installing.cancel()
         await asyncio.wait({installing})
@@ -159,17 +160,12 @@ async def install(
 
 async def remove(release: Release) -> None:
     """Uninstall the release and delete its claims."""
-    with suppress(HelmNotFound):
-        await helm(release, "uninstall", release.name)
-    for claim in await release.client.items(LIST_CLAIMS, release.claims):
-        await release.client.delete_claim(name_of(claim))
+    await helm(release, "uninstall", release.name)
+    for claim in await release.client.items(kube.LIST_CLAIMS, release.claims):
+        await release.client.delete(kube.DELETE_CLAIM, name_of(claim))
 
 
 # --- what objects say: pure -------------------------------------------------------------------------------------------
-
-
-def name_of(item: Object) -> str:
-    return str(item["metadata"]["name"])
 
 
 def labels_of(item: Object) -> dict[str, str]:
@@ -204,8 +200,7 @@ def failure_of(data: Mapping[str, str], trainer: Object | None) -> str | None:
     """Return why the run has failed for good; None if it has not."""
     if data.get("phase") == FAILED:
         return data.get("reason") or "no reason is given"
-    containers = _status(trainer or {}, "containerStatuses")
-    states = [one.get(when) or {} for one in containers for when in ("state", "lastState")]
+    states = [one.get(when) or {} for one in _status(trainer or {}, "containerStatuses") for when in ("state", "lastState")]
     ends = [ended for state in states if (ended := state.get("terminated") or {}).get("exitCode") == EXIT_USER_ERROR]
     return (ends[0].get("message") or f"the trainer ended with exit code {EXIT_USER_ERROR}").strip() if ends else None
 
@@ -240,14 +235,12 @@ class Look:
 
     def update(self, state: RunState) -> None:
         """Update the display's state with what pods wait for. The trainer itself says what it does once it serves."""
-        own = [pod for pod in self.pods if labels_of(pod).get(COMPONENT) != "validation"]
-        pods = {name_of(pod).removeprefix(f"{self.prefix}-"): pod for pod in own}
+        pods = {name_of(pod).removeprefix(f"{self.prefix}-"): pod for pod in self.pods}
         waiting = {name: why_not_ready(pod) for name, pod in sorted(pods.items())}
-        state.actors = {
-            name: why or "serving" for name, why in waiting.items() if labels_of(pods[name]).get(COMPONENT) == "actor"
-        }
+        actors = {name for name, pod in pods.items() if labels_of(pod).get(COMPONENT) == "actor"}
+        state.actors = {name: why or "serving" for name, why in waiting.items() if name in actors}
         counts = {name: sum(one["restartCount"] for one in _status(pod, "containerStatuses")) for name, pod in pods.items()}
-        state.restarts = Counter({name: count for name, count in counts.items() if count})
+        state.restarts = +Counter(counts)
         state.total_steps = int(self.data.get("steps") or state.total_steps)
         if not self.process:
             state.phase = "; ".join(f"{name}: {why}" for name, why in waiting.items() if why) or "waiting for the trainer's pod"
@@ -257,19 +250,19 @@ class Look:
 
 
 async def look(release: Release) -> Look:
-    """Raises `ServiceError` if there is no such release, or if its run publishes no state."""
+    """Return the release as it is now. Raises `ServiceError` if it does not exist, or if its run publishes no state."""
     found = await run_states(release.client, f"{RUNS},{release.selector}")
     if not found:
         fix = "pipelinerl runs lists them; a release without kubernetesApi.enabled cannot be watched"
-        raise ServiceError(f"no run of a release {release.name} in namespace {release.namespace}: {fix}")
-    pods = await release.client.items(LIST_PODS, release.selector)
+        raise ServiceError(f"no run of a release {release.name} in namespace {release.client.namespace}: {fix}")
+    pods = await release.client.items(LIST_PODS, f"{release.selector},{COMPONENT} in (actor,nats,page,trainer,verifier)")
     state, data = found[0], found[0].get("data") or {}
     return Look(name_of(state).removesuffix(STATE), data, pods, SUBMITTED in labels_of(state), state["metadata"].get("uid", ""))
 
 
 async def watch(release: Release, state: RunState, display: Display, began_s: float) -> Look:
-    """Show the run until it is finished. Raises `ServiceError` if it fails or its release is gone, `KubeError` if a right is
-    missing. An API server that is away and a trainer that restarts are waited for."""
+    """Show the run until it is finished. Raises `ServiceError` if the run fails or its release is gone, and `KubeError` if a
+    right is missing. If the API server does not answer or the trainer restarts, wait."""
     seen, following, finished_s = await look(release), asyncio.create_task(asyncio.sleep(0)), 0.0
     process: tuple[object, ...] = ()
     refused: list[KubeError] = []
@@ -309,7 +302,7 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
 
 
 async def _identity(release: Release, seen: Look) -> tuple[Certificates | None, str]:
-    """Return the certificates with which to call the trainer, and the name in its own: with TLS, it accepts its own ones."""
+    """Return the trainer's certificates, which it also accepts from callers (None without TLS), and the name in them."""
     name = f"{seen.prefix}-trainer"
     volumes = {volume["name"]: volume for volume in (seen.trainer or {})["spec"].get("volumes") or ()}
     if "tls" not in volumes:
@@ -321,99 +314,77 @@ async def _identity(release: Release, seen: Look) -> tuple[Certificates | None, 
 # --- fetching ---------------------------------------------------------------------------------------------------------
 
 FILES = ("recipe.yaml", "lineage.json", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoint")
-"""The run's records, of which the report is made, and the folder of the trained model."""
+"""Files of the run from which the report is made, and the folder of the trained model."""
 _FOLDER = "/var/lib/pipelinerl/runs"
-"""Of the runs, on the trainer's volume."""
-_LIST = """
-import json, os, sys
-os.chdir(sys.argv[1])
-def fail(error):
-    raise error
-folders = [top for top in sys.argv[2:] if os.path.isdir(top)]
-names = [os.path.join(at, name) for top in folders for at, _, found in os.walk(top, onerror=fail) for name in found]
-names += [name for name in sys.argv[2:] if os.path.isfile(name)]
-print(json.dumps({name: os.path.getsize(name) for name in names if not os.path.islink(name)}))
-"""
+"""Folder of all runs on the trainer's volume."""
 _NEEDED = {"recipe.yaml", "metrics.jsonl", "checkpoint"}
 _MARK = ".submitted"
 """File in the fetched folder that names the installation from which its files come."""
-_MOST_LISTED_BYTES = 16 * 2**20
-_TRIES = 20
 _SHOWN_BYTES = 16 * 2**20
 """Number of bytes after which the progress is shown again."""
 
 
 async def fetch(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> Path:
-    """Fetch records and checkpoint into `folder`, write the report there, and return its path. A file that is here with its
-    size is kept, and a part of one is continued. Raises `KubeError` or `ServiceError` if a file cannot be fetched."""
-    failures = 0
-    while True:
+    """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
+    part is continued. Raises `KubeError` or `ServiceError` if a file cannot be fetched."""
+    for failures in itertools.count(1):
         try:
             await _fetch_all(release, seen, folder, show)
-            return await asyncio.to_thread(write_report, folder)
+            break
         except KubeError as error:
-            failures += 1
-            if error.status in (401, 403, 404) or failures == _TRIES:  # a right is missing, or the pod is gone
+            if error.status in (401, 403, 404):  # a right is missing, or the pod is gone
                 raise
             show(f"fetching again: {error.detail}")
-            await asyncio.sleep(BACKOFF.after(error, failures))
+            await asyncio.sleep(kube.BACKOFF.delay_s(failures))
+    return await asyncio.to_thread(write_report, folder)
 
 
 async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> None:
-    pod, root = f"{seen.prefix}-trainer-0", f"{_FOLDER}/{seen.data['run']}"
+    pod, root, listed = f"{seen.prefix}-trainer-0", f"{_FOLDER}/{seen.data['run']}", b""
     run = release.client.execute
-    listed = b""
-    async for data in run(pod, "trainer", ["python", "-I", "-c", _LIST, root, *FILES]):
+    async for data in run(pod, "trainer", ["find", root, "-type", "f", "-printf", "%s %P\\n"]):
         listed += data
-        if len(listed) > _MOST_LISTED_BYTES:
-            raise ServiceError(f"the trainer's pod lists more than {_MOST_LISTED_BYTES:,} bytes of file names")
     sizes = sizes_of(listed)
     if lacking := _NEEDED - {PurePosixPath(name).parts[0] for name in sizes}:
         raise ServiceError(f"the run's folder in the trainer's pod lacks {', '.join(sorted(lacking))}")
     check_folder(folder, seen.uid)
+    targets, done, total = {name: target_of(folder, name) for name in sizes}, 0, sum(sizes.values())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
     (folder / _MARK).write_text(seen.uid)
-    targets = {name: target_of(folder, name) for name in sizes}
-    done, total = 0, sum(sizes.values())
-    if total > shutil.disk_usage(folder).free:
+    here = sum(file.stat().st_size for file in targets.values() if file.is_file())
+    if total - here > shutil.disk_usage(folder).free:
         raise ServiceError(f"the results have {total / 1e9:,.1f} GB, for which the disk of {folder} has no room")
     for name, size in sizes.items():
-        target, part = targets[name], targets[name].with_name(f"{targets[name].name}.part")
-        if target.is_file() and target.stat().st_size == size:
-            done += size
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("ab") as file:
-            done, shown = done + file.tell(), -_SHOWN_BYTES
-            if file.tell() < size:
+        show(f"fetching {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+        targets[name].parent.mkdir(parents=True, exist_ok=True)
+        with targets[name].open("ab") as file:
+            if file.tell() != size:
                 async for data in run(pod, "trainer", ["tail", "-c", f"+{file.tell() + 1}", f"{root}/{name}"]):
                     file.write(data)
-                    done += len(data)
                     if file.tell() > size:
                         break
-                    if done - shown >= _SHOWN_BYTES:
-                        shown = done
-                        show(f"fetching {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
-        if (found := part.stat().st_size) != size:
-            part.unlink()
+                    if file.tell() % _SHOWN_BYTES < len(data):
+                        show(f"fetching {name}: {(done + file.tell()) / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+        if (found := targets[name].stat().st_size) != size:
+            targets[name].unlink()
             raise ServiceError(f"{name} has {found:,} bytes instead of {size:,}")
-        part.replace(target)
+        done += size
 
 
-def check_folder(folder: Path, uid: str) -> None:
-    """Raise `ServiceError` if the folder has files of anything else than an interrupted fetch of this installation."""
+def check_folder(folder: Path, installation: str = "") -> None:
+    """Raise `FieldError` if the folder has files of anything else than an interrupted fetch of this installation."""
     mark = folder / _MARK
-    if not folder.exists() or (mark.is_file() and mark.read_text() == uid):
-        return
-    if not folder.is_dir() or any(folder.iterdir()):
-        raise ServiceError(f"{folder} has files of another run; give another --output")
+    is_own = installation and mark.is_file() and mark.read_text() == installation
+    if folder.exists() and not is_own and (not folder.is_dir() or any(folder.iterdir())):
+        raise FieldError("--output", str(folder), "has files of another run; give another folder, or --release another name")
 
 
 def sizes_of(listed: bytes) -> dict[str, int]:
-    """Parse the list of files by name, with their bytes. Raises `ServiceError` if it is none."""
+    """Parse the list of files, and return the bytes of those that are fetched. Raises `ServiceError` if it is none."""
     try:
-        return {str(name): int(size) for name, size in json.loads(listed).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        files = (line.split(" ", 1) for line in listed.decode().splitlines())
+        return {name: int(size) for size, name in files if name.partition("/")[0] in FILES}
+    except ValueError as error:
         raise ServiceError(f"the trainer's pod lists no files: {error}") from error
 
 

@@ -36,9 +36,6 @@ class Backoff:
         delay_s = min(self.most_s, self.first_s * 2 ** min(failures - 1, 30))
         return delay_s * random.uniform(1 - self.jitter, 1)
 
-    def after(self, error: Exception, failures: int) -> float:
-        return self.delay_s(failures)
-
 
 def is_bus_outage(error: Exception) -> bool:
     """Return whether waiting may help: NATS is away, or a stream is full."""
@@ -73,7 +70,7 @@ async def retry_forever(
             if reason not in logged_at_s and len(logged_at_s) < MOST_REASONS:
                 logged_at_s[reason] = now_s
                 log.log(level, "cannot %s, trying again: %s", action, reason)
-            await asyncio.sleep(backoff.after(error, failures))
+            await asyncio.sleep(backoff.delay_s(failures))
         else:
             if failures:
                 log.info("managed to %s after %.1f s", action, time.monotonic() - waiting_since_s)

@@ -102,20 +102,18 @@ async def check_rights(settings: TrainerSettings) -> str:
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"
-    try:
+    async with kube:
         pods, _ = await kube.list_pods(settings.actor_selector)
         needed = dict.fromkeys(TRAINER, "") | {
             permission: f"{settings.release}-{OBJECTS[permission.resource]}"
             for permission in (COMPLETION[settings.on_completion] if settings.release else ())
         }
         lacking = [f"{one} {name}".strip() for one, name in sorted(needed.items()) if not await kube.may(one, name)]
-    finally:
-        await kube.close()
     if lacking:
         raise ServiceError(
             f"the trainer's ServiceAccount may not {', '.join(lacking)}; bind it to a Role like the chart's (rbac.create)"
         )
-    running = sum(pod.phase == "Running" for pod in pods)
+    running = sum(pod["status"].get("phase") == "Running" for pod in pods)
     return f"all {len(needed)} permissions are granted; {running} of {len(pods)} actors run"
 
 

@@ -283,7 +283,5 @@ async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) ->
     if not settings.actor_selector:
         log.warning("PIPELINERL_ACTOR_SELECTOR is empty, so no pods are watched; %s", HEARTBEATS_ALONE)
         return
-    try:
+    async with client:
         await PodWatch(client, settings.actor_selector, updater.pod_ends, without=HEARTBEATS_ALONE).run()
-    finally:
-        await client.close()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.chart.rendering import CPU_VALUES, Rendered, render
 
 SIDECAR: dict[str, Any] = {
@@ -78,10 +80,14 @@ class Case:
         return (CPU_VALUES,) if self.cpu else ()
 
 
+def _case(values: str = "", **options: Any) -> Case:
+    return Case(yaml.safe_load(values) or {}, **options)
+
+
 CASES: dict[str, Case] = {
-    "default": Case(),
-    "model": Case({"model": {"name": "Qwen/Qwen3-8B"}}),
-    "cpu": Case(cpu=True),
+    "default": _case(),
+    "model": _case("{model: {name: Qwen/Qwen3-8B}}"),
+    "cpu": _case(cpu=True),
     "everything": Case(
         {
             "model": {"name": "Qwen/Qwen3-8B"},
@@ -115,80 +121,56 @@ CASES: dict[str, Case] = {
             "test": {"transferPair": {"enabled": True}},
         }
     ),
-    "tls-cert-manager": Case({"tls": TLS | {"certManager": ISSUER}}, cpu=True),
-    "tls-secrets": Case({"tls": TLS | {"secrets": SECRETS}, "nats": {"replicas": 3}}, cpu=True),
-    "tls-grpc-only": Case({"tls": {"grpc": {"enabled": True}, "certManager": ISSUER}}, cpu=True),
-    "external-nats": Case(
-        {
-            "nats": {
-                "enabled": False,
-                "url": "tls://nats.messaging:4222",
-                "existingSecret": "login",
-                "tlsSecret": "nats-ca",
-                "streamReplicas": 3,
-            }
-        },
+    "tls-cert-manager": _case(
+        "{tls: {grpc: {enabled: true}, nats: {enabled: true}, certManager: {enabled: true, issuerRef: {name: ca, kind: "
+        "ClusterIssuer}}}}",
         cpu=True,
     ),
-    "external-nats-open": Case({"nats": {"enabled": False, "url": "nats://nats.messaging:4222"}}, cpu=True),
-    "nats-3": Case(
-        {
-            "nats": {"replicas": 3},
-            "trainer": {
-                "page": {
-                    "enabled": True,
-                    "ingress": {"enabled": True, "host": "runs.example.com", "annotations": {"auth": "x"}},
-                }
-            },
-        }
-    ),
-    "nats-no-login": Case({"nats": {"auth": {"enabled": False}, "persistence": {"enabled": False}}}, cpu=True),
-    "two-nodes": Case({"trainer": {"nodes": 2, "gpus": 8, "persistence": {"existingClaim": "shared"}}}),
-    "group": Case(
-        {
-            "recipe": {"name": "smollm2"},
-            "kueue": {"queue": "rl"},
-            "trainer": {"nodes": 2, "expectedActors": 3, "persistence": {"existingClaim": "shared"}},
-            "actor": {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}]},
-        }
-    ),
-    "keda": Case(
-        {"actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://p:9090"}}}, "metrics": MONITORED}
-    ),
-    "hpa": Case({"actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}, "metrics": {"scrapedOtherwise": True}}),
-    "episodes": Case(
-        {
-            "recipe": {
-                "set": {
-                    "task": {"source": "environment", "name": "my_package.envs:GuessNumber"},
-                    "reward": {"scorer": "task", "overlong": {"buffer_tokens": 0}, "timeout_s": 5},
-                }
-            },
-            "verifier": {
-                "image": {"reference": "registry.example.com/team/guess:3"},
-                "maxEpisodes": 64,
-                "autoscaling": {"kind": "keda"},
-                "extraVolumes": [{"name": "keys", "secret": {"secretName": "search-keys"}}],
-                "extraVolumeMounts": [{"name": "keys", "mountPath": "/secrets", "readOnly": True}],
-            },
-            "actor": {"replicas": 8, "autoscaling": {"keda": {"prometheusAddress": "http://p:9090"}}},
-            "metrics": MONITORED,
-        }
-    ),
-    "no-policies": Case({"networkPolicy": {"enabled": False}}),
-    "no-rbac": Case({"rbac": {"create": False}, "actor": {"serviceAccount": {"create": False, "name": "mine"}}}),
-    "no-kubernetes-api": Case({"kubernetesApi": {"enabled": False}, "test": {"enabled": False}}, cpu=True),
-    "traces": Case(
-        {
-            "tracing": {
-                "endpoint": "http://otel-collector.observability:4318",
-                "ratio": 0.05,
-                "headersSecret": "collector-login",
-            }
-        },
+    "tls-secrets": _case(
+        "{tls: {grpc: {enabled: true}, nats: {enabled: true}, secrets: {actor: actor-certificate, trainer: "
+        "trainer-certificate, verifier: verifier-certificate, nats: nats-certificate}}, nats: {replicas: 3}}",
         cpu=True,
     ),
-    "other-name": Case({"recipe": {"name": "smollm2"}, "network": {"bindHost": "::"}}, cpu=True, release="blue"),
+    "tls-grpc-only": _case(
+        "{tls: {grpc: {enabled: true}, certManager: {enabled: true, issuerRef: {name: ca, kind: ClusterIssuer}}}}", cpu=True
+    ),
+    "external-nats": _case(
+        "{nats: {enabled: false, url: 'tls://nats.messaging:4222', existingSecret: login, tlsSecret: nats-ca, "
+        "streamReplicas: 3}}",
+        cpu=True,
+    ),
+    "external-nats-open": _case("{nats: {enabled: false, url: 'nats://nats.messaging:4222'}}", cpu=True),
+    "nats-3": _case(
+        "{nats: {replicas: 3}, trainer: {page: {enabled: true, ingress: {enabled: true, host: runs.example.com, "
+        "annotations: {auth: x}}}}}"
+    ),
+    "nats-no-login": _case("{nats: {auth: {enabled: false}, persistence: {enabled: false}}}", cpu=True),
+    "two-nodes": _case("{trainer: {nodes: 2, gpus: 8, persistence: {existingClaim: shared}}}"),
+    "group": _case(
+        "{recipe: {name: smollm2}, kueue: {queue: rl}, trainer: {nodes: 2, expectedActors: 3, persistence: "
+        "{existingClaim: shared}}, actor: {resourceClaims: [{name: gpu, resourceClaimTemplateName: h100}]}}"
+    ),
+    "keda": _case(
+        "{actor: {autoscaling: {enabled: true, keda: {prometheusAddress: 'http://p:9090'}}}, metrics: {podMonitor: "
+        "{enabled: true, labels: {release: prometheus}}, prometheusRule: {enabled: true, labels: {release: prometheus}}}}"
+    ),
+    "hpa": _case("{actor: {autoscaling: {enabled: true, kind: hpa}}, metrics: {scrapedOtherwise: true}}"),
+    "episodes": _case(
+        "{recipe: {set: {task: {source: environment, name: 'my_package.envs:GuessNumber'}, reward: {scorer: task, "
+        "overlong: {buffer_tokens: 0}, timeout_s: 5}}}, verifier: {image: {reference: "
+        "'registry.example.com/team/guess:3'}, maxEpisodes: 64, autoscaling: {kind: keda}, extraVolumes: [{name: keys, "
+        "secret: {secretName: search-keys}}], extraVolumeMounts: [{name: keys, mountPath: /secrets, readOnly: true}]}, "
+        "actor: {replicas: 8, autoscaling: {keda: {prometheusAddress: 'http://p:9090'}}}, metrics: {podMonitor: "
+        "{enabled: true, labels: {release: prometheus}}, prometheusRule: {enabled: true, labels: {release: prometheus}}}}"
+    ),
+    "no-policies": _case("{networkPolicy: {enabled: false}}"),
+    "no-rbac": _case("{rbac: {create: false}, actor: {serviceAccount: {create: false, name: mine}}}"),
+    "no-kubernetes-api": _case("{kubernetesApi: {enabled: false}, test: {enabled: false}}", cpu=True),
+    "traces": _case(
+        "{tracing: {endpoint: 'http://otel-collector.observability:4318', ratio: 0.05, headersSecret: collector-login}}",
+        cpu=True,
+    ),
+    "other-name": _case("{recipe: {name: smollm2}, network: {bindHost: '::'}}", cpu=True, release="blue"),
 }
 
 

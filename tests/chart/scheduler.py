@@ -1,7 +1,7 @@
 """Where Kubernetes runs pods: a model of the documented rules of its scheduler, of preemption and of node drains.
 
-A pod is ready as soon as it has a node. Volumes are left out, and so are scores of resources and images: of nodes that a pod
-prefers equally, the first is taken. A field of a term that the model does not know is refused with a `ValueError`. Sources:
+A pod is ready as soon as it has a node. Volumes are left out, and so are scores of affinities, resources and images: of nodes
+that a pod prefers equally, the first is taken. A field of a term that the model does not know raises a `ValueError`. Sources:
 https://kubernetes.io/docs/concepts/scheduling-eviction/ and pkg/scheduler/framework/plugins of Kubernetes.
 """
 
@@ -17,14 +17,11 @@ from tests.chart.rendering import NAMESPACE, WORKLOADS, Object
 
 REQUIRED, PREFERRED = (f"{kind}DuringSchedulingIgnoredDuringExecution" for kind in ("required", "preferred"))
 CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
-POLICIES = {"nodeAffinityPolicy": "Honor", "nodeTaintsPolicy": "Ignore"}
 OPERATORS: dict[str, Callable[[str | None, Sequence[str]], bool]] = {
     "In": lambda value, values: value in values,
     "NotIn": lambda value, values: value not in values,
     "Exists": lambda value, _: value is not None,
     "DoesNotExist": lambda value, _: value is None,
-    "Gt": lambda value, values: value is not None and int(value) > int(values[0]),
-    "Lt": lambda value, values: value is not None and int(value) < int(values[0]),
 }
 
 
@@ -88,12 +85,9 @@ class Pod:
         return met and self.spec.get("nodeSelector", {}).items() <= node.labels.items()
 
     def wants(self, term: Object, other: "Pod") -> bool:
-        """Whether `other` has the labels of this pod's term, and is in a namespace of the term: by default, in this pod's."""
-        _check_fields(term, "labelSelector", "topologyKey", "namespaces", "namespaceSelector")
-        names, selector = term.get("namespaces", []), term.get("namespaceSelector")
-        own = not names and selector is None and other.namespace == self.namespace
-        there = own or other.namespace in names or _matches(selector, {"kubernetes.io/metadata.name": other.namespace})
-        return there and _matches(term.get("labelSelector"), other.labels)
+        """Whether `other` has the labels of this pod's term, and is in this pod's namespace."""
+        _check_fields(term, "labelSelector", "topologyKey")
+        return other.namespace == self.namespace and _matches(term.get("labelSelector"), other.labels)
 
     def is_near(self, term: Object, node: Node) -> bool:
         """Whether the pod runs in the node's domain of the term."""
@@ -176,8 +170,7 @@ class Cluster:
             yield asked > free[name], "Too many pods" if name == "pods" else f"Insufficient {name}"
         for one, counts in self._domains(pod, "DoNotSchedule"):
             value = node.labels.get(one["topologyKey"], "")
-            lowest = min(counts.values(), default=0) if len(counts) >= one.get("minDomains", 1) else 0
-            skew = counts[value] + _matches(one.get("labelSelector"), pod.labels) - lowest
+            skew = counts[value] + _matches(one.get("labelSelector"), pod.labels) - min(counts.values(), default=0)
             yield not value or skew > one["maxSkew"], "node(s) didn't match pod topology spread constraints"
         yield not self._meets_affinity(pod, node), "node(s) didn't match pod affinity rules"
         own = sum(self._number_near(pod, term, node) for term in pod.affinity("podAntiAffinity"))
@@ -202,26 +195,18 @@ class Cluster:
         constraints = [one for one in pod.spec.get("topologySpreadConstraints", []) if one["whenUnsatisfiable"] == action]
         keys = {one["topologyKey"] for one in constraints}
         for one in constraints:
-            _check_fields(one, "maxSkew", "minDomains", "topologyKey", "whenUnsatisfiable", "labelSelector", *POLICIES)
-            affinity, taints = (one.get(policy, default) == "Honor" for policy, default in POLICIES.items())
+            _check_fields(one, "maxSkew", "topologyKey", "whenUnsatisfiable", "labelSelector")
             term, counts = {"labelSelector": one.get("labelSelector")}, Counter[str]()
             for node in self.nodes:
-                left_out = (affinity and not pod.selects(node)) or (taints and pod.untolerated(node.taints))
-                if not left_out and keys <= node.labels.keys():
+                if pod.selects(node) and keys <= node.labels.keys():
                     counts[node.labels[one["topologyKey"]]] += sum(pod.wants(term, other) for other in self._on(node))
             yield one, counts
 
     def _preference(self, pod: Pod, node: Node) -> tuple[int, ...]:
-        """What the scheduler's scores prefer, the heaviest first: tolerated taints, affinities, even spread."""
-        liked = sum(
-            one["weight"] for one in pod.affinity("nodeAffinity", PREFERRED) if _matches(one["preference"], node.labels)
-        )
-        for kind, sign in (("podAffinity", 1), ("podAntiAffinity", -1)):
-            preferred = pod.affinity(kind, PREFERRED)
-            liked += sign * sum(one["weight"] * self._number_near(pod, one["podAffinityTerm"], node) for one in preferred)
+        """What the scheduler's scores prefer, the heaviest first: tolerated taints, even spread. Affinities are left out."""
         crowd = sum(counts[node.labels.get(one["topologyKey"], "")] for one, counts in self._domains(pod, "ScheduleAnyway"))
         used = sum(other.requests["cpu"] for other in self._on(node)) if self._emptiest else 0
-        return -pod.untolerated(node.taints, ["PreferNoSchedule"]), liked, -crowd, -used
+        return -pod.untolerated(node.taints, ["PreferNoSchedule"]), -crowd, -used
 
     def _schedule(self, pod: Pod) -> bool:
         refusals = {node: self._refusal(pod, node) for node in self.nodes}
@@ -232,26 +217,20 @@ class Cluster:
         return pod.node is not None
 
     def _preempt(self, pod: Pod) -> Node | None:
-        """Evict the least important pods of lower priority from the node where that costs least, if it makes room."""
-        found: dict[Node, tuple[tuple[int, ...], list[Pod]]] = {}
+        """Evict the least important pods of lower priority, from the node where that costs least. Budgets do not count."""
+        found: dict[Node, list[Pod]] = {}
         for node in self.nodes:
-            lower = sorted((one for one in self._on(node) if one.priority < pod.priority), key=lambda one: -one.priority)
-            breaking = [one for one in lower if not self._evict(one)]  # a budget, which is respected where possible
-            for one in breaking:
-                one.node = None
-            fits, victims = not self._refusal(pod, node), []
-            for one in sorted(lower, key=lambda one: one not in breaking):
-                one.node = node
-                if fits and self._refusal(pod, node):
+            victims = []
+            for one in sorted((one for one in self._on(node) if one.priority < pod.priority), key=lambda one: one.priority):
+                if self._refusal(pod, node):
                     one.node = None
                     victims.append(one)
+            if victims and not self._refusal(pod, node):
+                found[node] = victims
             for one in victims:
                 one.node = node
-            if victims:
-                priorities = [one.priority for one in victims]
-                found[node] = (len({*victims} & {*breaking}), max(priorities), sum(priorities), len(victims)), victims
-        best = min(found, key=lambda node: found[node][0], default=None)
-        for one in found[best][1] if best else ():
+        best = min(found, key=lambda node: (max(one.priority for one in found[node]), len(found[node])), default=None)
+        for one in found[best] if best else ():
             one.node = None
         return best
 

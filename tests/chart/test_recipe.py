@@ -112,161 +112,123 @@ def test_one_value_starts_a_run_from_a_checkpoint_and_only_the_trainer_has_the_s
     assert rendered.pod("actor").spec["initContainers"][0]["args"][-1] == "services.actor.initial_model"
 
 
-EPISODES = {
-    "set": {
-        "task": {"source": "environment", "name": "a.b:C"},
-        "reward": {"scorer": "task", "overlong": {"buffer_tokens": 0}, "timeout_s": 5},
-        "actor": {"sequences_in_progress": 64},
-    }
-}
-"""Of which each actor keeps 128 under way."""
-SCRAPED = {"metrics": {"scrapedOtherwise": True}}
-HPA = {"actor": {"autoscaling": {"enabled": True, "kind": "hpa"}}}
-NO_HUB = {"networkPolicy": {"hub": {"enabled": False}}}
-NO_API = {"kubernetesApi": {"enabled": False}}
-NO_WAY_OUT = {**NO_HUB, **NO_API}
-TERM = {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone", "labelSelector": {}}]}
-JUDGE = {
-    "scorer": "judge",
-    "judge": {"url": "https://judge.example.com/v1", "model": "m", "template": "{completion}", "pattern": r"(\d+)"},
-}
-TO_ANYWHERE = [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}]
-REFUSED: dict[str, dict[str, Any]] = {
-    "recipe.set.actor.colocate: true is for a trainer and an actor on one GPU": {
-        "recipe": {"set": {"mode": "conventional", "actor": {"colocate": True}}}
-    },
-    "trainer.onCompletion: release needs kubernetesApi.enabled": {"trainer": {"onCompletion": "release"}, **NO_API},
-    "trainer.page.ingress.enabled: needs": {"trainer": {"page": {"ingress": {"enabled": True, "host": "a.b"}}}},
-    "trainer.page.ingress.annotations: are empty": {
-        "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b"}}}
-    },
-    "trainer.onCompletion: exit does not go with actor.autoscaling.kind = keda": {
-        "trainer": {"onCompletion": "exit"},
-        "actor": {"autoscaling": {"enabled": True, "keda": {"prometheusAddress": "http://prometheus:9090"}}},
-    },
-    "model.source: first/checkpoints/latest and model.name:": {"model": {"name": "a/b", "source": "first/checkpoints/latest"}},
-    'recipe.name: the chart has no recipe "gsn"; use one of arithmetic, calculator, code, gsm': {"recipe": {"name": "gsn"}},
-    "recipe.inline: the recipe has no model; give it there or in recipe.set.model, or set model.name": {
-        "recipe": {"inline": {"name": "mine", "task": {"source": "reasoning_gym"}}}
-    },
-    "recipe.set.model.chat_template: chat.jinja is a file": {"recipe": {"set": {"model": {"chat_template": "chat.jinja"}}}},
-    "the recipe has no task": {"recipe": {"inline": {"name": "mine", "model": {"name": "a/b"}}}},
-    "the recipe has no name": {"recipe": {"inline": {"model": {"name": "a/b"}, "task": {"name": "chain_sum"}}}},
-    "model.name: the recipe names no model; set": {"recipe": {"name": "smollm2", "set": {"model": {"source": "hub"}}}},
-    'run: "My run" cannot name a run; use 1-40 lowercase letters, digits and inner': {"recipe": {"set": {"name": "My run"}}},
-    "actor.gpus: 4 differs from the recipe's actor.engine.tensor_parallel_size = 1; set": {"actor": {"gpus": 4}},
-    "actor.hostNetwork: NetworkPolicies do not recognize pods in the network of a node": {"actor": {"hostNetwork": True}},
-    "trainer.hostNetwork: NetworkPolicies do not recognize pods": {"trainer": {"hostNetwork": True}},
-    "trainer.labels, commonLabels: with kueue.x-k8s.io/queue-name, Kueue would admit the pods of the trainer apart": {
-        "kueue": {"queue": "rl"},
-        "trainer": {"labels": {"kueue.x-k8s.io/queue-name": "rl"}},
-    },
-    "actor.autoscaling.enabled: Kueue deletes the actors that an autoscaler adds to a pod group of fixed size": {
-        "kueue": {"queue": "rl"},
-        "actor": {"autoscaling": {"enabled": True, "kind": "hpa"}},
-        **SCRAPED,
-    },
-    "trainer.expectedActors: is 0, so that the pod group of kueue.queue would have no actors": {
-        "kueue": {"queue": "rl"},
-        "trainer": {"expectedActors": 0},
-    },
-    "actor.replicas: 8 is not trainer.expectedActors = 4, the number of actors in the pod group of kueue.queue": {
-        "kueue": {"queue": "rl"},
-        "actor": {"replicas": 8},
-        "trainer": {"expectedActors": 4},
-    },
-    "test.transferPair.enabled: its pods request gpu.resource, but with trainer.resourceClaims the nodes give GPUs by": {
-        "trainer": {"resourceClaims": [{"name": "gpus"}]},
-        "test": {"transferPair": {"enabled": True}},
-    },
-    "extraObjects[1]: is not one object with apiVersion, kind and metadata; give each object its own entry": {
-        "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}, "kind: ConfigMap"]
-    },
-    "trainer.persistence.accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods share the": {"trainer": {"nodes": 2}},
-    "trainer.terminationGracePeriodSeconds: 100 leaves no time after": {"trainer": {"terminationGracePeriodSeconds": 100}},
-    "metrics.podMonitor.enabled: is false, so that nothing would collect the metric that actor.autoscaling follows": HPA,
-    "metrics.podMonitor.enabled: is false, so that": {"recipe": EPISODES, "verifier": {"autoscaling": {"kind": "hpa"}}},
-    "rewards.files, task.files: 400001 bytes together are more than the 400000 for which Helm's Secret of a release has room": {
-        "rewards": {"files": {"big.py": "#" * 200_000}},
-        "task": {"files": {"big.jsonl": "x" * 200_001}},
-    },
-    "actor.affinity: a required podAffinity cannot be combined": {"actor": {"affinity": {"podAffinity": TERM}}},
-    "trainer.capabilities: [IPC_LOCK] have no effect for a process that is not": {"trainer": {"capabilities": ["IPC_LOCK"]}},
-    "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of the two": {
-        service: {"serviceAccount": {"name": "x"}} for service in ("actor", "trainer")
-    },
-    "actor.serviceAccount.name, trainer.serviceAccount.name: both are pipelinerl-trainer, which the chart creates": {
-        "actor": {"serviceAccount": {"create": False, "name": "pipelinerl-trainer"}}
-    },
-    "tls.nats.enabled: encrypts only the chart's own NATS, but nats.enabled is false; for your own NATS, write tls://": {
-        "tls": {"nats": {"enabled": True}},
-        "nats": {"enabled": False, "url": "nats://nats.messaging:4222"},
-    },
-    "nats.tlsSecret: nats-ca is not used while nats.enabled is true; set tls.nats.enabled": {"nats": {"tlsSecret": "nats-ca"}},
-    "images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and": {"actor": {"gpus": 0}, "trainer": {"gpus": 0}},
-    "networkPolicy.monitoring.from: is empty, so that no": {**HPA, "networkPolicy": {"monitoring": {"from": []}}, **SCRAPED},
-    "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods (also": {
-        "trainer": {"page": {"enabled": True, "ingress": {"enabled": True, "host": "a.b", "withoutLogin": True, "from": []}}}
-    },
-    "resolve a name; name the pods or addresses that answer DNS (also if a policy of": {"networkPolicy": {"dns": {"to": []}}},
-    "nats.url: is empty while nats.enabled is false": {"nats": {"enabled": False}},
-    ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {"tls": {"grpc": {"enabled": True}}},
-    "tls.certManager.issuerRef: has no name": {"tls": {"nats": {"enabled": True}, "certManager": {"enabled": True}}},
-    "actor.autoscaling.keda.prometheusAddress: is empty": {"actor": {"autoscaling": {"enabled": True}}, **SCRAPED},
-    "images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {"images": {"variant": "cpu"}},
-    "nats.url: is not used while nats.enabled is true": {"nats": {"url": "nats://user:secret@nats.messaging:4222"}},
-    "tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled": {"tls": {"secrets": {"actor": "actor-tls"}}},
-    "huggingface.token: huggingface.existingSecret is set, too": {"huggingface": {"token": "hf_a", "existingSecret": "hf"}},
-    "tracing.headersSecret: login is not used": {"tracing": {"headersSecret": "login"}},
-    "verifier.autoscaling.maxReplicas: 2 is less than": {"verifier": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}},
-    "verifier.autoscaling.kind: hpa scales on episodes, and the": {"verifier": {"autoscaling": {"kind": "hpa"}}, **SCRAPED},
-    "verifier.autoscaling.kind = keda needs it": {**SCRAPED, "recipe": EPISODES, "verifier": {"autoscaling": {"kind": "keda"}}},
-}
+REFUSED: dict[str, dict[str, Any]] = yaml.safe_load(r"""
+"recipe.set.actor.colocate: true is for a trainer and an actor on one GPU":
+  {recipe: {set: {mode: conventional, actor: {colocate: true}}}}
+"trainer.onCompletion: release needs kubernetesApi.enabled": {trainer: {onCompletion: release}, kubernetesApi: {enabled: false}}
+"trainer.page.ingress.enabled: needs": {trainer: {page: {ingress: {enabled: true, host: a.b}}}}
+"trainer.page.ingress.annotations: are empty": {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b}}}}
+"trainer.onCompletion: exit does not go with actor.autoscaling.kind = keda":
+  {trainer: {onCompletion: exit}, actor: {autoscaling: {enabled: true, keda: {prometheusAddress: 'http://prometheus:9090'}}}}
+"model.source: first/checkpoints/latest and model.name:": {model: {name: a/b, source: first/checkpoints/latest}}
+"recipe.name: the chart has no recipe \"gsn\"; use one of arithmetic, calculator, code, gsm": {recipe: {name: gsn}}
+"recipe.inline: the recipe has no model; give it there or in recipe.set.model, or set model.name":
+  {recipe: {inline: {name: mine, task: {source: reasoning_gym}}}}
+"recipe.set.model.chat_template: chat.jinja is a file": {recipe: {set: {model: {chat_template: chat.jinja}}}}
+"the recipe has no task": {recipe: {inline: {name: mine, model: {name: a/b}}}}
+"the recipe has no name": {recipe: {inline: {model: {name: a/b}, task: {name: chain_sum}}}}
+"model.name: the recipe names no model; set": {recipe: {name: smollm2, set: {model: {source: hub}}}}
+"run: \"My run\" cannot name a run; use 1-40 lowercase letters, digits and inner": {recipe: {set: {name: My run}}}
+"actor.gpus: 4 differs from the recipe's actor.engine.tensor_parallel_size = 1; set": {actor: {gpus: 4}}
+"actor.hostNetwork: NetworkPolicies do not recognize pods in the network of a node": {actor: {hostNetwork: true}}
+"trainer.hostNetwork: NetworkPolicies do not recognize pods": {trainer: {hostNetwork: true}}
+"trainer.labels, commonLabels: with kueue.x-k8s.io/queue-name, Kueue would admit the pods of the trainer apart":
+  {kueue: {queue: rl}, trainer: {labels: {kueue.x-k8s.io/queue-name: rl}}}
+"actor.autoscaling.enabled: Kueue deletes the actors that an autoscaler adds to a pod group of fixed size":
+  {kueue: {queue: rl}, actor: {autoscaling: {enabled: true, kind: hpa}}, metrics: {scrapedOtherwise: true}}
+"trainer.expectedActors: is 0, so that the pod group of kueue.queue would have no actors":
+  {kueue: {queue: rl}, trainer: {expectedActors: 0}}
+"actor.replicas: 8 is not trainer.expectedActors = 4, the number of actors in the pod group of kueue.queue":
+  {kueue: {queue: rl}, actor: {replicas: 8}, trainer: {expectedActors: 4}}
+"test.transferPair.enabled: its pods request gpu.resource, but with trainer.resourceClaims the nodes give GPUs by":
+  {trainer: {resourceClaims: [{name: gpus}]}, test: {transferPair: {enabled: true}}}
+"extraObjects[1]: is not one object with apiVersion, kind and metadata; give each object its own entry":
+  {extraObjects: [{apiVersion: v1, kind: ConfigMap, metadata: {name: a}}, 'kind: ConfigMap']}
+"trainer.persistence.accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods share the": {trainer: {nodes: 2}}
+"trainer.terminationGracePeriodSeconds: 100 leaves no time after": {trainer: {terminationGracePeriodSeconds: 100}}
+"metrics.podMonitor.enabled: is false, so that nothing would collect the metric that actor.autoscaling follows":
+  {actor: {autoscaling: {enabled: true, kind: hpa}}}
+"metrics.podMonitor.enabled: is false, so that":
+  {recipe: {set: {task: {source: environment, name: 'a.b:C'}, reward: {scorer: task, overlong: {buffer_tokens: 0}, timeout_s:
+   5}, actor: {sequences_in_progress: 64}}}, verifier: {autoscaling: {kind: hpa}}}
+"actor.affinity: a required podAffinity cannot be combined":
+  {actor: {affinity: {podAffinity: {requiredDuringSchedulingIgnoredDuringExecution: [{topologyKey: zone, labelSelector: {}}]}}}}
+"trainer.capabilities: [IPC_LOCK] have no effect for a process that is not": {trainer: {capabilities: [IPC_LOCK]}}
+"actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of the two":
+  {actor: {serviceAccount: {name: x}}, trainer: {serviceAccount: {name: x}}}
+"actor.serviceAccount.name, trainer.serviceAccount.name: both are pipelinerl-trainer, which the chart creates":
+  {actor: {serviceAccount: {create: false, name: pipelinerl-trainer}}}
+"tls.nats.enabled: encrypts only the chart's own NATS, but nats.enabled is false; for your own NATS, write tls://":
+  {tls: {nats: {enabled: true}}, nats: {enabled: false, url: 'nats://nats.messaging:4222'}}
+"nats.tlsSecret: nats-ca is not used while nats.enabled is true; set tls.nats.enabled": {nats: {tlsSecret: nats-ca}}
+"images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and": {actor: {gpus: 0}, trainer: {gpus: 0}}
+"networkPolicy.monitoring.from: is empty, so that no":
+  {actor: {autoscaling: {enabled: true, kind: hpa}}, networkPolicy: {monitoring: {from: []}}, metrics: {scrapedOtherwise: true}}
+"trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods (also":
+  {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b, withoutLogin: true, from: []}}}}
+"resolve a name; name the pods or addresses that answer DNS (also if a policy of": {networkPolicy: {dns: {to: []}}}
+"nats.url: is empty while nats.enabled is false": {nats: {enabled: false}}
+": is empty; name a Secret with tls.crt, tls.key and ca.crt": {tls: {grpc: {enabled: true}}}
+"tls.certManager.issuerRef: has no name": {tls: {nats: {enabled: true}, certManager: {enabled: true}}}
+"actor.autoscaling.keda.prometheusAddress: is empty": {actor: {autoscaling: {enabled: true}}, metrics: {scrapedOtherwise: true}}
+"images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {images: {variant: cpu}}
+"nats.url: a server does not begin with nats:// or tls://; begin each one so, and write %2C for a comma in a user":
+  {nats: {enabled: false, url: 'nats://user:pass,word@nats.messaging:4222'}}
+"nats.url: is not used while nats.enabled is true": {nats: {url: 'nats://user:secret@nats.messaging:4222'}}
+"tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled": {tls: {secrets: {actor: actor-tls}}}
+"huggingface.token: huggingface.existingSecret is set, too": {huggingface: {token: hf_a, existingSecret: hf}}
+"tracing.headersSecret: login is not used": {tracing: {headersSecret: login}}
+"verifier.autoscaling.maxReplicas: 2 is less than": {verifier: {autoscaling: {minReplicas: 3, maxReplicas: 2}}}
+"verifier.autoscaling.kind: hpa scales on episodes, and the":
+  {verifier: {autoscaling: {kind: hpa}}, metrics: {scrapedOtherwise: true}}
+"verifier.autoscaling.kind = keda needs it":
+  {metrics: {scrapedOtherwise: true}, recipe: {set: {task: {source: environment, name: 'a.b:C'}, reward: {scorer: task,
+   overlong: {buffer_tokens: 0}, timeout_s: 5}, actor: {sequences_in_progress: 64}}}, verifier: {autoscaling: {kind: keda}}}
+""")
 """By what the templates say of them."""
-REFUSED_BY_THE_JOB: dict[str, dict[str, Any]] = {
-    "trainer.persistence.size = '500Gi': the model, 2 checkpoints of 216 GB": {"model": {"name": "a/14B"}},
-    "[4443]: lacks port 4222 of": {"nats": {"enabled": False, "url": "nats://n"}, "networkPolicy": {"nats": {"ports": [4443]}}},
-    "trainer.expectedActors = 9: is more than actor.replicas = 8": {"actor": {"replicas": 8}, "trainer": {"expectedActors": 9}},
-    "trainer.expectedActors = 8: is more than": {**HPA, "trainer": {"expectedActors": 8}, **SCRAPED},
-    "recipe.set.trainer.shard_ranks = 3: does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)": {
-        "recipe": {"set": {"trainer": {"shard_ranks": 3}}},
-        "trainer": {"nodes": 2, "persistence": {"existingClaim": "shared"}},
-    },
-    "context_parallel = 2: does": {"recipe": {"set": {"trainer": {"context_parallel": 2}}}, "trainer": {"gpus": 1}},
-    "trainer.resources.limits.cpu = '7500m': is less than": {"trainer": {"resources": {"limits": {"cpu": "7500m"}}}},
-    "trainer.page.resources.limits.memory = '64M': is": {"trainer": {"page": {"resources": {"limits": {"memory": "64M"}}}}},
-    "networkPolicy.verifierEgress = []: is empty, so that no verifier would reach the": {"recipe": {"set": {"reward": JUDGE}}},
-    "would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address (also if a policy of your own": {
-        "recipe": {"set": {"evaluation": {"sets": [{"name": "b", "task": {"name": "chain_sum"}, "reward": JUDGE}]}}}
-    },
-    "networkPolicy.extraEgress = []: is": {"recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}}, **NO_WAY_OUT},
-    "would not reach hf://a/first/checkpoints/latest while networkPolicy.hub.enabled is false; add a rule to the store's": {
-        "model": {"source": "hf://a/first/checkpoints/latest"},
-        "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"cidrs": ["10.0.0.1/32", "fd00::1/128"]}},
-    },
-    "so that the trainer would not reach gs://a/b": {
-        "recipe": {"set": {"checkpoint": {"upload": "gs://a/b"}}},
-        "networkPolicy": NO_HUB["networkPolicy"] | {"kubernetesApi": {"ports": [6443]}},
-    },
-    "maxSurge and maxUnavailable are both 0, so that no": {"actor": {"strategy": {"rollingUpdate": {"maxUnavailable": "0%"}}}},
-    "networkPolicy.nats.ports = [4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {
-        "nats": {"enabled": False, "url": "nats://nats-0.messaging:4222,nats://nats-1.messaging:4223"}
-    },
-    "nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {"nats": {"sequencesMaxGib": 25}},
-    "verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress": {
-        "recipe": EPISODES,
-        "actor": {"replicas": 3},
-        "verifier": {"maxEpisodes": 191, "autoscaling": {"enabled": False}},
-    },
-    "defaultLimits.cpu = '4': is less than trainer.resources.requests.cpu = 8": {"defaultLimits": {"cpu": "4"}},
-    "networkPolicy.tracing.ports = [4317, 4318]: lacks port 9999 of": {"tracing": {"endpoint": "http://collector:9999/v1"}},
-    "lacks port 443 of tracing.endpoint": {"tracing": {"endpoint": "https://otel.example.com/in:4318"}},
-    "lacks port 80 of": {"tracing": {"endpoint": "http://[2001:db8::4318]"}},
-    "lacks port 55680 of": {"tracing": {"endpoint": "http://[2001:db8::1]:55680"}},
-    "lacks port 443 of": {"tracing": {"endpoint": "http://collector", "protocol": "grpc"}},
-}
+REFUSED_BY_THE_JOB: dict[str, dict[str, Any]] = yaml.safe_load(r"""
+"trainer.persistence.size = '500Gi': the model, 2 checkpoints of 216 GB": {model: {name: a/14B}}
+"trainer.persistence.size = '': the model, 2 checkpoints of 108 GB (checkpoint.keep) and the next one need 316Gi":
+  {trainer: {persistence: {size: ''}}}
+"trainer.persistence.size = '': is empty; set the size of the volume, such as 500Gi":
+  {model: {source: 's3://a/b'}, trainer: {persistence: {size: null}}}
+"[4443]: lacks port 4222 of": {nats: {enabled: false, url: 'nats://n'}, networkPolicy: {nats: {ports: [4443]}}}
+"trainer.expectedActors = 9: is more than actor.replicas = 8": {actor: {replicas: 8}, trainer: {expectedActors: 9}}
+"trainer.expectedActors = 8: is more than":
+  {actor: {autoscaling: {enabled: true, kind: hpa}}, trainer: {expectedActors: 8}, metrics: {scrapedOtherwise: true}}
+"recipe.set.trainer.shard_ranks = 3: does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)":
+  {recipe: {set: {trainer: {shard_ranks: 3}}}, trainer: {nodes: 2, persistence: {existingClaim: shared}}}
+"context_parallel = 2: does": {recipe: {set: {trainer: {context_parallel: 2}}}, trainer: {gpus: 1}}
+"trainer.resources.limits.cpu = '7500m': is less than": {trainer: {resources: {limits: {cpu: 7500m}}}}
+"trainer.page.resources.limits.memory = '64M': is": {trainer: {page: {resources: {limits: {memory: 64M}}}}}
+"networkPolicy.verifierEgress = []: is empty, so that no verifier would reach the":
+  {recipe: {set: {reward: {scorer: judge, judge: {url: 'https://judge.example.com/v1', model: m, template: '{completion}',
+   pattern: (\d+)}}}}}
+"would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address (also if a policy of your own":
+  {recipe: {set: {evaluation: {sets: [{name: b, task: {name: chain_sum}, reward: {scorer: judge, judge: {url:
+   'https://judge.example.com/v1', model: m, template: '{completion}', pattern: (\d+)}}}]}}}}
+"networkPolicy.extraEgress = []: is":
+  {recipe: {set: {checkpoint: {upload: 's3://a/b'}}}, networkPolicy: {hub: {enabled: false}}, kubernetesApi: {enabled: false}}
+"would not reach hf://a/first/checkpoints/latest while networkPolicy.hub.enabled is false; add a rule to the store's":
+  {model: {source: 'hf://a/first/checkpoints/latest'}, networkPolicy: {hub: {enabled: false}, kubernetesApi: {cidrs:
+   [10.0.0.1/32, 'fd00::1/128']}}}
+"so that the trainer would not reach gs://a/b":
+  {recipe: {set: {checkpoint: {upload: 'gs://a/b'}}}, networkPolicy: {hub: {enabled: false}, kubernetesApi: {ports: [6443]}}}
+"maxSurge and maxUnavailable are both 0, so that no": {actor: {strategy: {rollingUpdate: {maxUnavailable: 0%}}}}
+"networkPolicy.nats.ports = [4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223":
+  {nats: {enabled: false, url: 'nats://nats-0.messaging:4222,nats://nats-1.messaging:4223'}}
+"nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {nats: {sequencesMaxGib: 25}}
+"verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress":
+  {recipe: {set: {task: {source: environment, name: 'a.b:C'}, reward: {scorer: task, overlong: {buffer_tokens: 0}, timeout_s:
+   5}, actor: {sequences_in_progress: 64}}}, actor: {replicas: 3}, verifier: {maxEpisodes: 191, autoscaling: {enabled: false}}}
+"defaultLimits.cpu = '4': is less than trainer.resources.requests.cpu = 8": {defaultLimits: {cpu: '4'}}
+"networkPolicy.tracing.ports = [4317, 4318]: lacks port 9999 of": {tracing: {endpoint: 'http://collector:9999/v1'}}
+"lacks port 443 of tracing.endpoint": {tracing: {endpoint: 'https://otel.example.com/in:4318'}}
+"lacks port 80 of": {tracing: {endpoint: 'http://[2001:db8::4318]'}}
+"lacks port 55680 of": {tracing: {endpoint: 'http://[2001:db8::1]:55680'}}
+"lacks port 443 of": {tracing: {endpoint: 'http://collector', protocol: grpc}}
+""")
 """By what the Job says of them before an install or upgrade."""
-COLLECTOR = {"tracing": {"endpoint": "http://collector:9999"}}
 
 
 def said_by_the_job(rendered: Rendered, folder: Path) -> list[str]:
@@ -290,30 +252,41 @@ def test_values_that_contradict_each_other_are_refused_by_name(message: str) -> 
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"actor": {"resources": None}, "trainer": {"resources": {"limits": None}}},
-        {"actor": {"resources": {"requests": {"memory": "24G"}, "limits": {"memory": "24Gi"}}}},
-        {"recipe": {"set": {"reward": JUDGE}}, "networkPolicy": {"verifierEgress": TO_ANYWHERE}},
-        {"recipe": {"set": {"reward": JUDGE}}, "networkPolicy": {"enabled": False, "dns": {"to": []}}},
-        {"recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}}},
-        {"model": {"source": "s3://a/x-70B/latest"}, "networkPolicy": NO_HUB["networkPolicy"] | {"extraEgress": TO_ANYWHERE}},
-        {"model": {"name": "a/b"}, "actor": {"cache": {"existingClaim": "models"}}, **NO_HUB},
-        {"actor": {"strategy": {"type": "Recreate", "rollingUpdate": {"maxUnavailable": 0}}}},
-        {"recipe": {"set": {"checkpoint": {"upload": "s3://a/b"}}}, **NO_HUB},
-        {"recipe": {"set": {"checkpoint": {"upload": "file:///data/up"}}}, **NO_WAY_OUT},
-        {"model": {"source": "file:///data/first"}, **NO_WAY_OUT},
-        {"actor": {"podAnnotations": {"limits": "x", "requests": "y"}}},
-        {"actor": {"replicas": 0}},
-        {"nats": {"url": None}},
-        {service: {"serviceAccount": {"create": False, "name": "theirs"}} for service in ("actor", "trainer", "verifier")},
-        {"nats": {"enabled": False, "url": "nats://n:4222", "serviceAccount": {"name": "pipelinerl-actor"}}},
-        *({**COLLECTOR, "networkPolicy": one} for one in ({"tracing": {"ports": [9999]}}, {"enabled": False})),
-        {**COLLECTOR, "networkPolicy": {"tracing": {"to": []}}},
-    ],
-    ids=str,
-)
+def test_files_for_which_a_release_has_no_room_are_refused() -> None:
+    with pytest.raises(HelmError, match="400001 bytes together are more than the 400000"):
+        render({"rewards": {"files": {"big.py": "#" * 200_000}}, "task": {"files": {"big.jsonl": "x" * 200_001}}})
+
+
+TAKEN = yaml.safe_load(r"""
+- {actor: {resources: null}, trainer: {resources: {limits: null}}}
+- {actor: {resources: {requests: {memory: 24G}, limits: {memory: 24Gi}}}}
+- {recipe: {set: {reward: {scorer: judge, judge: {url: 'https://judge.example.com/v1', model: m, template: '{completion}',
+   pattern: (\d+)}}}}, networkPolicy: {verifierEgress: [{to: [{ipBlock: {cidr: 0.0.0.0/0}}]}]}}
+- {recipe: {set: {reward: {scorer: judge, judge: {url: 'https://judge.example.com/v1', model: m, template: '{completion}',
+   pattern: (\d+)}}}}, networkPolicy: {enabled: false, dns: {to: []}}}
+- {recipe: {set: {checkpoint: {upload: 's3://a/b'}}}}
+- {model: {source: 's3://a/x-70B/latest'}, networkPolicy: {hub: {enabled: false}, extraEgress: [{to: [{ipBlock: {cidr:
+   0.0.0.0/0}}]}]}}
+- {model: {name: a/b}, actor: {cache: {existingClaim: models}}, networkPolicy: {hub: {enabled: false}}}
+- {actor: {strategy: {type: Recreate, rollingUpdate: {maxUnavailable: 0}}}}
+- {recipe: {set: {checkpoint: {upload: 's3://a/b'}}}, networkPolicy: {hub: {enabled: false}}}
+- {recipe: {set: {checkpoint: {upload: 'file:///data/up'}}}, networkPolicy: {hub: {enabled: false}}, kubernetesApi: {enabled:
+   false}}
+- {model: {source: 'file:///data/first'}, networkPolicy: {hub: {enabled: false}}, kubernetesApi: {enabled: false}}
+- {actor: {podAnnotations: {limits: x, requests: y}}}
+- {actor: {replicas: 0}}
+- {nats: {url: null}}
+- {trainer: {persistence: {size: null, existingClaim: shared}}}
+- {actor: {serviceAccount: {create: false, name: theirs}}, trainer: {serviceAccount: {create: false, name: theirs}}, verifier:
+   {serviceAccount: {create: false, name: theirs}}}
+- {nats: {enabled: false, url: 'nats://n:4222', serviceAccount: {name: pipelinerl-actor}}}
+- {tracing: {endpoint: 'http://collector:9999'}, networkPolicy: {tracing: {ports: [9999]}}}
+- {tracing: {endpoint: 'http://collector:9999'}, networkPolicy: {enabled: false}}
+- {tracing: {endpoint: 'http://collector:9999'}, networkPolicy: {tracing: {to: []}}}
+""")
+
+
+@pytest.mark.parametrize("values", TAKEN, ids=str)
 def test_values_that_only_look_like_those_are_taken(values: dict[str, Any], tmp_path: Path) -> None:
     assert said_by_the_job(render(values), tmp_path) == []
 

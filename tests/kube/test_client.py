@@ -1,8 +1,6 @@
 """Calls to the API: what goes over the wire, what a refusal says, and that a pod outlives its token."""
 
-import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl.kube.client import TRAINER, KubeClient, KubeError
-from tests.kube.api_server import NAMESPACE, SELECTOR, SOON_S, ApiServer, kube_client
+from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer, kube_client
 from tests.support.certificates import Authority
 
 
@@ -20,8 +18,8 @@ async def test_the_trainer_may_do_what_it_calls_and_another_token_nothing(
     """Its rights are the exported permissions."""
     api.add_pod("a")
     _, version = await trainer.list_pods(SELECTOR)
-    async with trainer.watch_pods(SELECTOR, version):
-        assert set(api.calls) == TRAINER
+    (await trainer.watch_pods(SELECTOR, version)).close()
+    assert set(api.calls) == TRAINER
     with pytest.raises(KubeError) as raised:
         await actor.list_pods(SELECTOR)
     assert raised.value.denied
@@ -36,8 +34,8 @@ async def test_a_token_that_is_no_longer_accepted_is_read_again_at_once(api: Api
             await client.list_pods(SELECTOR)
         (folder / "token").write_text("second-token")
         _, version = await client.list_pods(SELECTOR)
-        async with client.watch_pods(SELECTOR, version):
-            assert api.refused == [401, 401, 401]
+        (await client.watch_pods(SELECTOR, version)).close()
+        assert api.refused == [401, 401, 401]
 
 
 async def test_a_token_is_read_again_after_a_minute(
@@ -67,8 +65,7 @@ async def test_no_answer_is_an_error_within_the_limit(api: ApiServer, account: C
             await client.list_pods(SELECTOR)
         assert raised.value.status == 0
         with pytest.raises(KubeError, match="no answer"):
-            async with client.watch_pods(SELECTOR, "1"):
-                pass
+            await client.watch_pods(SELECTOR, "1")
         await api.stop()
         with pytest.raises(KubeError, match="no answer"):
             await client.list_pods(SELECTOR)
@@ -86,27 +83,3 @@ async def test_another_ca_is_not_trusted(api: ApiServer, account: Callable[[str]
         with pytest.raises(KubeError, match="certificate verify failed"):
             await client.list_pods(SELECTOR)
     assert api.calls == []
-
-
-async def test_a_line_that_comes_in_pieces_is_one_change_and_one_that_is_no_json_an_error(
-    api: ApiServer, trainer: KubeClient
-) -> None:
-    async with trainer.watch_pods(SELECTOR, "1000") as changes:
-        await api.watched()
-        api.say(b'{"type": "BOOKMARK", "object": {"meta')
-        api.say(b'data": {"resourceVersion": "7"}}}\n\n')
-        async with asyncio.timeout(SOON_S):
-            assert await anext(changes) == (None, "7")
-        api.say(b"half a line and\n")
-        with pytest.raises(KubeError, match="no JSON object"):
-            await anext(changes)
-
-
-async def test_leaving_a_silent_watch_closes_its_connection(api: ApiServer, trainer: KubeClient) -> None:
-    async with trainer.watch_pods(SELECTOR, "1000") as changes:
-        waiting = asyncio.ensure_future(anext(changes))
-        await api.watched()
-        waiting.cancel()
-        with suppress(asyncio.CancelledError):
-            await waiting
-    await api.watched(0)

@@ -11,11 +11,12 @@ import pytest
 
 from pipelinerl.errors import FieldError
 from pipelinerl.kube import completion
-from pipelinerl.kube.client import COMPLETION, TRAINER, KubeBackoff, Permission
+from pipelinerl.kube.client import COMPLETION, TRAINER, Permission
 from pipelinerl.kube.page import page_app
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.reporting.page import PageBoard, add_page
@@ -45,7 +46,7 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
     caplog.set_level("INFO")
     monkeypatch.setattr("services.trainer.run.evaluates_first", lambda *_: False)
     monkeypatch.setattr(completion, "SEEN_WITHIN_S", 0.0)
-    monkeypatch.setattr(completion, "BACKOFF", KubeBackoff(0.01, 0.01, denied_s=0.01))
+    monkeypatch.setattr(completion, "BACKOFF", Backoff(0.01, 0.01))
     api.scales = {"rl-actor": {"replicas": 8}, "rl-trainer": {"replicas": 1}}
     api.configs = {"rl-run": {"theirs": "stays", "reason": "of an earlier failure"}}
     api.secrets = {"rl-report": {}}
@@ -55,11 +56,17 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
     finished |= {"steps": "4", "step": "4", "lag": "0.50"}  # the progress
     finished |= {"actors": "8"} if mode != "keep" else {}
     (tmp_path / "recipe.yaml").write_text(recipe_yaml(make_recipe()))
+    phases = list[str]()
+
+    async def uploaded() -> None:
+        phases.append(api.configs["rl-run"]["phase"])
+
     for most_bytes in (0, completion.MOST_REPORT_BYTES):  # a trainer that starts again, amid this or after it, does the same
         monkeypatch.setattr(completion, "MOST_REPORT_BYTES", most_bytes)
         api.scales["rl-trainer"]["replicas"], api.configs["rl-run"]["phase"] = 1, "Running"
         async with training_run(tmp_path, settings=settings) as (run, policy), asyncio.timeout(120):
             run.loop.version, policy.version, stop = 4, 4, asyncio.Event()
+            monkeypatch.setattr(run.uploads, "all_done", uploaded)
             run.recorder.progress |= {"step": "4", "lag": "0.50"}
             running = asyncio.create_task(run.run(stop))
             await until_logged(caplog, LINGERS)
@@ -74,6 +81,7 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
             await running
         assert ("too many for a Secret; it is only on the volume" in caplog.text) is (mode == "release" and not most_bytes)
         caplog.clear()
+    assert phases == ["Running", "Running"]  # who waits for the end may remove the release
     assert (tmp_path / "report.html").exists() is (mode != "keep")
     if mode == "release":
         packed = base64.b64decode(api.secrets["rl-report"][completion.REPORT])

@@ -20,12 +20,12 @@ from pipelinerl.cli import main
 from pipelinerl.commands.submit import chart_values, rows_of
 from pipelinerl.errors import ServiceError
 from pipelinerl.kube import submission
-from pipelinerl.kube.client import Permission
-from pipelinerl.kube.person import PersonClient
-from pipelinerl.kube.submission import Look, Release, failure_of, fetch, name_of, sizes_of, target_of, watch, why_not_ready
+from pipelinerl.kube.client import Permission, PersonClient, name_of
+from pipelinerl.kube.submission import Look, Release, failure_of, fetch, sizes_of, target_of, watch, why_not_ready
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe, recipe_names
+from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from tests.chart.rendering import CPU_VALUES, HELM, NAMESPACE, Object, Rendered
@@ -50,9 +50,8 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 @pytest.fixture
 async def release(api: ApiServer) -> AsyncIterator[Release]:
-    client = PersonClient(NAMESPACE)
-    yield Release("own", NAMESPACE, "", client)
-    await client.close()
+    async with PersonClient(NAMESPACE) as client:
+        yield Release("own", client)
 
 
 async def pipelinerl(*arguments: str) -> int:
@@ -80,7 +79,8 @@ def job_ends(api: ApiServer, message: str = "") -> None:
             item["status"] = {"conditions": [{"type": "Failed" if message else "Complete", "status": "True"}]}
             if message:
                 ended = {"terminated": {"exitCode": 2, "message": message}}
-                add(api, pod("own-validation-x", "validation", phase="Failed", containerStatuses=[{"state": ended}]))
+                one = pod("own-validation-x", "validation", phase="Failed", containerStatuses=[{"state": ended}])
+                add(api, one | {"metadata": item["spec"]["template"]["metadata"] | {"name": "own-validation-x", "uid": "x"}})
             asyncio.get_running_loop().call_later(0.1, api.notify, "MODIFIED", item)
 
     api.appeared = end
@@ -103,13 +103,15 @@ async def test_a_run_is_installed_once_and_its_name_is_taken_until_all_of_it_is_
     assert "--release = 'own': this release exists" in said
     assert "helm uninstall own -n train --kube-context tests && kubectl -n train --context tests delete pvc" in said
     assert release.claims in said
-    await submission.helm(release, "uninstall", "own")
-    assert await pipelinerl(*SUBMIT) == 2
-    assert "left the claims own-pipelinerl-trainer" in capsys.readouterr().err
+    claim = api._rendered.one("PersistentVolumeClaim", "own-pipelinerl-trainer")
     foreign = {"name": "math-data", "labels": {INSTANCE: "own", COMPONENT: "primary"}}
     api._rendered.objects.append({"kind": "PersistentVolumeClaim", "metadata": foreign})
     await submission.remove(release)
     assert [name_of(item) for item in api._rendered.objects] == ["math-data"]
+    api._rendered.objects.append(claim)
+    assert await pipelinerl(*SUBMIT) == 2
+    assert "left the claims own-pipelinerl-trainer" in capsys.readouterr().err
+    api.delete(claim)
     state = {"kind": "ConfigMap", "data": {"run": "own"}}
     labels = {INSTANCE: "other", COMPONENT: "trainer", "app.kubernetes.io/part-of": "pipelinerl"}
     api._rendered.objects.append(state | {"metadata": {"name": "other-run", "labels": labels}})
@@ -125,8 +127,8 @@ async def test_a_recipe_that_the_job_refuses_is_told_with_its_reason_and_leaves_
     said = capsys.readouterr()
     assert "trainer.batch_size = 7" in said.err
     assert "\x1b" not in said.err + said.out
-    kinds = {item["kind"] for item in api._rendered.objects}
-    assert kinds <= {"Job", "ConfigMap", "ServiceAccount"}  # of the check, which the next installation replaces
+    assert "nothing is left installed" in said.err
+    assert [(item["kind"], name_of(item)) for item in api._rendered.objects] == []
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ async def test_a_recipe_that_the_job_refuses_is_told_with_its_reason_and_leaves_
         ((*SUBMIT, "--attach", "own"), "give either a recipe, or --attach"),
         ((*SUBMIT, "--values", "absent.yaml"), "--values = 'absent.yaml': no such file"),
         (("submit", "arithmetic", "-n", "x", "--release", "a.b"), "--release = 'a.b': use 1-40"),
-        ((*SUBMIT, "--output", "."), "is not empty"),
+        ((*SUBMIT, "--output", "."), "has files of another run"),
         (("submit", "arithmetic", "-n", "x", "--set", "trainer.batch_size=7"), "trainer.batch_size"),
     ],
 )
@@ -160,15 +162,32 @@ async def test_without_helm_the_error_says_how_to_get_it(
     assert "helm is v3.9.1, which is too old" in capsys.readouterr().err
 
 
-def test_an_interrupted_command_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def interrupted(*_: object) -> int:
+@pytest.mark.parametrize(
+    ("at", "arguments", "told", "is_there"),
+    [
+        ("check_absent", SUBMIT, "interrupted; nothing was installed\n", False),
+        ("install", SUBMIT, "a part of it may be installed; remove it before you submit it again: helm uninstall own", False),
+        ("look", (*SUBMIT, "--watch"), "the run goes on\n  watch and fetch  pipelinerl submit --attach own -n train", True),
+        ("look", ("submit", "--attach", "own", "-n", "train"), "stop and remove  helm uninstall own -n train", False),
+    ],
+)
+async def test_an_interrupted_command_says_what_there_is_and_how_to_go_on(
+    api: ApiServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+    arguments: tuple[str, ...],
+    told: str,
+    is_there: bool,
+) -> None:
+    async def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipelinerl.commands.submit._submit", interrupted)
-    assert main(["submit", "--attach", "own", "-n", "train", "--context", "lab"]) == 130
-    said = capsys.readouterr().err
-    assert "pipelinerl submit --attach own -n train --context lab" in said
-    assert "helm uninstall own -n train --kube-context lab && kubectl -n train --context lab delete pvc" in said
+    job_ends(api)
+    monkeypatch.setattr(submission, at, interrupted)
+    assert await pipelinerl(*arguments) == 130
+    assert told in capsys.readouterr().err
+    assert bool(api._rendered.objects) is is_there
 
 
 # --- watching
@@ -316,7 +335,7 @@ def run_dir(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_results_come_whole_over_connections_that_drop(
     api: ApiServer, release: Release, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "BACKOFF", submission.BACKOFF.__class__(0.01, 0.01))
+    monkeypatch.setattr("pipelinerl.kube.client.BACKOFF", Backoff(0.01, 0.01))
     dropped = list[str]()
 
     def drop_once(phase: str) -> None:
@@ -353,8 +372,8 @@ async def test_a_release_that_was_not_submitted_is_not_removed(
     assert Path("runs", "own", "report.html").is_file()
 
     Path("runs", "own", ".submitted").write_text("another installation, whose weights have the same size")
-    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
-    assert "runs/own has files of another run; give another --output" in capsys.readouterr().err
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 2
+    assert "--output = 'runs/own': has files of another run; give another folder" in capsys.readouterr().err
 
 
 async def test_an_installation_that_helm_did_not_begin_removes_nothing(
@@ -410,7 +429,7 @@ def test_no_file_is_written_outside_of_the_folder(tmp_path: Path, name: str) -> 
         target_of(tmp_path, name)
 
 
-@pytest.mark.parametrize("listed", [b"", b"[]", b'{"recipe.yaml": "many"}'])
+@pytest.mark.parametrize("listed", [b"recipe.yaml", b"many recipe.yaml", b"1 \xff"])
 def test_a_list_of_files_that_is_none_is_refused(listed: bytes) -> None:
     with pytest.raises(ServiceError):
         sizes_of(listed)

@@ -192,6 +192,9 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     assert code == 0
     assert "60.0 GiB for vLLM: weights 14.3" in printed
     assert "20.0 outside vLLM, of which updates need 16.3" in printed
+    named = {"70B-team/a_7B": "7.7B", "a/1B/step-5": "1.1B", "a/0.5B-2B-v3": "2.2B"}
+    for name, parameters in named.items():
+        assert f"parameters   {parameters}," in pipelinerl(*gsm, "--set", f"model.name={name}", "--fields-only")[1], name
     code, printed, errors = pipelinerl(*gsm, "--parameters", "7.6B", "--set", "actor.engine.gpu_memory_utilization=0.85")
     assert (code, printed) == (2, "")
     assert "actor.engine.gpu_memory_utilization = 0.85: leaves 12.0 of 80 GiB outside vLLM" in errors

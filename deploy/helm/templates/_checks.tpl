@@ -43,6 +43,8 @@
 {{- include "pipelinerl.refuse" (list
   (list (dig "actor" "colocate" false (include "pipelinerl.recipe" . | fromYaml))
     "recipe.set.actor.colocate: true is for a trainer and an actor on one GPU of one machine (pipelinerl run); set it to false")
+  (list (regexReplaceAll "(^|,)(nats|tls)://[^,]+" (default "" $v.nats.url) "") (print "nats.url: a server does not begin with nats:// or "
+    "tls://; begin each one so, and write %2C for a comma in a user or password"))
   (list (and $v.nats.enabled $v.nats.url)
     "nats.url: is not used while nats.enabled is true; set nats.enabled to false, or leave the url empty")
   (list (and $v.nats.enabled $v.nats.tlsSecret) (printf (print "nats.tlsSecret: %s is not used while nats.enabled is true; "
@@ -55,7 +57,8 @@
     "tracing.headersSecret: %s is not used while tracing.endpoint is empty; set the endpoint of your collector" $v.tracing.headersSecret))
   (list (and $v.huggingface.token $v.huggingface.existingSecret)
     "huggingface.token: huggingface.existingSecret is set, too; keep only one of them")
-  (list (and $v.actor.scheduleAfterTrainer (dig "podAffinity" "requiredDuringSchedulingIgnoredDuringExecution" list $v.actor.affinity))
+  (list (and $v.actor.scheduleAfterTrainer (dig "podAffinity" "requiredDuringSchedulingIgnoredDuringExecution" list
+    (default dict $v.actor.affinity)))
     (print "actor.affinity: a required podAffinity cannot be combined with actor.scheduleAfterTrainer, because the scheduler wants one "
       "pod that matches all required terms; make yours preferred, or set actor.scheduleAfterTrainer to false"))
   (list (and $v.kueue.queue $v.actor.autoscaling.enabled) (print "actor.autoscaling.enabled: Kueue deletes the actors that an autoscaler "

@@ -43,7 +43,7 @@ app.kubernetes.io/component: {{ . }}
 {{- $_ := set $own "app.kubernetes.io/part-of" "pipelinerl" -}}
 {{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
 {{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-") -}}
-{{- merge $own (default dict .extra) .root.Values.commonLabels | toYaml -}}
+{{- merge $own (default dict .extra) (default dict .root.Values.commonLabels) | toYaml -}}
 {{- end -}}
 
 {{/* dict root, component: labels of the service's pods. They contain no versions, so that a new chart version alone restarts no pod. */}}

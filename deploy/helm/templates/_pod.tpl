@@ -44,7 +44,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- with .root.Values.images.pullSecrets -}}{{- $_ := set $spec "imagePullSecrets" . -}}{{- end -}}
 {{- $tolerations := $values.tolerations -}}
 {{- if and (has .component (list "actor" "trainer")) (gt (include (printf "pipelinerl.%s.gpus" .component) .root | int) 0) -}}
-{{- $tolerations = concat .root.Values.gpu.tolerations $tolerations | uniq -}}
+{{- $tolerations = concat (default list .root.Values.gpu.tolerations) (default list $tolerations) | uniq -}}
 {{- end -}}
 {{- with $tolerations -}}{{- $_ := set $spec "tolerations" . -}}{{- end -}}
 {{- range $key := list "nodeSelector" "affinity" "runtimeClassName" "priorityClassName" "schedulerName" -}}
@@ -55,7 +55,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- $trainer := include "pipelinerl.selectorLabels" (dict "root" .root "component" "trainer") | fromYaml -}}
 {{- $_ := set $trainer "apps.kubernetes.io/pod-index" (sub (int .root.Values.trainer.nodes) 1 | toString) -}}
 {{- $term := dict "topologyKey" "kubernetes.io/os" "labelSelector" (dict "matchLabels" $trainer) -}}
-{{- $_ := set $spec "affinity" (mergeOverwrite (deepCopy $values.affinity) (dict "podAffinity" (dict $required (list $term)))) -}}
+{{- $_ := set $spec "affinity" (mergeOverwrite (default dict $values.affinity | deepCopy) (dict "podAffinity" (dict $required (list $term)))) -}}
 {{- end -}}
 {{- $spread := list -}}
 {{- range $values.topologySpreadConstraints -}}
@@ -198,7 +198,7 @@ readinessProbe:
 {{- range .own | fromYamlArray -}}
 {{- if not (has .name $names) -}}{{- $kept = append $kept . -}}{{- end -}}
 {{- end -}}
-{{- concat $kept .extra | toYaml -}}
+{{- concat $kept (default list .extra) | toYaml -}}
 {{- end -}}
 
 {{/* dict root, component: environment that every service reads. */}}

@@ -24,7 +24,7 @@
 {{- end -}}
 {{- $recipe = mergeOverwrite $recipe (dict "model" (dict "source" .)) -}}
 {{- end -}}
-{{- $recipe = mergeOverwrite $recipe (deepCopy .Values.recipe.set) -}}
+{{- $recipe = mergeOverwrite $recipe (default dict .Values.recipe.set | deepCopy) -}}
 {{- include "pipelinerl.recipe.check" $recipe -}}
 {{- toYaml $recipe -}}
 {{- end -}}
