@@ -57,6 +57,8 @@ class RunDir:
         """`{"actors": N}`: the wanted number, once `pipelinerl scale` has been used."""
         self.placement = self.path / "placement.json"
         """GPUs of trainer and actors, and the fields that `--resume` sets to `auto` again, as in the recipe."""
+        self.modules = self.path / "modules"
+        """Copies of the Python modules beside the recipe, if the recipe names one of them. The verifier imports these."""
         self.checkpoint = self.path / "checkpoint"
         """Hugging Face safetensors and tokenizer of the last checkpoint."""
         self.checkpoints = self.path / CHECKPOINTS
@@ -72,6 +74,16 @@ class RunDir:
     def address(self, service: str) -> Path:
         """Return the file to which a service writes `{grpc, http, pid}` once it serves."""
         return self.path / "addresses" / f"{service}.json"
+
+    def keep_modules(self, folder: Path | None) -> None:
+        """Replace the copies of the user's modules by the modules and packages in `folder`; None keeps those of before."""
+        if folder is not None:
+            shutil.rmtree(self.modules, ignore_errors=True)
+            self.modules.mkdir()
+            for file in folder.glob("*.py"):
+                shutil.copy(file, self.modules)
+            for package in folder.glob("*/__init__.py"):
+                shutil.copytree(package.parent, self.modules / package.parent.name)
 
     def checkpoint_bytes(self) -> int:
         """Return the size of the newest complete checkpoint; 0 without one, or if the trainer is removing it."""
@@ -201,7 +213,7 @@ def _unused(stamped: str) -> RunDir:
 
 _UNSTARTED = {
     *("run.json", "recipe.yaml", "pids.json", "scale.json", "summary.json", "report.html"),
-    *(".running", "addresses", "logs", "models", "nats", "secrets"),
+    *(".running", "addresses", "logs", "models", "modules", "nats", "secrets"),
 }
 """Entries that a run's folder may have before its trainer starts. Nothing could continue from them."""
 

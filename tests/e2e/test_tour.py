@@ -11,6 +11,8 @@ Each fixture below plays one phase and keeps what it saw; the tests after it loo
 - `stopped`: Ctrl-C ends everything in order, with a report, a checkpoint and a clean audit; every dashboard found data
 - `resumed`: the run goes on to its end; transformers and vLLM agree on the checkpoint
 
+The last test runs what `pipelinerl init` writes.
+
 A learned baseline is on, so that its metrics and its part of the checkpoint are there too. A new feature adds assertions here
 and no run of its own.
 """
@@ -57,6 +59,7 @@ from tests.support.runs import (
     RunningCommand,
     audit,
     ledger_adds_up,
+    pipelinerl,
     settings,
     started_run,
     write_tiny_recipe,
@@ -724,3 +727,14 @@ async def test_transformers_and_vllm_load_the_checkpoint_and_agree(resumed: Resu
     assert line is not None, done.stdout + done.stderr
     served = np.array(json.loads(line.removeprefix("LOGPROBS ")))
     assert np.abs(served - expected).max() <= PARITY_NATS
+
+
+async def test_a_folder_that_init_wrote_trains_as_it_is_with_its_own_reward(tmp_path: Path) -> None:
+    assert pipelinerl("init", str(tmp_path / "my-task")).returncode == 0
+    with started_run(tmp_path / "my-task" / "recipe.yaml", tmp_path / "run", *settings(trainer__steps=4)) as run:
+        assert await run.ended() == 0, run.said
+    assert run.summary()["steps"] == 4
+    rewards = {json.loads(line)["reward"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()}
+    assert 0.1 in rewards <= {0.0, 0.1, 1.0}, "only the folder's reward gives a tenth"
+    assert (tmp_path / "run" / "modules" / "reward.py").is_file()
+    audit(tmp_path / "run")
