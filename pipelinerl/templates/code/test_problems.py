@@ -14,9 +14,9 @@ def passes(program):
 
 
 def test_a_right_program_passes():
-    passes("def f(x):return (x+3)*2-1")
+    passes("def f(x):return (x+3)*2-5")
 
 
 def test_a_program_without_brackets_fails():
     with pytest.raises(AssertionError):
-        passes("def f(x):return x+3*2-1")
+        passes("def f(x):return x+3*2-5")
