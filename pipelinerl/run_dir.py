@@ -22,7 +22,7 @@ _RUN_NAME_LENGTH = 40
 _STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
 MOST_ACTORS = 64
 """Limit on one machine; a larger number is probably a typing error."""
-LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
+LINEAGE, CHECKPOINTS, CHANGES = "lineage.json", "checkpoints", "changes"
 RUN_STATE = Path("resume", "run.json")
 """Path within a checkpoint. A run cannot continue from a checkpoint without this file."""
 STATE_FORMAT = 3
@@ -307,6 +307,12 @@ def trainer_starts(run_dir: Path) -> list[int]:
     """Return the policy version at which each of the run's trainers began; empty if lineage.json cannot be read."""
     starts = read_json(run_dir / LINEAGE).get("starts")
     return [start for start in starts if isinstance(start, int)] if isinstance(starts, list) else []
+
+
+def recipe_changes_of(run_dir: Path) -> list[str]:
+    """Return the changes of the recipe at each start of the run's trainer, as `version 20: trainer.steps: 100 → 200`."""
+    changes = read_json(run_dir / LINEAGE).get(CHANGES) or {}
+    return [f"version {version}: {change}" for version, made in changes.items() for change in made]
 
 
 def missing_from(run_dir: Path) -> str:

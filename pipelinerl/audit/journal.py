@@ -3,7 +3,8 @@
 The trainer's ledger is state; the journal is its history. The field `event` names the kind of event:
 
     start       incarnation, version, keep    a trainer started from `version`; the first `keep` bytes of this file still
-                                              count, and the bytes from there to this line are undone
+                                              count, and the bytes from there to this line are undone;
+                                              `changes` of the recipe, if there are any
     reserve     groups                        groups numbered below this may have been published; on disk before they are
     issue       group, samples, version
     close       outcome, reason, ids          for trained ones also the `version` that the step made, their `branches`,
