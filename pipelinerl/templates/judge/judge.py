@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def mark(message):
     """Return a mark from 0 to 10 for the answer in the judge's message."""
     answer = re.search(r"Answer to mark: (.*)\nMark it", message, re.DOTALL)[1].strip()
-    return max(0, 10 - len(answer.split())) if answer else 0
+    return max(0, 11 - len(answer.split())) if answer else 0
 
 
 class Judge(BaseHTTPRequestHandler):
