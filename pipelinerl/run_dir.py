@@ -79,11 +79,7 @@ class RunDir:
         """Replace the copies of the user's modules by the modules and packages in `folder`; None keeps those of before."""
         if folder is not None:
             shutil.rmtree(self.modules, ignore_errors=True)
-            self.modules.mkdir()
-            for file in folder.glob("*.py"):
-                shutil.copy(file, self.modules)
-            for package in folder.glob("*/__init__.py"):
-                shutil.copytree(package.parent, self.modules / package.parent.name)
+            copy_modules(folder, self.modules)
 
     def checkpoint_bytes(self) -> int:
         """Return the size of the newest complete checkpoint; 0 without one, or if the trainer is removing it."""
@@ -132,6 +128,15 @@ class RunDir:
             fix = "other users can open it and read prompts, completions and logs; chmod 700 it to keep them out"
             return FieldError("--run-dir", value, fix)
         return None
+
+
+def copy_modules(folder: Path, target: Path) -> None:
+    """Copy the Python modules and packages in `folder` to another folder, which need not exist."""
+    target.mkdir(exist_ok=True)
+    for file in folder.glob("*.py"):
+        shutil.copy(file, target)
+    for package in folder.glob("*/__init__.py"):
+        shutil.copytree(package.parent, target / package.parent.name)
 
 
 def stamped_name(recipe_name: str, now: datetime) -> str:

@@ -176,10 +176,10 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load, override and validate a recipe. `name`: as for `find_recipe`; `overrides`: texts `a.b=value`. Raises `FieldError`
     (no such recipe), `YamlError` (with the line) or `RecipeError` (with all wrong fields)."""
     path = find_recipe(name)
-    return recipe_from_data(_found_beside(read_recipe(path), path.parent), str(path), overrides)
+    return recipe_from_data(found_beside(read_recipe(path), path.parent), str(path), overrides)
 
 
-def _found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a recipe's data with `folder`, that of its file, added to the paths of problems, agents' programs and a chat
     template that exist there. Other paths stay relative to the current folder."""
 
