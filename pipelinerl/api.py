@@ -243,12 +243,12 @@ class Run:
         """Return a matplotlib figure with the reward and the held-out accuracy by step. Raises `MissingPackage` without it."""
         if importlib.util.find_spec("matplotlib") is None:
             raise MissingPackage("Run.plot needs matplotlib: pip install matplotlib; Run.metrics has the numbers")
-        from matplotlib import pyplot
+        from matplotlib import pyplot, ticker
 
         rows, (figure, axes) = read_jsonl(self._dir.metrics), pyplot.subplots(figsize=(7, 3), layout="constrained")
         axes.set(xlabel="optimizer step", ylabel="reward, accuracy")
         pyplot.close(figure)  # a notebook shows the returned figure, and would show an open one again
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         shown = ("step", "reward_mean", "reward", ""), ("heldout_version", "heldout_accuracy", "held-out accuracy", "o")
         for at, key, label, marker in shown:
             points = [(row[at], row[key]) for row in rows if row.get(key) is not None]

@@ -63,7 +63,7 @@ def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe, cha
     to those of earlier starts."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
-    content = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json")}
+    content: dict[str, Any] = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json")}
     before = _lineage_file(run_dir)
     made = {str(lineage.starts[-1]): list(changes)} if changes else {}
     content[CHANGES] = {**before.get(CHANGES, {}), **made}
