@@ -117,8 +117,7 @@ def _scale(parser: argparse.ArgumentParser) -> None:
 
 
 def _submit(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "example:\n  pipelinerl submit gsm -n rl --values gpus.yaml --set trainer.steps=500 --watch"
+    _example(parser, "pipelinerl submit gsm -n rl --values gpus.yaml --set trainer.steps=500 --watch")
     _recipe(parser, nargs="?")
     _namespace(parser)
     parser.add_argument("--release", metavar="NAME", help="name of the release and of the run (default: the recipe's name)")
@@ -230,6 +229,35 @@ def _cache(parser: argparse.ArgumentParser) -> None:
     clear.completer = _kept  # type: ignore[attr-defined]
 
 
+def _listed(parser: argparse.ArgumentParser) -> None:
+    _example(parser, "pipelinerl recipes --json | jq '.[] | select(.device == \"cpu\").name'")
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
+
+
+def _init(parser: argparse.ArgumentParser) -> None:
+    _example(
+        parser,
+        "pipelinerl init my-task                           # ten sums for a small model, with a reward in Python",
+        "pipelinerl init my-task --data questions.csv      # your questions, for SmolLM2 or a model of the hub",
+        "pipelinerl init my-agent --from agent",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write; it must be new or empty")
+    parser.add_argument(
+        "--from", dest="template", metavar="TEMPLATE", choices=("gsm8k", "agent", "tools", "environment", "code", "judge"),
+        help="what to begin with: gsm8k, agent, tools, environment, code or judge (default: questions and answers)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", metavar="FILE", type=Path, help="your questions and answers, as CSV, TSV, JSONL, JSON or Parquet"
+    )
+    parser.add_argument("--question", metavar="COLUMN", help="column of --data with the questions (default: by its name)")
+    parser.add_argument("--answer", metavar="COLUMN", help="column of --data with the answers (default: by its name)")
+
+
+def _example(parser: argparse.ArgumentParser, *lines: str) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n  ".join([f"example{'s' if lines[1:] else ''}:", *lines])
+
+
 def _kept(**_: Any) -> list[str]:
     from pipelinerl.commands.run import kept_folders
 
@@ -237,6 +265,8 @@ def _kept(**_: Any) -> list[str]:
 
 
 COMMANDS = {
+    "init": ("write a folder with a recipe, a reward and data, to begin a task of your own", _init, "init:init"),
+    "recipes": ("list the recipes that come with pipelinerl, with what each needs", _listed, "init:recipes"),
     "run": ("train a model on this machine, as a recipe says", _run, "run:run"),
     "submit": ("train a model in a Kubernetes cluster, as one release of the Helm chart", _submit, "submit:submit"),
     "runs": ("list the runs of a namespace in a Kubernetes cluster", _runs, "submit:runs"),

@@ -22,7 +22,7 @@ _RUN_NAME_LENGTH = 40
 _STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
 MOST_ACTORS = 64
 """Limit on one machine. A larger number is probably a typing error."""
-LINEAGE, CHECKPOINTS = "lineage.json", "checkpoints"
+LINEAGE, CHECKPOINTS, CHANGES = "lineage.json", "checkpoints", "changes"
 RUN_STATE = Path("resume", "run.json")
 """Path within a checkpoint. A run cannot continue from a checkpoint without this file."""
 STATE_FORMAT = 3
@@ -55,6 +55,8 @@ class RunDir:
         """`{"actors": N}`: number of actors that `pipelinerl scale` asked for."""
         self.placement = self.path / "placement.json"
         """GPUs of trainer and actors, and the fields that `--resume` sets to `auto` again, as in the recipe."""
+        self.modules = self.path / "modules"
+        """Copies of the Python modules beside the recipe, if the recipe names one of them. The verifier imports these."""
         self.checkpoint = self.path / "checkpoint"
         """Policy and tokenizer of the last checkpoint, as Hugging Face stores them."""
         self.checkpoints = self.path / CHECKPOINTS
@@ -70,6 +72,12 @@ class RunDir:
     def address(self, service: str) -> Path:
         """Return the file to which a service writes its `ServiceAddress`."""
         return self.path / "addresses" / f"{service}.json"
+
+    def keep_modules(self, folder: Path | None) -> None:
+        """Replace the copies of the user's modules by the modules and packages in `folder`; None keeps those of before."""
+        if folder is not None:
+            shutil.rmtree(self.modules, ignore_errors=True)
+            copy_modules(folder, self.modules)
 
     def checkpoint_bytes(self) -> int:
         """Return the size of the newest complete checkpoint; 0 if there is none, or the trainer is removing it."""
@@ -117,6 +125,15 @@ class RunDir:
             fix = "other users can open it and read prompts, completions and logs; chmod 700 it to keep them out"
             return FieldError("--run-dir", value, fix)
         return None
+
+
+def copy_modules(folder: Path, target: Path) -> None:
+    """Copy the Python modules and packages in `folder` to another folder, which need not exist."""
+    target.mkdir(exist_ok=True)
+    for file in folder.glob("*.py"):
+        shutil.copy(file, target)
+    for package in folder.glob("*/__init__.py"):
+        shutil.copytree(package.parent, target / package.parent.name)
 
 
 def stamped_name(recipe_name: str, now: datetime) -> str:
@@ -197,7 +214,7 @@ def _unused(stamped: str) -> RunDir:
 
 _UNSTARTED = {
     *("run.json", "recipe.yaml", "pids.json", "scale.json", "summary.json", "report.html"),
-    *(".running", "addresses", "logs", "models", "nats", "secrets"),
+    *(".running", "addresses", "logs", "models", "modules", "nats", "secrets"),
 }
 """Entries that a run's folder may have before its trainer starts. No run could continue from them."""
 
@@ -289,6 +306,12 @@ def trainer_starts(run_dir: Path) -> list[int]:
     """Return the policy version at which each of the run's trainers began; empty if lineage.json cannot be read."""
     starts = read_json(run_dir / LINEAGE).get("starts")
     return [start for start in starts if isinstance(start, int)] if isinstance(starts, list) else []
+
+
+def recipe_changes_of(run_dir: Path) -> list[str]:
+    """Return the changes of the recipe at each start of the run's trainer, as `version 20: trainer.steps: 100 → 200`."""
+    changes = read_json(run_dir / LINEAGE).get(CHANGES) or {}
+    return [f"version {version}: {change}" for version, made in changes.items() for change in made]
 
 
 def missing_from(run_dir: Path) -> str:

@@ -3,6 +3,7 @@
 The field `event` names the kind of event:
 
     start       incarnation, version, keep    a trainer started from `version`; bytes from `keep` to this line are undone
+                                              `changes` of the recipe, if there are any
     reserve     groups                        groups numbered below this may be published from now on
     issue       group, samples, version
     close       outcome, reason, ids          if trained, also the `version` that the step made, the number of `branches`,

@@ -29,7 +29,9 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import (
     Change,
     check_resumable,
+    find_recipe,
     load_recipe,
+    modules_beside,
     read_recipe,
     recipe_from_data,
     recipe_of_run,
@@ -37,7 +39,7 @@ from pipelinerl.recipe.loading import (
     understood,
 )
 from pipelinerl.recipe.model_folder import known_parameters
-from pipelinerl.recipe.preflight import check_environment, doubts
+from pipelinerl.recipe.preflight import check_environment, doubts, importable
 from pipelinerl.rl.memory import checkpoint_bytes
 from pipelinerl.rl.placement import Placement
 from pipelinerl.run_dir import (
@@ -98,12 +100,15 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or continue a run with --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
-    doubtful = [*doubts(recipe, check_environment(recipe, args.reward_rows))]
+    modules = modules_beside(recipe, find_recipe(args.recipe))
+    with importable(modules):
+        doubtful = [*doubts(recipe, check_environment(recipe, args.reward_rows))]
     numbered, placement, gpus = placed_here(recipe, args.placement)
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
     stack.enter_context(run_dir.locked())
     write_placement(run_dir, recipe, placement)
+    run_dir.keep_modules(modules)
     warnings = [f"warning: {doubt}" for doubt in filter(None, (*doubtful, run_dir.open_to_others()))]
     title = f"{run_dir.name}: {recipe.description or recipe.name}"
     return numbered, run_dir, placement, [title, *understood(overrides), *warnings, *gpus]
@@ -139,8 +144,11 @@ def resume(
     _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)
-    warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows))]
+    modules = modules_beside(new, find_recipe(recipe)) if recipe else None
+    with importable(modules or (run_dir.modules if run_dir.modules.is_dir() else None)):
+        warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows))]
     run_dir.check_space(RESUME, checkpoint_bytes(new, known_parameters(new.model)))
+    run_dir.keep_modules(modules)
     for name in ("logs", "addresses"):
         (run_dir.path / name).mkdir(exist_ok=True)
     for stale in (run_dir.path / "addresses").glob("*.json"):

@@ -18,9 +18,9 @@ from pipelinerl.kube import checks
 from pipelinerl.local.placing import placed_here
 from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import RecipeError, load_recipe, parse_yaml, understood
+from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, modules_beside, parse_yaml, understood
 from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
-from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
+from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in, importable
 from pipelinerl.recipe.rehearsal import rehearsed
 from pipelinerl.rl import placement
 from pipelinerl.rl.memory import (
@@ -59,7 +59,8 @@ _SHORT.maxstring = 120
 def validate(args: argparse.Namespace) -> int:
     """Print a summary and return exit code 0. Raises `UserError` with everything that is wrong."""
     recipe = load_recipe(args.recipe, args.overrides)
-    examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True)
+    with importable(modules_beside(recipe, find_recipe(args.recipe))):
+        examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True)
     memory = list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:

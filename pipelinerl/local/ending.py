@@ -21,7 +21,16 @@ from pipelinerl.page.data import report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.rl.ledger import MEANINGS
-from pipelinerl.run_dir import RunDir, check_folder, newest_checkpoint, read_json, trainer_starts, write_json, write_whole
+from pipelinerl.run_dir import (
+    RunDir,
+    check_folder,
+    newest_checkpoint,
+    read_json,
+    recipe_changes_of,
+    trainer_starts,
+    write_json,
+    write_whole,
+)
 from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
@@ -48,7 +57,7 @@ def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     text = recipe_file.read_text(encoding="utf-8")
     data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
-    return report_html({**data, "starts": trainer_starts(run_dir)})
+    return report_html({**data, "starts": trainer_starts(run_dir), "changes": recipe_changes_of(run_dir)})
 
 
 def report_html(data: Mapping[str, Any]) -> str:

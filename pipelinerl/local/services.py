@@ -146,6 +146,8 @@ class ServiceLaunches:
         # User code must not read this folder. By default, runs/ also holds other runs with their secrets.
         private = own.parent if own.parent.name == "runs" else own
         settings = {"workers": "2", "private_dir": str(private)}
+        if self.run_dir.modules.is_dir():
+            settings["reward_modules"] = str(self.run_dir.modules.resolve())
         if again is not None:
             settings |= {"grpc_port": _port(again.grpc), "http_port": _port(again.http)}
         launch = self._launch("verifier", settings, _thread_env(1))

@@ -123,7 +123,9 @@ const PrlLive = (() => {
     const ledger = section(root, "The ledger").appendChild(node("div"));
     const read = section(root, "Sample completions", `${PrlSamples.LEGEND} Updated every few seconds, except while you point here.`);
     const late = read.appendChild(node("div")), early = read.appendChild(node("div"));
-    fold(section(root, "Recipe"), "recipe.yaml (resolved)", data.recipe);
+    const recipe = section(root, "Recipe");
+    for (const change of data.changes || []) recipe.append(node("p", {}, `Changed at ${change}`));
+    fold(recipe, "recipe.yaml (resolved)", data.recipe);
     root.append(node("a", { class: "top", href: "#live" }, "Back to the top"));
     for (const heading of root.querySelectorAll("h2")) navigation.append(node("a", { href: `#${heading.id}` }, heading.textContent));
     let samplesAt = -Infinity, ledgerText = "";

@@ -48,6 +48,7 @@ const PrlReport = (() => {
     PrlSamples.samples(box.appendChild(node("div")), "Late", data.samples.late);
     const rest = section(root, "Everything else");
     fold(rest, "summary.json", JSON.stringify(data.summary, null, 2));
+    for (const change of data.changes || []) rest.append(node("p", {}, `Recipe changed at ${change}`));
     fold(rest, "recipe.yaml (resolved)", data.recipe);
   }
 

@@ -38,7 +38,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 _MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, _MAY_CHANGE]
-"""Type of a field that may change when a run is resumed. All other fields define what is learned."""
+"""Type of a field that may change when a run is resumed. All others are fixed for the whole run."""
 
 
 class _OrAuto:
@@ -594,7 +594,7 @@ class AlgorithmConfig(Section):
     filter_equal_rewards: bool = Field(
         False, description="Drop groups whose answers all have the same score (DAPO), even if format and length terms differ."
     )
-    max_lag: int | None = Field(None, ge=0, description="Largest token lag in training; null = unbounded (paper).")
+    max_lag: Changeable[int | None] = Field(None, ge=0, description="Largest token lag in training; null = unbounded (paper).")
     max_lag_of: Literal["oldest_token", "mean"] = Field(
         "oldest_token",
         description="What `max_lag` bounds: the lag of a sequence's `oldest_token`, or the `mean` lag of its tokens. `mean` "
@@ -638,8 +638,10 @@ class LoraConfig(Section):
 class TrainerConfig(Section):
     steps: Changeable[int] = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="Peak learning rate of AdamW, reached at the end of warm-up.")
-    value_learning_rate: float | None = Field(
+    learning_rate: Changeable[float] = Field(
+        1e-6, gt=0, le=1, description="Peak learning rate of AdamW, reached at the end of warm-up."
+    )
+    value_learning_rate: Changeable[float | None] = Field(
         None, gt=0, le=1, description="Peak learning rate of the value head, on the same schedule; null = 10 × `learning_rate`."
     )
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(

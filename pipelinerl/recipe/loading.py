@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import glob
 import hashlib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,6 +159,11 @@ def recipe_names() -> list[str]:
     return sorted({found.stem for folder in _folders() for found in folder.glob("*.yaml")})
 
 
+def shipped_recipes() -> list[Path]:
+    """Return the files of the recipes that come with this package, by name."""
+    return [*{found.stem: found for folder in reversed(_folders()[1:]) for found in sorted(folder.glob("*.yaml"))}.values()]
+
+
 def _folders() -> tuple[Path, ...]:
     source_tree = Path(pipelinerl.__file__).resolve().parents[1]
     return Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
@@ -166,7 +173,47 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Return the recipe that `find_recipe` finds, with `overrides` of the form `a.b=value`. Raises `FieldError` (no such
     recipe), `YamlError` (with the line) or `RecipeError` (with all wrong fields)."""
     path = find_recipe(name)
-    return recipe_from_data(read_recipe(path), str(path), overrides)
+    return recipe_from_data(found_beside(read_recipe(path), path.parent), str(path), overrides)
+
+
+def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a recipe's data with `folder`, that of its file, added to the paths of problems, agents' programs and a chat
+    template that exist there. Other paths stay relative to the current folder."""
+
+    def found(path: Any) -> Any:
+        if not isinstance(path, str) or not path or "\0" in path or is_template(path):
+            return path
+        return str(folder / path) if glob.glob(str(folder / path)) else path
+
+    def task(section: Any) -> Any:
+        if not isinstance(section, dict):
+            return section
+        own = {"path": found(section["path"])} if "path" in section and section.get("source") != "hub" else {}
+        if isinstance(command := section.get("command"), str):
+            moved = ((word, found(word)) for word in command.split(" "))
+            own["command"] = " ".join(word if path == word else shlex.quote(path) for word, path in moved)
+        return {**section, **own}
+
+    def share(section: Any) -> Any:
+        return {**section, "task": task(section.get("task"))} if isinstance(section, dict) else section
+
+    def shares(section: Any) -> Any:
+        return [share(one) for one in section] if isinstance(section, list) else section
+
+    changed = {key: {"task": task, "tasks": shares}.get(key, lambda kept: kept)(value) for key, value in data.items()}
+    if isinstance(evaluation := data.get("evaluation"), dict) and "sets" in evaluation:
+        changed["evaluation"] = {**evaluation, "sets": shares(evaluation["sets"])}
+    if isinstance(model := data.get("model"), dict) and "chat_template" in model:
+        changed["model"] = {**model, "chat_template": found(model["chat_template"])}
+    return changed
+
+
+def modules_beside(recipe: Recipe, file: Path) -> Path | None:
+    """Return the folder of a recipe's file if it holds a module that the recipe names, such as reward.py for `reward:score`;
+    None if it holds none, or if it is the current folder, whose modules are found anyway."""
+    modules = {re.split("[.:]", path)[0] for path in recipe.user_code}
+    holds = any((file.parent / found).is_file() for name in modules for found in (f"{name}.py", f"{name}/__init__.py"))
+    return file.parent if holds and not file.parent.samefile(".") else None
 
 
 def recipe_of_run(path: Path) -> Recipe:

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, counted
@@ -24,7 +25,7 @@ from pipelinerl.initial_model import built_folder, cache_folder, is_complete, wh
 from pipelinerl.recipe.devices import find_devices
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
-from pipelinerl.recipe.model_folder import known_parameters, longest_context, model_folder, problems_in
+from pipelinerl.recipe.model_folder import SMALL_MODELS, known_parameters, longest_context, model_folder, problems_in
 from pipelinerl.recipe.rehearsal import Call, Preview, misread, preview, rehearse, template_doubts, unearned
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
@@ -122,6 +123,23 @@ def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
     if examined.problems:
         raise RecipeError(recipe.name, examined.problems)
     return examined
+
+
+@contextmanager
+def importable(modules: Path | None) -> Iterator[None]:
+    """Have child processes, in which `examine` imports the user's code, look for modules in this folder first, as the verifier
+    does, and in the current folder last."""
+    names = ("PYTHONPATH", "PYTHONSAFEPATH")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    if modules is not None:
+        path = os.pathsep.join(filter(None, (str(modules.resolve()), before.get(names[0]), os.getcwd())))
+        os.environ.update(zip(names, (path, "1"), strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> Examination:
@@ -253,8 +271,22 @@ def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Sour
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
         source.problem(Split.HELDOUT, 0)
         sources[place] = source
+        if recipe.model.source == "package" and isinstance(source, FileSource):
+            yield from _unreadable(recipe.model.name, source)
     except UserError as error:
         yield _of_field("task.path", task.path, error)
+
+
+def _unreadable(small_model: str, source: FileSource) -> Iterator[FieldError]:
+    """Yield the first problem with a character that a small model of this package does not know."""
+    known = json.loads((SMALL_MODELS / small_model / "tokenizer.json").read_bytes())["model"]["vocab"]
+    for problem in source.problems:
+        if unknown := [letter for letter in problem.question if letter not in known]:
+            fix = f"{problem.place} has {unknown[0]!r}, which is no character of the small model {small_model!r} (model.name)"
+            yield FieldError(
+                "task.path", source.path, f"{fix}; set model.source to another one: hub, path, checkpoint or smollm2"
+            )
+            return
 
 
 def _of_field(field: str, value: str, error: UserError) -> FieldError:

@@ -90,8 +90,9 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield pairs (field of `TaskConfig`, problem)."""
-    if recipe.model.source == "package" and recipe.model.name in PACKAGED:
+    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, that comes first."""
+    from_file = task.source == "jsonl" and task.prompt_style == "plain"  # `preflight` reads the characters of its prompts
+    if recipe.model.source == "package" and recipe.model.name in PACKAGED and not from_file:
         source, name = PACKAGED[recipe.model.name]
         other = "set model.source to another one: hub, path, checkpoint or smollm2"
         fix = f"the small model {recipe.model.name!r} (model.name) reads only compact prompts of {source}'s {name}; {other}"

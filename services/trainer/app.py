@@ -59,7 +59,7 @@ async def serve(
         bus = await stack.enter_async_context(service_bus(settings, stop, stream_limits(settings)))
         made = retry_forever(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")
         await unless_stopped(made, stop)
-        write_lineage(settings.run_dir, settings.run, start.lineage, recipe)
+        write_lineage(settings.run_dir, settings.run, start.lineage, recipe, start.changes)
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))

@@ -107,7 +107,7 @@ class OptimizerLoop:
         start, feeder, intake = self._start, self._feeder, self._intake
         valid_bytes = start.state.journal_bytes if start.state else 0
         said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": valid_bytes}
-        self.journal.write({"event": "start", **said})
+        self.journal.write({"event": "start", **said, **({"changes": start.changes} if start.changes else {})})
         await asyncio.to_thread(self.journal.sync)
         reserved = await asyncio.to_thread(reserved_groups, self._run_dir / JOURNAL)
         feeder.tokens = await asyncio.to_thread(group_tokens, self._run_dir, reserved)

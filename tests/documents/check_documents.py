@@ -122,7 +122,18 @@ def described(section: str) -> set[str]:
 def test_every_file_of_the_run_directory_is_described() -> None:
     text = (ROOT / "docs/run-directory.md").read_text(encoding="utf-8")
     run = RunDir(Path("runs/a"), "a")
-    files = [run.recipe, run.metrics, run.samples, run.summary, run.pids, run.report, run.checkpoint, run.nats_store, run.scale]
+    files = [
+        run.recipe,
+        run.metrics,
+        run.samples,
+        run.summary,
+        run.pids,
+        run.report,
+        run.checkpoint,
+        run.nats_store,
+        run.scale,
+        run.modules,
+    ]
     assert [path.name for path in files if f"`{path.name}" not in text] == []
 
 

@@ -11,10 +11,13 @@ Each fixture below plays one phase and keeps what it saw; the tests after it loo
 - `stopped`: Ctrl-C ends everything in order, with a report, a checkpoint and a clean audit; every dashboard found data
 - `resumed`: the run goes on to its end; transformers and vLLM agree on the checkpoint
 
+The last tests run what `pipelinerl init` writes, and the notebook in examples.
+
 A learned baseline is on, so that its metrics and its part of the checkpoint are there too. A new feature adds assertions here
 and no run of its own.
 """
 
+import ast
 import asyncio
 import functools
 import itertools
@@ -33,10 +36,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import nbformat
 import numpy as np
 import pytest
 import pytest_asyncio
 import yaml
+from nbclient import NotebookClient
 from playwright.async_api import Browser
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -57,6 +62,7 @@ from tests.support.runs import (
     RunningCommand,
     audit,
     ledger_adds_up,
+    pipelinerl,
     settings,
     started_run,
     write_tiny_recipe,
@@ -725,3 +731,35 @@ async def test_transformers_and_vllm_load_the_checkpoint_and_agree(resumed: Resu
     assert line is not None, done.stdout + done.stderr
     served = np.array(json.loads(line.removeprefix("LOGPROBS ")))
     assert np.abs(served - expected).max() <= PARITY_NATS
+
+
+async def test_a_folder_that_init_wrote_trains_as_it_is_with_its_own_reward(tmp_path: Path) -> None:
+    assert pipelinerl("init", str(tmp_path / "my-task")).returncode == 0
+    with started_run(tmp_path / "my-task" / "recipe.yaml", tmp_path / "run", *settings(trainer__steps=4)) as run:
+        assert await run.ended() == 0, run.said
+    assert run.summary()["steps"] == 4
+    rewards = {json.loads(line)["reward"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()}
+    assert 0.1 in rewards <= {0.0, 0.1, 1.0}, "only the folder's reward gives a tenth"
+    assert (tmp_path / "run" / "modules" / "reward.py").is_file()
+    audit(tmp_path / "run")
+
+
+async def test_the_notebook_in_examples_runs(tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
+    shown = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    committed = [cell.outputs for cell in shown]
+    await NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, timeout=RUN_TIMEOUT_S).async_execute()
+    for cell, before in zip(shown, committed, strict=True):
+        kinds, kinds_before = (
+            [one.output_type for one in all_ if one.output_type != "stream"] for all_ in (cell.outputs, before)
+        )
+        assert kinds == kinds_before, cell.source
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert "def last_number" in (run_dir / "modules" / "notebook_reward.py").read_text()
+    rewards = {json.loads(line)["reward"] for line in (run_dir / "samples.jsonl").read_text().splitlines()}
+    assert rewards <= {0.0, 0.1, 1.0}, "of the function in the notebook"
+    assert "<iframe src=" in shown[2].outputs[-1].data["text/html"], "the live page"
+    assert "image/png" in shown[-2].outputs[-1].data
+    version, (first, _) = ast.literal_eval(shown[-1].outputs[-1].data["text/plain"])
+    assert (version, first[:1].isdecimal()) == (12, True)
+    audit(run_dir)

@@ -79,8 +79,8 @@ def test_what_was_auto_is_auto_again(tmp_path: Path) -> None:
 def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", (5,))
     original = run.recipe.read_text()
-    run.recipe.write_text(original.replace("max_lag: null", "max_lag: 3"))
-    with pytest.raises(UserError, match=r"algorithm\.max_lag: null → 3"):
+    run.recipe.write_text(original.replace("clamp: 5.0", "clamp: 3.0"))
+    with pytest.raises(UserError, match=r"algorithm\.clamp: 5\.0 → 3\.0"):
         resume(run)
     run.recipe.write_text(original)
     state = run.checkpoints / "step-5" / "resume" / "run.json"

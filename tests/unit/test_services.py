@@ -60,6 +60,9 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     assert (verifier["grpc_port"], verifier["http_port"]) == (5000, 5001), "a restarted one keeps its ports"
     beside = replace(launches, run_dir=RunDir(tmp_path / "runs" / "tiny-run", "tiny-run"))
     assert settings_of(beside.verifier(), VerifierSettings, monkeypatch)["private_dir"] == tmp_path.resolve() / "runs"
+    assert verifier["reward_modules"] is None
+    (tmp_path / "modules").mkdir()
+    assert settings_of(launches.verifier(), VerifierSettings, monkeypatch)["reward_modules"] == tmp_path.resolve() / "modules"
 
 
 def test_threads_reach_the_processes(launches: ServiceLaunches) -> None:

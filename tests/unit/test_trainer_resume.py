@@ -20,16 +20,19 @@ import pytest
 
 from pipelinerl.audit.journal import JOURNAL, Journal, read_events, reserved_groups
 from pipelinerl.errors import FieldError, ServiceError, UserError
+from pipelinerl.local.ending import report_of
 from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import Lineage
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
+from pipelinerl.run_dir import recipe_changes_of
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, write_checkpoint
 from services.trainer.checkpoint.files import link_export
 from services.trainer.checkpoint.run_state import find_start, load_run_state, note_training_began, read_lineage, write_lineage
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.reporting.page import about
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_episode, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePolicy, make_run, make_run_state, tensors_of
@@ -45,7 +48,7 @@ class Life:
     def __init__(self, run_dir: Path, bus: MemoryBus, recipe: Recipe) -> None:
         self.run_dir, self.bus, self.stack = run_dir, bus, ExitStack()
         self.start = find_start(run_dir, RUN, recipe)
-        write_lineage(run_dir, RUN, self.start.lineage, recipe)
+        write_lineage(run_dir, RUN, self.start.lineage, recipe, self.start.changes)
         self.policy = FakePolicy(run_dir)
         self.run = make_run(self.stack, run_dir, bus, recipe, self.start, policy=self.policy)
         self.tracker, self.feeder, self.intake = self.run.tracker, self.run.feeder, self.run.intake
@@ -366,6 +369,22 @@ def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path:
     assert find_start(tmp_path, RUN, longer).version == 2
     with pytest.raises(UserError, match=r"sampling\.temperature: 1\.0 → 0\.5"):
         find_start(tmp_path, RUN, make_recipe(sampling={"group_size": 2, "max_tokens": 16, "temperature": 0.5}))
+
+
+async def test_a_changed_learning_rate_is_recorded_in_journal_lineage_and_page(tmp_path: Path) -> None:
+    fields = {"trainer": {"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64, "learning_rate": 1e-3}}
+    rate, lag = "trainer.learning_rate: 1e-06 → 0.001", "algorithm.max_lag: 2 → 3"
+    changed = make_recipe(**fields, algorithm={"max_lag": 3})
+    async with streams() as bus:
+        for recipe in (RECIPE, make_recipe(**fields, algorithm={"max_lag": 2}), changed):
+            async with life(tmp_path, bus, recipe) as one:
+                await one.train_a_version()
+                await one.checkpoint()
+    starts = [event for _, event in read_events(tmp_path / JOURNAL) if event["event"] == "start"]
+    assert [event.get("changes") for event in starts] == [None, [rate], [lag]]
+    recorded = [f"version 1: {rate}", f"version 2: {lag}"]
+    assert recipe_changes_of(tmp_path) == about(RUN, changed, tmp_path)["changes"] == recorded
+    assert all(f'"{change}"' in report_of(tmp_path).replace("\\u2192", "→") for change in recorded)
 
 
 @pytest.mark.parametrize("lost", ["lineage.json", "ledger.jsonl", "half of ledger.jsonl", "checkpoints"])

@@ -25,7 +25,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import check_resumable, recipe_yaml
 from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
 from pipelinerl.rl.ledger import failed_sample
-from pipelinerl.run_dir import CHECKPOINTS, LINEAGE, STATE_FORMAT, missing_from, resumable, write_whole
+from pipelinerl.run_dir import CHANGES, CHECKPOINTS, LINEAGE, STATE_FORMAT, missing_from, resumable, write_whole
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy
 from services.trainer.data.feeder import GroupTokens
@@ -56,12 +56,16 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
     return lineage
 
 
-def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe) -> None:
-    """Write the lineage and the recipe to disk. The file keeps the time at which training began."""
+def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe, changes: Iterable[str] = ()) -> None:
+    """Write the lineage and the recipe to disk. The file keeps the time at which training began, and adds the recipe's changes
+    to those of earlier starts."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
-    content = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json")}
-    write_whole(run_dir / LINEAGE, json.dumps(_lineage_file(run_dir) | content) + "\n", durably=True)
+    content: dict[str, Any] = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json")}
+    before = _lineage_file(run_dir)
+    made = {str(lineage.starts[-1]): list(changes)} if changes else {}
+    content[CHANGES] = {**before.get(CHANGES, {}), **made}
+    write_whole(run_dir / LINEAGE, json.dumps(before | content) + "\n", durably=True)
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
@@ -197,6 +201,8 @@ class Start:
     """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
     saved_at_s: float | None = None
     """As in `Checkpointer`."""
+    changes: tuple[str, ...] = ()
+    """Fields of the recipe that changed since that checkpoint, with their old and new values."""
 
     @property
     def version(self) -> int:
@@ -221,14 +227,15 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     folder, state = list(states.items())[-1] if states else (None, None)
     if state is not None and folder is not None and state.run != run:
         raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} belongs to run {state.run!r}, not to {run!r}")
-    for change in check_resumable(state.recipe if state else _lineage_file(run_dir)["recipe"], recipe):
+    changes = tuple(map(str, check_resumable(state.recipe if state else _lineage_file(run_dir)["recipe"], recipe)))
+    for change in changes:
         log.info("recipe changed: %s", change)
     if state is None or folder is None:
         log.warning("the trainer has started before and left no checkpoint: training begins again at version 0")
-        return Start(lineage.restarted(0), again=True, saved_at_s=_lineage_file(run_dir).get(BEGAN))
+        return Start(lineage.restarted(0), again=True, saved_at_s=_lineage_file(run_dir).get(BEGAN), changes=changes)
     positions = {one.policy_version: one.position for one in states.values()}
     saved_at_s = folder.stat().st_mtime
-    return Start(lineage.restarted(state.policy_version), True, folder, state, positions, saved_at_s)
+    return Start(lineage.restarted(state.policy_version), True, folder, state, positions, saved_at_s, changes)
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:

@@ -30,6 +30,7 @@ from pipelinerl.page.data import RunHistory
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.rl.ledger import MEANINGS
+from pipelinerl.run_dir import recipe_changes_of
 from pipelinerl.run_summary import to_json
 from pipelinerl.service.http import LOCAL_NAMES, PROBED, bracketed, guard_hosts, is_loopback
 from pipelinerl.service.settings import TrainerSettings
@@ -116,6 +117,7 @@ def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
         "total_steps": recipe.trainer.steps,
         "max_lag": recipe.algorithm.max_lag,
         "recipe": recipe_yaml(recipe),
+        "changes": recipe_changes_of(run_dir),
         "run_dir": str(run_dir),
         "meanings": MEANINGS,
     }
@@ -143,7 +145,8 @@ def natural(name: str) -> list[str | int]:
 
 SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors http://127.0.0.1:* http://localhost:*",  # a notebook on this machine shows the page in a cell
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",

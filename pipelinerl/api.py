@@ -1,0 +1,278 @@
+"""Train from Python: `pipelinerl.train(...)` and `pipelinerl.start(...)`, for programs and notebooks.
+
+A run is a child process, `pipelinerl run`, in its own session, which keeps the caller clean: the run has its own event loop and
+signal handlers beside those of a notebook, and its logs and environment variables do not reach the caller. Ctrl-C reaches only
+the caller, which then stops the run in order. What `Run` shows is read from the run's folder, so `Run("runs/NAME")` also works
+for a run that was started elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import html
+import importlib.util
+import inspect
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipelinerl.errors import FieldError, MissingPackage, ServiceError
+from pipelinerl.local.processes import living_names
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import (
+    find_recipe,
+    found_beside,
+    modules_beside,
+    read_recipe,
+    recipe_from_data,
+    recipe_yaml,
+    set_value,
+)
+from pipelinerl.run_dir import RunDir, copy_modules, read_json, run_name, stamped_name
+from pipelinerl.run_summary import read_jsonl
+from pipelinerl.service.settings import read_address
+from pipelinerl.shipping import source_of
+
+Reward = Callable[..., Any] | str
+_LOOK_S = 0.2
+_PAGE_WITHIN_S = 60.0
+_INTERRUPTED = 130
+_FRAME_HEIGHT = 640
+_SHIPPED = "notebook_reward"
+"""Name of the module with the source of a function that was defined in a notebook or in the main program."""
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    reward: Reward | None = None,
+    *,
+    name: str | None = None,
+    run_dir: str | Path | None = None,
+    **overrides: Any,
+) -> Run:
+    """Train as `start` does, print the progress, and return the run at its end. An interrupt (Ctrl-C, or the stop button of a
+    notebook) stops the run in order, with a checkpoint, and returns it. Raises `ServiceError` if the run fails."""
+    run = start(recipe, reward, name=name, run_dir=run_dir, **overrides)
+    try:
+        for line in run.follow():
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        run.stop()
+    return run.wait()
+
+
+def start(
+    recipe: str | Path | Mapping[str, Any],
+    reward: Reward | None = None,
+    *,
+    name: str | None = None,
+    run_dir: str | Path | None = None,
+    **overrides: Any,
+) -> Run:
+    """Start a run on this machine and return at once. If this program ends first, it stops the run in order.
+
+    `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, which a
+    notebook may define, or its path, `package.module:function` or `file.py:function`. `overrides`: fields of the recipe by
+    their paths, as in `**{"trainer.steps": 40}`. `name`, `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
+    """
+    given: Path | None = None
+    if isinstance(recipe, Mapping):
+        data = copy.deepcopy(dict(recipe))
+    else:
+        given = find_recipe(recipe)
+        data = found_beside(read_recipe(given), given.parent)
+    prepared = tempfile.TemporaryDirectory(prefix="pipelinerl-")
+    task = Path(prepared.name) / "task"
+    task.mkdir()
+    if reward is not None:
+        set_value(data, ("reward", "scorer"), _scorer(reward, task))
+    for path, value in overrides.items():
+        set_value(data, path.split("."), value)
+    checked = recipe_from_data(data, "recipe" if given is None else str(given))
+    if given is not None and (modules := modules_beside(checked, given)) is not None:
+        copy_modules(modules, task)
+    file = task / "recipe.yaml"
+    file.write_text(recipe_yaml(checked), encoding="utf-8")
+    where = _new_folder(checked, name, run_dir)
+    options = ["--run-dir", str(where), *(["--name", name] if name else [])]
+    output = Path(prepared.name) / "output.txt"
+    with output.open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipelinerl.cli", "run", str(file), *options],
+            stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+        )  # fmt: skip
+    run = Run(where, _process=process, _output=output)
+    run._prepared = prepared  # removed with the object
+    atexit.register(run._end_with_program)
+    return run
+
+
+def _scorer(reward: Reward, folder: Path) -> str:
+    """Return `reward.scorer` for a function or a path. Write the module that it needs into `folder`, unless it can be imported.
+    Raises `FieldError`."""
+    if isinstance(reward, str):
+        file, colon, name = reward.rpartition(":")
+        if not file.endswith(".py"):
+            return reward
+        if not Path(file).is_file():
+            raise FieldError("reward", reward, f"there is no such file in {Path.cwd()}")
+        shutil.copy(file, folder)
+        return f"{Path(file).stem}{colon}{name}"
+    if inspect.isfunction(reward) and reward.__module__ != "__main__" and reward.__qualname__.isidentifier():
+        return f"{reward.__module__}:{reward.__qualname__}"  # the verifier imports it
+    (folder / f"{_SHIPPED}.py").write_text(source_of(reward), encoding="utf-8")
+    return f"{_SHIPPED}:{reward.__name__}"
+
+
+def _new_folder(recipe: Recipe, name: str | None, run_dir: str | Path | None) -> Path:
+    if run_dir is not None:
+        return Path(run_dir)
+    stamped = Path("runs", name or stamped_name(recipe.name, datetime.now()))
+    found = (stamped, *(stamped.with_name(f"{stamped.name}-{attempt}") for attempt in range(2, 100)))
+    return stamped if name else next(path for path in found if not path.exists())
+
+
+class Run:
+    """A run in a folder, such as runs/NAME. Only a run that `start` returned can be waited for and stopped."""
+
+    _prepared: tempfile.TemporaryDirectory[str] | None = None
+
+    def __init__(
+        self, path: str | Path, *, _process: subprocess.Popen[bytes] | None = None, _output: Path | None = None
+    ) -> None:
+        """Raises `FieldError` if there is no such folder."""
+        self.path, self._process, self._output = Path(path), _process, _output
+        if _process is None:
+            run_name(self.path)
+        self._dir = RunDir(self.path, self.path.name)
+
+    # The process of a run that was started here.
+
+    def wait(self) -> Run:
+        """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed."""
+        code = self._own().wait()
+        if code not in (0, _INTERRUPTED):
+            raise ServiceError(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
+        return self
+
+    def stop(self) -> Run:
+        """Stop the run in order, as Ctrl-C does: wait until a checkpoint and the report are written."""
+        process = self._own()
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+        return self
+
+    def follow(self) -> Iterator[str]:
+        """Yield the lines of the output until the run has ended."""
+        process, told = self._own(), 0
+        while True:
+            ended = process.poll() is not None
+            lines = self.output.splitlines(keepends=True)
+            for line in lines[told:]:
+                if line.endswith("\n") or ended:
+                    told += 1
+                    yield line.rstrip("\n")
+            if ended:
+                return
+            time.sleep(_LOOK_S)  # the reader of a file cannot be woken
+
+    @property
+    def output(self) -> str:
+        """What the run printed so far; empty for a run that was started elsewhere."""
+        return self._output.read_text(encoding="utf-8", errors="replace") if self._output is not None else ""
+
+    def _own(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise FieldError("run", str(self.path), "was not started here; stop it where it was started")
+        return self._process
+
+    def _end_with_program(self) -> None:
+        if self._own().poll() is None:
+            self.stop()
+
+    # What any run has.
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process of the run lives."""
+        return (self._process is not None and self._process.poll() is None) or bool(living_names(self._dir))
+
+    def scale(self, actors: int) -> None:
+        """Change the number of actors, and wait until all serve. Raises `ServiceError`."""
+        command = [sys.executable, "-m", "pipelinerl.cli", "scale", "actors", str(actors), "--run-dir", str(self.path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ServiceError(done.stderr.strip().rpartition("\n")[2])
+
+    @property
+    def metrics(self) -> Any:
+        """One row for each optimizer step (docs/run-directory.md): a DataFrame if pandas is installed, in which `a.b` is b of
+        a; else a list of mappings."""
+        rows = read_jsonl(self._dir.metrics)
+        if importlib.util.find_spec("pandas") is None:
+            return rows
+        import pandas
+
+        return pandas.json_normalize(rows, max_level=1)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures of the whole run; empty before its end."""
+        return read_json(self._dir.summary)
+
+    @property
+    def page(self) -> str | None:
+        """Address of the live page; None while there is none."""
+        try:
+            key = self._dir.credentials.page_key.read_text()
+            return f"http://{read_address(self._dir.address('trainer')).http}/{key}/" if self.is_running else None
+        except (OSError, ServiceError):
+            return None
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure with the reward and the held-out accuracy by step. Raises `MissingPackage` without it."""
+        if importlib.util.find_spec("matplotlib") is None:
+            raise MissingPackage("Run.plot needs matplotlib: pip install matplotlib; Run.metrics has the numbers")
+        from matplotlib import pyplot, ticker
+
+        rows, (figure, axes) = read_jsonl(self._dir.metrics), pyplot.subplots(figsize=(7, 3), layout="constrained")
+        axes.set(xlabel="optimizer step", ylabel="reward, accuracy")
+        pyplot.close(figure)  # a notebook shows the returned figure, and would show an open one again
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        shown = ("step", "reward_mean", "reward", ""), ("heldout_version", "heldout_accuracy", "held-out accuracy", "o")
+        for at, key, label, marker in shown:
+            points = [(row[at], row[key]) for row in rows if row.get(key) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, marker=marker)
+                axes.legend()
+        return figure
+
+    def policy(self, version: int | None = None) -> Any:
+        """Load the newest policy, or that of a version, with transformers (`pipelinerl.policy.Policy`). Raises `FieldError`
+        if there is no such checkpoint."""
+        policies: ModuleType = importlib.import_module("pipelinerl.policy")
+        return policies.Policy(policies.checkpoint_of(self.path, version))
+
+    def __repr__(self) -> str:
+        steps = read_jsonl(self._dir.metrics)
+        state = "running" if self.is_running else "ended"
+        return f"Run({str(self.path)!r}): {state}, {steps[-1]['step'] if steps else 0} optimizer steps"
+
+    def _repr_html_(self) -> str:
+        """Return the live page in a frame, for which a run that starts is given a minute; else a line about the run."""
+        until = time.monotonic() + _PAGE_WITHIN_S
+        while (page := self.page) is None and self.is_running and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        if page is None:
+            return f"<pre>{html.escape(repr(self))}</pre>"
+        return f'<iframe src="{html.escape(page)}" width="100%" height="{_FRAME_HEIGHT}"></iframe>'

@@ -1,0 +1,151 @@
+"""`pipelinerl recipes` and `init`: list the recipes that come with pipelinerl, with the memory and the time that each
+needs, and write the folder of a new task from a template.
+
+Nothing is downloaded: the size of a hub model is estimated from its name. The templates are folders of this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pipelinerl
+from pipelinerl.commands.validate import model_of
+from pipelinerl.errors import FieldError, UserError, one_of
+from pipelinerl.recipe.fields import Recipe, TaskConfig
+from pipelinerl.recipe.loading import load_recipe, shipped_recipes
+from pipelinerl.rl.memory import GIB, engine_bytes, state_bytes
+from pipelinerl.tasks.rows import BadRow, known_format, rows_of
+
+_MINUTES = {"arithmetic": 2, "repeated-addition": 1, "calculator": 5, "guess": 7, "code": 5, "smollm2": 15}
+"""Duration of the whole run on two CPU cores. The other recipes have not been run to their end."""
+_PROCESSES_GIB = 3.0
+"""Memory of the processes of a run on CPUs, in addition to the states of training, the engine's weights and its KV cache."""
+_EPISODE_GIB = 0.011
+"""Memory of the two processes of an episode."""
+
+
+def recipes(args: argparse.Namespace) -> int:
+    """Print the shipped recipes as text or, with `--json`, as one JSON array."""
+    rows = [needs(load_recipe(path)) for path in shipped_recipes()]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    for row in sorted(rows, key=lambda row: (row["device"] != "cpu", row["minutes"] or 0)):
+        lasts = f"about {row['minutes']} min" if row["minutes"] else "duration not measured"
+        memory = f"{row['memory_gib']:.0f} GiB of memory, 2 cores" if row["device"] == "cpu" else (
+            f"{row['trainer_gib']:.0f} GiB for the trainer's states and {row['actor_gib']:.0f} for each actor's weights"
+        )  # fmt: skip
+        print(f"{row['name']}\n{textwrap.indent(textwrap.fill(row['description'], 110), '    ')}")
+        print(
+            f"    {row['device'].upper()}: {memory}; {lasts}; model {row['model']} ({_size(row['parameters'])}, {row['dtype']})"
+        )
+    print("\npipelinerl run NAME starts one; pipelinerl validate NAME shows its settings")
+    return 0
+
+
+def needs(recipe: Recipe) -> dict[str, Any]:
+    """Return what a recipe needs: `device` (cpu or gpu), model, `parameters`, `dtype`, memory in GiB, and minutes on two CPU
+    cores or None. For a GPU recipe, memory for activations and the KV cache comes on top. Pure, except for local files."""
+    model = model_of(recipe, None)
+    on_cpu = recipe.model.dtype == "float32"
+    trainer, actor = state_bytes(recipe, model) / GIB, engine_bytes(recipe, model) / GIB
+    memory = trainer + (actor + recipe.actor.engine.kv_cache_gib) * recipe.actor.number + _PROCESSES_GIB
+    memory += _EPISODE_GIB * recipe.actor.number * (recipe.samples_in_progress if recipe.episodic_tasks else 0)
+    return {
+        "name": recipe.name,
+        "description": recipe.description,
+        "device": "cpu" if on_cpu else "gpu",
+        "model": recipe.model.name or recipe.model.source,
+        "parameters": int(model.parameters),
+        "dtype": recipe.model.dtype,
+        "trainer_gib": round(trainer, 1),
+        "actor_gib": round(actor, 1),
+        "memory_gib": round(memory, 1) if on_cpu else None,
+        "minutes": _MINUTES.get(recipe.name) if on_cpu else None,
+    }
+
+
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+
+
+TEMPLATES = Path(pipelinerl.__file__).parent / "templates"
+_NAME = "my-task"
+"""Name of the recipe and of the folder in the templates."""
+_QUESTIONS = ("question", "prompt", "problem", "input", "query", "instruction")
+_ANSWERS = ("answer", "reference", "solution", "output", "response", "target", "label")
+_MOST_HELDOUT = 64
+
+
+def init(args: argparse.Namespace) -> int:
+    """Write the folder of a new task, and print how to go on. Raises `FieldError` if the folder is not empty or the data cannot
+    be used; then nothing is written."""
+    folder: Path = args.folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FieldError("DIR", str(folder), "is not an empty folder; name a new one")
+    for option, value in (("--question", args.question), ("--answer", args.answer), ("--from", args.template)):
+        if value and (args.data is None) != (option == "--from"):
+            with_data = "choose one of --from and --data" if option == "--from" else "applies only to --data FILE; leave it out"
+            raise FieldError(option, value, with_data)
+    words = data_words(args.data, args.question, args.answer) if args.data is not None else {}
+    template = TEMPLATES / ("data" if words else args.template or "sums")
+    name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:40].strip("-") or _NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(path for path in template.iterdir() if path.is_file()):
+        text = file.read_text(encoding="utf-8")
+        if file.name == "README.md":
+            text = text.replace(_NAME, shlex.quote(str(folder)))
+        elif file.name == "recipe.yaml":
+            text = text.replace(f"name: {_NAME}", f"name: {name}", 1)
+            for word, value in words.items():
+                text = text.replace(word, value, 1)
+        (folder / file.name).write_text(text, encoding="utf-8")
+    if words:
+        shutil.copy(args.data, folder)
+    print(
+        f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n\n{(folder / 'README.md').read_text()}", end=""
+    )
+    return 0
+
+
+def data_words(data: Path, question: str | None, answer: str | None) -> dict[str, str]:
+    """Return what the recipe of the template `data` says about a file of questions, by the words to replace. The columns are
+    recognised by common names unless they are given. Raises `FieldError`, or `UserError` for a file that cannot be read."""
+    if not data.is_file() or not known_format(data):
+        raise FieldError("--data", str(data), "give a file of questions and answers: CSV, TSV, JSONL, JSON or Parquet")
+    rows = [row.values for row in rows_of(TaskConfig(source="jsonl", path=str(data)))]
+    if wrong := next((row for row in rows if isinstance(row, BadRow)), None):
+        raise UserError(f"{data}: {wrong}")
+    if len(rows) < 2:
+        raise FieldError(
+            "--data", str(data), f"has {len(rows)} rows; at least 2 are needed, one of them to measure the accuracy"
+        )
+    assert isinstance(rows[0], Mapping), "bad rows were refused"
+    columns = list(rows[0])
+    chosen = {
+        "QUESTION": _column("--question", question, columns, _QUESTIONS),
+        "ANSWER": _column("--answer", answer, columns, _ANSWERS),
+    }
+    heldout = max(1, min(_MOST_HELDOUT, len(rows) // 5))
+    return {"DATA": json.dumps(data.name), **{word: json.dumps(name) for word, name in chosen.items()}} | {
+        "heldout_problems: 1 ": f"heldout_problems: {heldout} "
+    }
+
+
+def _column(option: str, given: str | None, columns: list[str], usual: tuple[str, ...]) -> str:
+    if given is not None:
+        if given in columns:
+            return given
+        raise FieldError(option, given, f"is no column of the file; use {one_of(columns)}")
+    known = {column.strip().lower(): column for column in columns}
+    if found := next((known[name] for name in usual if name in known), None):
+        return found
+    raise FieldError(option, None, f"name the column; the file has {', '.join(columns)}")

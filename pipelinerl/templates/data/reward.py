@@ -1,0 +1,17 @@
+"""The reward. It gets one completion at a time and returns a number; more is better."""
+
+
+def score(item):
+    """Return the share of the answer in the words of the completion: 1 for the answer alone, 0 for a completion without it.
+
+    `item.prompt` is the question, `item.completion` the text of the model, `item.reference["answer"]` the answer in the file.
+    """
+    said, answer = (words(text) for text in (item.completion, item.reference["answer"]))
+    if not answer or f" {' '.join(answer)} " not in f" {' '.join(said)} ":
+        return 0.0
+    return len(answer) / len(said)
+
+
+def words(text):
+    """Return the words of a text in lower case, without punctuation around them."""
+    return [word.strip(".,:;!?\"'()*") for word in text.lower().split()]

@@ -1,0 +1,231 @@
+"""`pipelinerl.start` and `Run`: what is shipped to the verifier, what is refused, and how the process of a run is driven."""
+
+import importlib.util
+import json
+import math
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import pipelinerl
+from pipelinerl import api
+from pipelinerl.errors import FieldError, ServiceError, UserError
+from pipelinerl.policy import checkpoint_of
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.shipping import source_of
+from services.verifier.rewards.compose import user_scorer
+from services.verifier.rewards.item import RewardInput
+
+NOTEBOOK = """
+    import math
+    import math as m
+    import re
+    from collections import Counter
+
+    LIMITS = {"a": [1, 2.5], "b": None}
+    NUMBER = re.compile("[0-9]+", re.M)
+    connection = open(__file__)
+
+    class Mine:
+        pass
+
+    def inner(text):
+        return len(NUMBER.findall(text)) + m.floor(LIMITS["a"][1]) + Counter(text)["x"]
+
+    aliased = inner
+
+    def again(text, depth=LIMITS["a"][0]):
+        return aliased(text) if depth == 0 else again(text, depth - 1)
+
+    def reward(item):
+        return float(again(item.completion))
+
+    def nested(item):
+        return [inner(text) for text in (item.completion,)][0]
+
+    def outer():
+        secret = 3
+        def closure(item):
+            return secret
+        return closure
+
+    def reads_object(item): return connection.read()
+    def uses_class(item): return Mine()
+    def unknown(item): return no_such_name
+    def counts(item):
+        global LIMITS
+        LIMITS = {}
+    by_lambda = lambda item: 1.0
+"""
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> ModuleType:
+    """A module that, like a notebook, is the main program, which nothing else can import."""
+    file = tmp_path / "notebook.py"
+    file.write_text(textwrap.dedent(NOTEBOOK))
+    spec = importlib.util.spec_from_file_location("__main__", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["reward", "nested"])
+def test_a_function_is_shipped_with_what_it_uses(
+    notebook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = source_of(getattr(notebook, name))
+    assert "connection" not in source
+    (tmp_path / f"shipped_{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    score = user_scorer(f"shipped_{name}:{name}")
+    assert score(RewardInput(prompt="", completion="12 x 7 x", answer=None, reference={})).value == 2 + 2 + 2
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda of: of.outer(), "uses secret of an enclosing function; pass it as a default value, or make it global"),
+        (lambda of: of.reads_object, "uses connection, an object of type TextIOWrapper, which cannot be written as source"),
+        (lambda of: of.uses_class, "uses Mine, a class of this program"),
+        (lambda of: of.unknown, "uses no_such_name, which is not defined"),
+        (lambda of: of.counts, "changes the global LIMITS"),
+        (lambda of: of.by_lambda, "is a lambda; define a function with def"),
+        (lambda of: math.floor, "is a builtin_function_or_method; define a function with def"),
+    ],
+)
+def test_what_cannot_be_shipped_is_refused_by_name(notebook: ModuleType, function: Callable[..., Any], said: str) -> None:
+    with pytest.raises(FieldError, match=re.escape(said)) as info:
+        source_of(function(notebook))
+    assert info.value.field == "reward"
+
+
+def importable(item: RewardInput) -> float:
+    return float(Counter(item.completion)["x"])
+
+
+FAKE = """#!{python}
+import pathlib, signal, sys
+pathlib.Path(sys.argv[6]).mkdir(parents=True)
+signal.signal(signal.SIGINT, lambda *_: (print("stopping"), sys.exit({code})))
+print(*sys.argv[1:5], flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
+    """Replace the interpreter by a program that makes the run's folder, waits for SIGINT and ends with `code`."""
+    (folder / "fake").write_text(FAKE.format(python=sys.executable, code=code))
+    (folder / "fake").chmod(0o755)
+    monkeypatch.setattr(api.sys, "executable", str(folder / "fake"))
+
+
+def test_a_run_is_a_child_that_is_stopped_in_order(
+    workplace: Path, notebook: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, workplace, 130)
+    (workplace / "mine.py").write_text("def score(item): return 1.0\n")
+    with pipelinerl_run("arithmetic", notebook.reward) as run:
+        assert re.fullmatch(r"runs/arithmetic-\d{8}-\d{6}", str(run.path))
+        lines = run.follow()
+        said = next(lines)
+        file = Path(re.fullmatch(r"-m pipelinerl\.cli run (.*/recipe\.yaml)", said)[1])  # type: ignore[index]
+        recipe = load_recipe(file)
+        assert (recipe.trainer.steps, recipe.reward.scorer) == (3, "notebook_reward:reward")
+        assert source_of(notebook.reward) == (file.parent / "notebook_reward.py").read_text()
+        assert run.is_running
+        assert run.stop().wait() is run
+        assert [*lines] == ["stopping"]
+        assert not run.is_running
+        assert "ended, 0 optimizer steps" in run._repr_html_()
+    for reward, scorer in ((importable, "tests.unit.test_api:importable"), ("a.b:c", "a.b:c"), ("mine.py:score", "mine:score")):
+        with pipelinerl_run({**RECIPE, "reward": {"timeout_s": 2}}, reward) as run:
+            file = Path(next(run.follow()).split()[-1])
+            assert load_recipe(file).reward.scorer == scorer
+            assert (file.parent / "mine.py").is_file() == (scorer == "mine:score")
+            assert run.stop().wait().output.endswith("stopping\n")
+
+
+RECIPE = {"name": "a", "model": {"source": "package", "name": "arithmetic"}, "task": {"prompt_style": "compact"}}
+
+
+class pipelinerl_run:
+    """A run of `start` with three steps, of which no process stays."""
+
+    def __init__(self, recipe: Any, reward: Any) -> None:
+        self.run = pipelinerl.start(
+            recipe, reward, **{"trainer.steps": 3, "reward.answer_pattern": "", "model.max_context": 128}
+        )
+
+    def __enter__(self) -> Any:
+        return self.run
+
+    def __exit__(self, *_: object) -> None:
+        process = self.run._own()
+        process.kill()
+        process.wait()
+
+
+def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, workplace, 1)
+    with pytest.raises(UserError, match=r"trainer\.step = 3: no such field; did you mean trainer\.steps"):
+        pipelinerl.start("arithmetic", **{"trainer.step": 3})
+    with pytest.raises(FieldError, match=r"reward = 'none\.py:score': there is no such file in"):
+        pipelinerl.start("arithmetic", "none.py:score")
+    assert not (workplace / "runs").exists()
+    with pipelinerl_run(RECIPE, None) as run:
+        next(run.follow())
+        with pytest.raises(ServiceError, match=r"ended with exit code 1:\n.*\nstopping"):
+            run.stop().wait()
+        again = pipelinerl.Run(run.path)
+        with pytest.raises(FieldError, match="was not started here"):
+            again.stop()
+        with pytest.raises(FieldError, match="has no checkpoint yet"):
+            checkpoint_of(again.path)
+    with pytest.raises(FieldError, match="there is no such folder"):
+        pipelinerl.Run("runs/none")
+    with pytest.raises(AttributeError, match="has no attribute 'trains'"):
+        pipelinerl.trains  # noqa: B018
+
+
+def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
+    for version in (10, 20):
+        state = tmp_path / "checkpoints" / f"step-{version}" / "resume" / "run.json"
+        state.parent.mkdir(parents=True)
+        state.write_text("{}")
+    (final := tmp_path / "checkpoint").mkdir()
+    (final / "config.json").touch()
+    (final / "pipelinerl.json").write_text('{"policy_version": 25}')
+    assert checkpoint_of(tmp_path) == checkpoint_of(tmp_path, 25) == checkpoint_of(final) == final
+    assert checkpoint_of(tmp_path, 10).name == "step-10"
+    with pytest.raises(
+        FieldError, match=r"version = 5: has no checkpoint that checkpoint\.keep has kept; there are 10, 20, 25"
+    ):
+        checkpoint_of(tmp_path, 5)
+
+
+def test_the_plot_shows_each_accuracy_at_its_version(tmp_path: Path) -> None:
+    rows = [{"step": 1, "reward_mean": 0.5, "heldout_version": 0, "heldout_accuracy": 0.25}, {"step": 2, "reward_mean": 0.75}]
+    (folder := tmp_path / "a").mkdir()
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = pipelinerl.Run(folder)
+    (axes,) = run.plot().axes
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 0.5], [2, 0.75]], [[0, 0.25]]]
+    assert list(run.metrics["reward_mean"]) == [0.5, 0.75]

@@ -1,0 +1,155 @@
+"""`pipelinerl recipes` and `pipelinerl init`: what is listed and written, and that each template works as it is written."""
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipelinerl.cli import main
+from pipelinerl.commands.init import TEMPLATES
+from pipelinerl.recipe.loading import find_recipe, load_recipe, modules_beside, read_recipe
+from pipelinerl.recipe.preflight import importable, try_import
+from pipelinerl.run_dir import create_run_dir
+from tests.unit.test_cli import Command, pipelinerl  # noqa: F401 - the fixture
+
+REPO = Path(__file__).parents[2]
+OPTIONS = {
+    "sums": [],
+    **{name.name: ["--from", name.name] for name in TEMPLATES.iterdir() if name.name not in ("sums", "data")},
+}
+CSV = 'Nr,Question,Answer\n1,"What is 2+2, roughly?",4\n2,Capital of France?,Paris\n'
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_API_KEY", "none")
+    return tmp_path
+
+
+def test_every_shipped_recipe_is_listed_with_what_it_needs(pipelinerl: Command) -> None:  # noqa: F811
+    code, printed, _ = pipelinerl("recipes", "--json")
+    rows = {row["name"]: row for row in json.loads(printed)}
+    assert code == 0
+    assert rows.keys() == {file.stem for file in (REPO / "recipes").glob("*.yaml")}
+    for name, row in rows.items():
+        on_cpu = read_recipe(find_recipe(name))["model"]["dtype"] == "float32"
+        assert (row["device"], row["minutes"] is not None, row["memory_gib"] is not None) == (
+            "cpu" if on_cpu else "gpu", on_cpu, on_cpu,
+        )  # fmt: skip
+    assert rows["gsm"]["parameters"] == 7.7e9, "by its name"
+    assert rows["gsm"]["trainer_gib"] == pytest.approx(7.7e9 * 18 / 2**30, abs=0.1), (
+        "16-bit and float32 weights, gradients, moments"
+    )
+    shown = pipelinerl("recipes")[1]
+    assert all(row["description"][:40] in shown for row in rows.values())
+    assert shown.index("\nsmollm2\n") < shown.index("\ngsm\n"), "those for CPUs come first"
+
+
+@pytest.mark.parametrize("template", OPTIONS)
+def test_a_template_is_valid_and_passes_its_own_test(pipelinerl: Command, workplace: Path, template: str) -> None:  # noqa: F811
+    code, printed, _ = pipelinerl("init", "tasks/My Task", *OPTIONS[template])
+    folder = workplace / "tasks" / "My Task"
+    assert code == 0
+    assert "pipelinerl run 'tasks/My Task'/recipe.yaml" in printed
+    assert len((folder / "README.md").read_text().splitlines()) <= 10
+    code, printed, _ = pipelinerl("validate", "tasks/My Task/recipe.yaml")
+    assert code == 0
+    assert printed.startswith("my-task: valid")
+    assert "warning" not in printed
+    data = next(file for file in folder.iterdir() if file.stem in ("problems", "questions"))
+    assert len(data.read_text().splitlines()) == (11 if data.suffix == ".csv" else 10)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    pipelinerl("init", "tasks/My Task")
+    assert pipelinerl("init", "tasks/My Task")[0] == 2, "it is not empty"
+
+
+def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path) -> None:  # noqa: F811
+    (workplace / "mine.csv").write_text(CSV)
+    assert pipelinerl("init", "first", "--data", "mine.csv")[0] == 0
+    task = load_recipe("first/recipe.yaml").task
+    assert task is not None
+    assert (task.path, task.prompt_field, task.answer_field, task.heldout_problems) == (
+        "first/mine.csv",
+        "Question",
+        "Answer",
+        1,
+    )
+    code, printed, _ = pipelinerl("validate", "first/recipe.yaml")
+    assert (code, "reference answers (1) earn 1; empty ones (1) earn 0" in printed) == (0, True), printed
+    (workplace / "mine.jsonl").write_text("".join(json.dumps({"a": str(n), "b: c": "x"}) + "\n" for n in range(50)))
+    assert pipelinerl("init", "second", "--data", "mine.jsonl", "--question", "a", "--answer", "b: c")[0] == 0
+    task = load_recipe("second/recipe.yaml").task
+    assert task is not None
+    assert (task.prompt_field, task.answer_field, task.heldout_problems) == ("a", "b: c", 10)
+
+
+def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command) -> None:  # noqa: F811
+    pipelinerl("init", "mine")
+    Path("mine/questions.csv").write_text(CSV)
+    code, _, errors = pipelinerl(
+        "validate", "mine/recipe.yaml", "--set", "task.prompt_field=Question", "--set", "task.answer_field=Answer",
+        "--set", "task.heldout_problems=1",
+    )  # fmt: skip
+    assert code == 2
+    assert "task.path = 'mine/questions.csv': line 2 has 'W', which is no character of the small model 'arithmetic'" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("full", "DIR = 'full': is not an empty folder; name a new one"),
+        ("new --data none.csv", "--data = 'none.csv': give a file of questions and answers: CSV"),
+        ("new --data full/mine.csv --answer nr", "--answer = 'nr': is no column of the file; use Nr, Question or Answer"),
+        ("new --data full/other.jsonl", "--question = None: name the column; the file has a"),
+        ("new --data full/one.jsonl", "has 1 rows; at least 2 are needed"),
+        ("new --data full/bad.jsonl", "full/bad.jsonl: not JSON"),
+        ("new --question a", "--question = 'a': applies only to --data FILE; leave it out"),
+        ("new --from code --data full/mine.csv", "--from = 'code': choose one of --from and --data"),
+    ],
+)
+def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplace: Path, arguments: str, said: str) -> None:  # noqa: F811
+    (workplace / "full").mkdir()
+    for name, text in {
+        "mine.csv": CSV,
+        "other.jsonl": '{"a": 1}\n' * 3,
+        "one.jsonl": '{"a": 1}\n',
+        "bad.jsonl": "x\ny\n",
+    }.items():
+        (workplace / "full" / name).write_text(text)
+    before = sorted(workplace.rglob("*"))
+    code, _, errors = pipelinerl("init", *arguments.split())
+    assert code == 2
+    assert said in errors
+    assert sorted(workplace.rglob("*")) == before
+
+
+def test_a_recipe_finds_what_is_beside_it_and_a_run_keeps_its_modules(workplace: Path) -> None:
+    assert main(["init", "mine", "--from", "agent"]) == 0
+    recipe = load_recipe("mine/recipe.yaml")
+    assert recipe.task is not None
+    assert (recipe.task.path, recipe.task.command) == ("mine/problems.jsonl", "python mine/agent.py")
+    assert modules_beside(recipe, Path("mine/recipe.yaml")) == Path("mine")
+    (workplace / "problems.jsonl").touch()  # the file beside the recipe comes first
+    (workplace / "reward.py").write_text("raise SystemExit('of the current folder')")
+    with importable(Path("mine")):
+        try_import("reward.scorer", "reward:score", "{}")
+    in_lists = read_recipe(Path("mine/recipe.yaml"))
+    in_lists |= {
+        "tasks": [{"task": in_lists.pop("task")}],
+        "evaluation": {"sets": [{"task": {"source": "jsonl", "path": "*.csv"}}]},
+    }
+    Path("mine/both.yaml").write_text(yaml.safe_dump(in_lists))
+    Path("mine/a.csv").touch()
+    places = load_recipe("mine/both.yaml", ["evaluation.sets.0.name=set"]).sets_by_place
+    assert [one.task.path for one in places.values()] == ["mine/problems.jsonl", "mine/*.csv"]
+    run_dir = create_run_dir("mine", datetime.now(), path=workplace / "run")
+    run_dir.keep_modules(Path("mine"))
+    run_dir.keep_modules(None)
+    assert {file.name for file in run_dir.modules.iterdir()} == {"agent.py", "reward.py", "test_reward.py"}
