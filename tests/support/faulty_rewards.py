@@ -47,3 +47,12 @@ def not_a_number(item: RewardInput) -> float:
 def slow(item: RewardInput) -> float:
     time.sleep(0.2)
     return 1.0
+
+
+def late(item: RewardInput) -> float:
+    time.sleep(0.3)
+    return float(item.answer == item.reference["answer"])
+
+
+def raising(item: RewardInput) -> float:
+    raise ValueError("wrong for every answer")
