@@ -17,8 +17,10 @@ from pipelinerl.doctor.findings import GRAVITIES, Finding
 from pipelinerl.doctor.recipes import MISTAKE, adopted, findings_of
 from pipelinerl.doctor.runs import examine_run
 from pipelinerl.errors import FieldError, counted
+from pipelinerl.local.processes import living_names
 from pipelinerl.recipe.loading import RecipeError, load_recipe
 from pipelinerl.recipe.preflight import examine
+from pipelinerl.run_dir import RunDir
 from pipelinerl.service.logs import printable
 
 
@@ -29,7 +31,7 @@ def doctor(args: argparse.Namespace) -> int:
         for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory)):
             if value:
                 raise FieldError(option, value, "applies only to a recipe; leave it out for a run")
-    findings = examine_run(folder) if is_run else _of_recipe(args)
+    findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args)
     told = {"subject": args.subject, "kind": "run" if is_run else "recipe", "findings": [one.to_json() for one in findings]}
     print(json.dumps(told, indent=2, default=str) if args.json else printable("\n".join(_lines(args.subject, findings))))
     return 1 if any(one.gravity == "grave" for one in findings) else 0
@@ -56,6 +58,6 @@ def _block(one: Finding) -> list[str]:
     rows = [("evidence", one.evidence), ("set", f"{one.field}: {one.fix}"), ("see", one.docs)]
     shown = ((name, value) for name, value in (one.sample or {}).items() if value)
     rows += [(name, f"{value!r}"[-200:]) for name, value in shown]
-    indent = {"subsequent_indent": " " * 12, "width": 110, "break_on_hyphens": False}
+    wrap = textwrap.TextWrapper(110, subsequent_indent=" " * 12, break_on_hyphens=False).wrap
     return ["", f"{one.gravity.upper()}  {one.id}: {one.meaning}",
-            *(line for name, text in rows for line in textwrap.wrap(f"  {name:<10}{text}", **indent))]  # fmt: skip
+            *(line for name, text in rows for line in wrap(f"  {name:<10}{text}"))]  # fmt: skip

@@ -36,8 +36,9 @@ class Finding(Found):
     meaning: str = ""
     docs: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.gravity}: {self.meaning} [{self.id}] ({self.evidence}); {self.field}: {self.fix}"
+    @property
+    def brief(self) -> str:
+        return f"{self.meaning} ({self.evidence}); {self.field}: {self.fix}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,11 +12,8 @@ from statistics import fmean, pvariance
 from typing import Any
 
 from pipelinerl.audit.journal import JOURNAL, read_events
-from pipelinerl.errors import FieldError
-from pipelinerl.local.processes import living_names
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import recipe_of_run
-from pipelinerl.run_dir import RunDir, check_folder, free_bytes, read_json
+from pipelinerl.run_dir import RunDir, free_bytes, read_json
 from pipelinerl.run_summary import evaluation_of, jsonl_ends, read_jsonl
 
 Record = Mapping[str, Any]
@@ -89,8 +86,9 @@ class RunRecords:
     @property
     def heldout_change(self) -> int:
         """Return 1 or -1 if the held-out accuracy rose or fell so that the 95 % intervals are separate, else 0."""
-        ends = [next(iter((one.get("sets") or {}).values()), {}).get("accuracy") for one in self.evaluations]
-        if len(ends) < 2 or not ends[0] or not ends[-1]:
+        sets = [list((one.get("sets") or {}).values())[:1] for one in self.evaluations]
+        ends = [one["accuracy"] for of in sets for one in of if one.get("accuracy")]
+        if len(ends) < 2:
             return 0
         return (ends[-1]["low"] > ends[0]["high"]) - (ends[-1]["high"] < ends[0]["low"])
 
@@ -126,21 +124,19 @@ def number_at(record: Record, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def read_run(folder: Path) -> RunRecords:
-    """Return the records of the run in `folder`. Raises `FieldError` if the folder is not a run's."""
-    check_folder(folder)
-    run_dir = RunDir(folder, "")
-    if not run_dir.recipe.is_file():
-        raise FieldError("RUN", str(folder), "has no recipe.yaml: give the folder of a run, or a recipe")
-    summary, steps, journal = read_json(run_dir.summary), read_jsonl(run_dir.metrics), folder / JOURNAL
+def records_in(folder: Path, recipe: Recipe, *, is_running: bool = False) -> RunRecords:
+    """Return the records of the run in `folder`."""
+    run_dir, journal = RunDir(folder, ""), folder / JOURNAL
+    summary = {} if is_running else read_json(run_dir.summary)  # it may be of an earlier start
+    steps = read_jsonl(run_dir.metrics)
     grown = [path.stat().st_size for path in (run_dir.metrics, run_dir.samples, journal) if path.is_file()]
-    is_running = bool(living_names(run_dir))
+    reasons = summary.get("sequence_reasons")
     return RunRecords(
-        recipe=recipe_of_run(run_dir.recipe),
+        recipe=recipe,
         steps=steps,
         samples=jsonl_ends(run_dir.samples, _SAMPLES_READ),
         summary=summary,
-        reasons=summary.get("sequence_reasons") or _reasons_in(journal),
+        reasons=_reasons_in(journal) if reasons is None else reasons,
         undone=len({one.get("step") for one in read_jsonl(folder / "metrics-undone.jsonl")}),
         is_running=is_running,
         free_bytes=free_bytes(folder),

@@ -5,7 +5,7 @@
 
 const PrlReport = (() => {
   const { node, number } = PrlCharts;
-  const { percent, seconds, duration, heldoutNote, tiles, plots, section, fold } = PrlViews;
+  const { percent, seconds, duration, heldoutNote, tiles, findings, plots, section, fold } = PrlViews;
 
   function header(root, data) {
     const s = data.summary;
@@ -45,6 +45,7 @@ const PrlReport = (() => {
     const top = node("header");
     header(top, data);
     root.append(top);
+    findings(root.appendChild(node("div")), data.findings);
     summaryTiles(root, data);
     plots(root, data);
     const ledger = section(root, "Sequences by outcome").appendChild(node("div"));

@@ -235,6 +235,16 @@ const PrlViews = (() => {
     }));
   }
 
+  /* Replaces the content of `root` by the doctor's findings, the cause first; nothing if there are none. */
+  function findings(root, found) {
+    root.className = "findings";
+    root.replaceChildren(...(found || []).map((one) => {
+      const box = node("div", { class: `finding ${one.gravity}`, "data-finding": one.id });
+      box.append(node("strong", {}, `${one.gravity}: ${one.meaning}`), node("div", {}, one.evidence), node("div", { class: "note" }, `${one.field}: ${one.fix} (${one.docs})`));
+      return box;
+    }));
+  }
+
   function fold(root, title, text) {
     const box = node("details");
     box.append(node("summary", {}, title), node("pre", { class: "scroll", tabindex: 0 }, text));
@@ -254,5 +264,5 @@ const PrlViews = (() => {
     root.append(field);
   }
 
-  return { percent, seconds, duration, heldoutNote, learning, freshness, pipeline, plots, tiles, section, fold };
+  return { percent, seconds, duration, heldoutNote, learning, freshness, pipeline, plots, tiles, findings, section, fold };
 })();

@@ -13,8 +13,8 @@ import yaml
 from pipelinerl.commands.doctor import doctor
 from pipelinerl.doctor.findings import apply
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, RecipeView
-from pipelinerl.doctor.run_records import RunRecords, read_run
-from pipelinerl.doctor.runs import RUN_RULES
+from pipelinerl.doctor.run_records import RunRecords
+from pipelinerl.doctor.runs import RUN_RULES, examine_run
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe, recipe_names, set_value
 from tests.support.seeded_faults import RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
@@ -221,4 +221,4 @@ def test_every_rule_of_a_recipe_is_seeded() -> None:
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"has no recipe\.yaml"):
-        read_run(tmp_path)
+        examine_run(tmp_path)

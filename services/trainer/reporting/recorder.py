@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipelinerl.doctor.runs import examine_run
 from pipelinerl.errors import FieldError
 from pipelinerl.figures import no_events
 from pipelinerl.messages.sequences import FinishReason, Sequence
@@ -85,6 +86,9 @@ class Recorder:
         self._loads: dict[str, ActorState] = {}
         """Newest state of each actor by name, including actors that have left."""
         self.totals = RunTotals()
+        self._findings: list[dict[str, Any]] = []
+        self._examined_at = 3
+        """Number of steps at which findings are made again. It grows geometrically, since all records are read."""
         self.progress = {"steps": str(recipe.trainer.steps)}
         """Figures of the newest step and evaluation, as text, for the run's ConfigMap."""
         self.feed = StepFeed(files.kept)
@@ -254,8 +258,20 @@ class Recorder:
     async def publish_state(self) -> None:
         """Update the page's state about once a second until cancelled. Return at once if there is no page."""
         while self._board is not None:
+            if self.totals.steps >= self._examined_at:
+                self._examined_at = max(self.totals.steps + 3, self.totals.steps * 5 // 4)
+                await self._examine()
             self._tell_page(lambda board: board.state(self._page_state()))
             await asyncio.sleep(PAGE_STATE_EVERY_S)
+
+    async def _examine(self) -> None:
+        """Update the findings, from the run's files, in a thread. Errors are logged, so that they cannot end the run."""
+        try:
+            found = await asyncio.to_thread(examine_run, self._files.run_dir, self._recipe, is_running=True)
+        except Exception:
+            log.exception("the run could not be examined; training goes on")
+        else:
+            self._findings = [one.to_json() | {"sample": None} for one in found]
 
     def _page_state(self) -> dict[str, Any]:
         status, run = self.status(), self._view()
@@ -263,6 +279,7 @@ class Recorder:
             "phase": phase_name(status.phase),
             "message": status.message,
             "ended": self._ended,
+            "findings": self._findings,
             "version": status.policy_version,
             "served_version": run.served_version,
             "incarnation": status.incarnation,
