@@ -60,4 +60,4 @@ def _block(one: Finding) -> list[str]:
     rows += [(name, f"{value!r}"[-200:]) for name, value in shown]
     wrap = textwrap.TextWrapper(110, subsequent_indent=" " * 12, break_on_hyphens=False).wrap
     return ["", f"{one.gravity.upper()}  {one.id}: {one.meaning}",
-            *(line for name, text in rows for line in wrap(f"  {name:<10}{text}"))]  # fmt: skip
+            *(line for name, text in rows for line in wrap(f"  {name:<11}{text}"))]  # fmt: skip

@@ -74,8 +74,9 @@ def dropped_stale(run: RunRecords) -> Verdict:
     """Sequences are too old when their step comes: 2 % of them, twice what plans accept; grave from 50 %."""
     (share, _), lag = run.share_of("dropped_stale"), run.recipe.algorithm.max_lag
     needed = max([int(value) for value in run.values("largest_lag")] + [(lag or 0) + 1])
+    told = f"{percent(share)} of the sequences"
     fix = f"is {lag}; use at least {needed}, or fewer actors or actor.sequences_in_progress"
-    return lag is not None and share > 0.02 and Found(worse(share, 0.5), percent(share), "algorithm.max_lag", fix)
+    return lag is not None and share > 0.02 and Found(worse(share, 0.5), told, "algorithm.max_lag", fix)
 
 
 @rule("learning.md#from-rewards-to-advantages")
@@ -83,7 +84,7 @@ def dropped_filtered(run: RunRecords) -> Verdict:
     """Groups are dropped because their answers are equally right: 90 % of the sequences; grave without any step."""
     share, _ = run.share_of("dropped_filtered")
     fix = "take problems that the model solves sometimes, or larger groups"
-    return share >= 0.9 and Found("warning" if run.trained else "grave", percent(share), "task", fix)
+    return share >= 0.9 and Found("warning" if run.trained else "grave", f"{percent(share)} of them", "task", fix)
 
 
 @rule("errors.md")

@@ -46,7 +46,11 @@ def mask_takes_all(run: RunRecords) -> Verdict:
     """The mask leaves most tokens out of the loss: 50 %; grave from 95 %."""
     share, algorithm = run.mean("mask_fraction"), run.recipe.algorithm
     fix = f"is {algorithm.mask_low:g}, mask_high {algorithm.mask_high:g}, mask_kl {algorithm.mask_kl:g}; widen them"
-    return share >= 0.5 and algorithm.mask != "none" and Found(worse(share, 0.95), percent(share), "algorithm.mask_low", fix)
+    return (
+        share >= 0.5
+        and algorithm.mask != "none"
+        and Found(worse(share, 0.95), f"{percent(share)} of the tokens", "algorithm.mask_low", fix)
+    )
 
 
 @rule("learning.md#losses")
@@ -55,7 +59,7 @@ def clip_cuts(run: RunRecords) -> Verdict:
     share, algorithm = run.late("clip_fraction"), run.recipe.algorithm
     fix = f"is {algorithm.clip_low:g}, clip_high {algorithm.clip_high:g}; widen both, or lower max_lag or the learning rate"
     is_cut = share > MOST_CUT and algorithm.loss in CUTTING
-    return is_cut and Found(worse(share, 0.75), percent(share), "algorithm.clip_low", fix)
+    return is_cut and Found(worse(share, 0.75), f"{percent(share)} of the tokens", "algorithm.clip_low", fix)
 
 
 @rule("learning.md#losses")
@@ -72,7 +76,9 @@ def gradient_clipped(run: RunRecords) -> Verdict:
     share, norm, bound = run.mean("clipped"), run.mean("grad_norm"), run.recipe.trainer.max_grad_norm
     bound = bound or (run.mean("completion_tokens_mean") if run.recipe.algorithm.normalization == "batch" else 1.0)
     fix = f"is {bound:.3g}; raise it to about the mean norm, {norm:.3g}"
-    return share >= 0.9 and norm > 5 * bound and Found("warning", percent(share), "trainer.max_grad_norm", fix)
+    return (
+        share >= 0.9 and norm > 5 * bound and Found("warning", f"{percent(share)} of the steps", "trainer.max_grad_norm", fix)
+    )
 
 
 @rule("learning.md#learning-rate")
@@ -193,7 +199,7 @@ def max_lag_throttles(run: RunRecords) -> Verdict:
 def commit_bound(run: RunRecords) -> Verdict:
     """The trainer waits for weight updates: 20 % of the time."""
     share, fix = _share(run, "send", "snapshot"), "use nccl if possible, a larger weights.chunk_mib, and fewer evaluations"
-    return share >= 0.2 and Found("note", percent(share), "weights.backend", fix)
+    return share >= 0.2 and Found("note", f"{percent(share)} of the time", "weights.backend", fix)
 
 
 @rule("training.md#reading-the-figures")
@@ -210,7 +216,11 @@ def actor_bound(run: RunRecords) -> Verdict:
     """The trainer waits for busy actors: half of the time."""
     share, number = _share(run, "wait"), run.recipe.actor.number
     fix = f"is {number}; {max(number + 1, round(number / max(0.1, 1 - share)))} would keep the trainer busy"
-    return share >= 0.5 and run.late("actor_busy_fraction") >= 0.5 and Found("note", percent(share), "actor.count", fix)
+    return (
+        share >= 0.5
+        and run.late("actor_busy_fraction") >= 0.5
+        and Found("note", f"{percent(share)} of the time", "actor.count", fix)
+    )
 
 
 @rule("training.md#reading-the-figures")

@@ -65,7 +65,9 @@ def all_masked(run: RunRecords) -> Verdict:
     """The loss leaves out all cut completions, and nearly all are cut: 90 %, with reward.truncated: mask."""
     share, limit = run.late("truncated_fraction"), run.recipe.max_tokens
     is_masked = share >= 0.9 and _first(run).reward.truncated == "mask"
-    return is_masked and Found("grave", percent(share), "sampling.max_tokens", f"is {limit}; use {4 * limit}", _last(run))
+    return is_masked and Found(
+        "grave", f"{percent(share)} are cut", "sampling.max_tokens", f"is {limit}; use {4 * limit}", _last(run)
+    )
 
 
 @rule("learning.md#truncated-completions")
@@ -99,7 +101,9 @@ def think_unclosed(run: RunRecords) -> Verdict:
     share = fmean(map(is_open, samples)) if len(samples) >= 8 else 0.0
     fix = f"is {run.recipe.max_tokens}; raise it, or switch reasoning off by model.chat_template_kwargs"
     is_bad = share >= 0.5 and run.late("reward_mean") < 0.5
-    return is_bad and Found(worse(not run.has_signal, 1), percent(share), "sampling.max_tokens", fix, _last(run, is_open))
+    return is_bad and Found(
+        worse(not run.has_signal, 1), f"{percent(share)} of the samples", "sampling.max_tokens", fix, _last(run, is_open)
+    )
 
 
 @rule("learning.md#from-rewards-to-advantages")
@@ -108,7 +112,7 @@ def completions_identical(run: RunRecords) -> Verdict:
     share, temperature = run.mean("identical_groups"), run.recipe.sampling.temperature
     fix = f"is {temperature:g}; use 1" if temperature < 0.9 else "is not the cause: this model is certain of its answers"
     is_bad = share >= _FEW and not run.has_learned
-    return is_bad and Found(worse(share, _DEAD), percent(share), "sampling.temperature", fix, _last(run))
+    return is_bad and Found(worse(share, _DEAD), f"{percent(share)} of the groups", "sampling.temperature", fix, _last(run))
 
 
 @rule("recipes.md#rewards")
@@ -124,7 +128,9 @@ def answers_missed(run: RunRecords) -> Verdict:
 def answers_absent(run: RunRecords) -> Verdict:
     """Completions hardly ever have an answer in the expected form: under 5 %; grave if rewards are equal."""
     absent, fix = run.mean("answers_absent"), f"ask for the form that {_form(run)} expects, and check template and stop texts"
-    return absent >= 0.95 and Found(worse(not run.has_signal, 1), percent(absent), "task.instruction", fix, _last(run))
+    return absent >= 0.95 and Found(
+        worse(not run.has_signal, 1), f"{percent(absent)} have none", "task.instruction", fix, _last(run)
+    )
 
 
 @rule("recipes.md#rewards")
@@ -168,7 +174,7 @@ def groups_all_wrong(run: RunRecords) -> Verdict:
     fix = f"take problems that the model solves in 1 to {size - 1} of {size} tries, or larger groups; check the references"
     is_bad = share >= _FEW and run.is_stuck
     gravity = "warning" if run.has_signal else worse(share, _DEAD)
-    return is_bad and Found(gravity, percent(share), "task", fix, _last(run))
+    return is_bad and Found(gravity, f"{percent(share)} of the groups", "task", fix, _last(run))
 
 
 @rule("recipes.md#tasks")
