@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from pipelinerl.doctor.findings import Found, Rule, Verdict, add_to, percent, worse
 from pipelinerl.doctor.run_records import RunRecords, number_at
 from pipelinerl.rl.groups import CUTTING, LAG_BUCKETS, MOST_CUT
@@ -23,8 +25,8 @@ def parity_fails(run: RunRecords) -> Verdict:
 
 @rule("learning.md#lag-and-ess")
 def engine_differs(run: RunRecords) -> Verdict:
-    """Engine and trainer disagree on the same policy: a KL of 0.001 nats, 0.05 in 16 bits; grave from ten times that."""
-    kl, most = run.mean("mismatch_kl"), _MOST_KL[run.recipe.model.dtype]
+    """Engine and trainer disagree on the same policy: a median KL of 0.001 nats, 0.05 in 16 bits; grave from ten times that."""
+    kl, most = median(run.values("mismatch_kl") or [0.0]), _MOST_KL[run.recipe.model.dtype]
     fix = "use icepop, and float32 for model.head_dtype, or no actor.engine.quantization"
     return kl >= most and Found(worse(kl, 10 * most), f"mismatch_kl {kl:.2g} nats", "algorithm.mask", fix)
 

@@ -108,11 +108,12 @@ def think_unclosed(run: RunRecords) -> Verdict:
 
 @rule("learning.md#from-rewards-to-advantages")
 def completions_identical(run: RunRecords) -> Verdict:
-    """The completions of a group are all the same text: 75 % of the groups of a run that has not learned; grave from 95 %."""
+    """The completions of a group are all the same text: 75 % of the groups of a run that has not learned; grave from 95 %,
+    or if rewards are equal."""
     share, temperature = run.mean("identical_groups"), run.recipe.sampling.temperature
     fix = f"is {temperature:g}; use 1" if temperature < 0.9 else "is not the cause: this model is certain of its answers"
-    is_bad = share >= _FEW and not run.has_learned
-    return is_bad and Found(worse(share, _DEAD), f"{percent(share)} of the groups", "sampling.temperature", fix, _last(run))
+    is_bad, gravity = share >= _FEW and not run.has_learned, worse(share, _DEAD if run.has_signal else _FEW)
+    return is_bad and Found(gravity, f"{percent(share)} of the groups", "sampling.temperature", fix, _last(run))
 
 
 @rule("recipes.md#rewards")

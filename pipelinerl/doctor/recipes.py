@@ -18,7 +18,8 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, named_doubts
 from pipelinerl.recipe.rehearsal import Call
-from pipelinerl.rl.groups import CUTTING
+from pipelinerl.rl.groups import CUTTING, groups_per_step
+from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.tasks.final_answer import final_answer
 from pipelinerl.tasks.source import FileSource, Problem, Source, Split
 
@@ -38,6 +39,8 @@ ADOPTED = {
 RECIPE_RULES: list[Rule[RecipeView]] = []
 rule = add_to(RECIPE_RULES)
 _MOST_ROWS = 2000
+_WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
+"""What small models of this package write; no prompt can ask them for another form."""
 _TOY = 2e7
 """Parameters below which a model learns at a hundred times the rate of a language model."""
 
@@ -56,6 +59,11 @@ class RecipeView:
     @property
     def is_toy(self) -> bool:
         return self.recipe.model.source == "package" or 0 < self.parameters < _TOY
+
+    @property
+    def written(self) -> str:
+        """A completion of a small model of this package; empty for other models."""
+        return _WRITTEN.get(self.recipe.model.name, "") if self.recipe.model.source == "package" else ""
 
     def files(self) -> Iterator[tuple[str, ProblemSet, list[Problem]]]:
         """Yield place, set and first problems of each set of single questions that is read from files."""
@@ -136,6 +144,16 @@ def one_answer(view: RecipeView) -> Verdict:
 
 
 @rule("recipes.md#tasks")
+def answers_numbered(view: RecipeView) -> Verdict:
+    """References are the numbers of the rows: consecutive in 20 rows or more, as in a column of ids."""
+    for place, _, problems in view.files():
+        numbers = [int(one) if re.fullmatch(r"\d{1,9}", one) else None for one in _answers(problems)]
+        if len(numbers) >= 20 and numbers[0] is not None and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:
+            return Found("grave", f"{numbers[:3]} ...", f"{place}task.answer_field", "name the column of the answer")
+    return None
+
+
+@rule("recipes.md#tasks")
 def answer_in_prompt(view: RecipeView) -> Verdict:
     """Prompts give the answer away: 80 % of 10 end with it, or contain one of 60 characters."""
     for place, _, problems in view.files():
@@ -197,6 +215,15 @@ def heldout_trained_on(view: RecipeView) -> Verdict:
 
 
 @rule("recipes.md#chat-templates")
+def template_incomplete(view: RecipeView) -> Verdict:
+    """The chat template does not begin the model's turn: it reads no messages, or ignores add_generation_prompt."""
+    template = view.recipe.model.chat_template
+    missing = [name for name in ("messages", "add_generation_prompt") if name not in template]
+    is_text = any(mark in template for mark in ("{{", "{%"))  # otherwise it names a file
+    return is_text and bool(missing) and Found("warning", f"no {' or '.join(missing)}", "model.chat_template", "add it")
+
+
+@rule("recipes.md#chat-templates")
 def template_unused(view: RecipeView) -> Verdict:
     """An instruction-tuned model gets prompts without its chat template: a model named Instruct, Chat or it, and plain."""
     model = view.recipe.model
@@ -222,9 +249,14 @@ def _marker(share: ProblemSet) -> str:
 
 @rule("recipes.md#rewards")
 def form_unsaid(view: RecipeView) -> Verdict:
-    r"""Nothing says in which form to answer: neither \boxed nor the beginning of reward.answer_pattern is in the prompts."""
+    r"""Nothing says in which form to answer: neither \boxed nor the beginning of reward.answer_pattern is in the prompts; grave
+    if a small model of this package never writes it."""
     for place, share in view.recipe.tasks_by_place.items():
         marker, text = _marker(share), view.told(place).lower()
+        if view.written and not re.search(share.reward.answer_pattern, view.written):
+            return Found(
+                "grave", f"the model writes {view.written!r}", f"{place}reward.answer_pattern", "use the shipped recipe's"
+            )
         words = re.findall(r"[a-z]{2,}", marker.lower()) or [marker.lower()]
         if len(marker) >= 2 and not share.task.is_episodic and not view.is_toy and not all(word in text for word in words):
             field = "system_prompt" if share.task.prompt_style == "chat" else "instruction"
@@ -234,7 +266,11 @@ def form_unsaid(view: RecipeView) -> Verdict:
 
 @rule("learning.md#truncated-completions")
 def answers_too_long(view: RecipeView) -> Verdict:
-    """Right answers do not fit into max_tokens: half of the references alone."""
+    """Right answers do not fit into max_tokens: half of the references alone, or what a small model of this package writes."""
+    if view.tokens(view.written) > view.recipe.max_tokens:
+        return Found(
+            "grave", f"the model writes {view.written!r}", "sampling.max_tokens", f"is {view.recipe.max_tokens}; use 64"
+        )
     for place, share, problems in view.files():
         answers = [
             final_answer(one) if share.reward.scorer in ("math", "math_boxed") else one for one in _answers(problems)[:64]
@@ -275,10 +311,11 @@ def stop_cuts_answers(view: RecipeView) -> Verdict:
 
 @rule("recipes.md#rewards")
 def terms_outweigh(view: RecipeView) -> Verdict:
-    """Other terms outweigh the answer: format weight, or overlong penalty from half of max_tokens on, of reward.correct."""
+    """Other terms outweigh the answer: a format weight below 0 or of reward.correct, or an overlong penalty of it that
+    begins before half of max_tokens."""
     for place, share in view.recipe.tasks_by_place.items():
         reward, overlong = share.reward, share.reward.overlong
-        if abs(reward.format_weight) >= reward.correct:
+        if not 0 <= reward.format_weight < reward.correct:
             return Found("warning", f"{reward.format_weight:g}", f"{place}reward.format_weight", f"use {reward.correct / 10:g}")
         if overlong.penalty >= reward.correct and 2 * overlong.buffer_tokens >= share.max_tokens:
             told = f"{overlong.buffer_tokens} of {share.max_tokens} tokens"
@@ -312,6 +349,21 @@ def judge_blind(view: RecipeView) -> Verdict:
 
 
 # --- sampling and learning ------------------------------------------------------------------------------------------------
+
+
+@rule("learning.md#from-rewards-to-advantages")
+def batch_small(view: RecipeView) -> Verdict:
+    """A step learns from one prompt: a batch of one group."""
+    told = f"{view.recipe.trainer.batch_size} sequences"
+    return groups_per_step(view.recipe) < 2 and Found("warning", told, "trainer.batch_size", "use 8 groups or more")
+
+
+@rule("architecture.md#staleness")
+def lag_large(view: RecipeView) -> Verdict:
+    """Tokens become very old before they are trained on: a predicted lag above 32 steps without max_lag."""
+    lag, algorithm = recipe_lag(view.recipe, view.recipe.actor.number), view.recipe.algorithm
+    field = "algorithm.conventional_g" if view.recipe.mode == "conventional" else "actor.sequences_in_progress"
+    return algorithm.max_lag is None and lag > 32 and Found("warning", f"{lag} steps", field, "lower it, or set max_lag")
 
 
 @rule("learning.md#from-rewards-to-advantages")

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,9 +195,9 @@ def test_a_seeded_fault_of_a_recipe_is_the_first_finding(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    recipe = json.loads(json.dumps(RECIPE))
+    recipe = deepcopy(RECIPE)
     for name, value in fault.changes.items():
-        set_value(recipe, name.split("."), value)
+        set_value(recipe, name.split("."), deepcopy(value))
     first, *_ = judge(tmp_path, recipe, fault.rows(ROWS), capsys, 12 if fault.tried else 0)
     assert first["id"] == fault.expected, first
 
