@@ -63,7 +63,7 @@ def steps_skipped(run: RunRecords) -> Verdict:
     """Steps change no weight, as the loss or gradient is not finite: any step; grave if it is half of the last 20."""
     recent, rate = run.steps[-20:], run.recipe.trainer.learning_rate
     skipped = [step["step"] for step in run.steps if step.get("skipped")]
-    told = f"{len(skipped)} of {counted(len(run.steps), 'step')}, the first is {skipped[:1]}"
+    told = f"{len(skipped)} of {counted(len(run.steps), 'step')}, the first at step {next(iter(skipped), 0)}"
     late = sum(bool(step.get("skipped")) for step in recent) / max(1, len(recent))
     fix = f"is {rate:g}; lower it tenfold, and see whether model.dtype overflows"
     return bool(skipped) and Found(worse(late, 0.5), told, "trainer.learning_rate", fix)
