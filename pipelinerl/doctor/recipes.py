@@ -108,7 +108,15 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
     if id_ == UNPAID and recipe and recipe.sets_by_place[problem.field.removesuffix("reward.scorer")].reward.is_function:
         gravity = "warning"  # the function may want more than the bare answer
     meaning, docs = ADOPTED[id_]
-    return Finding(gravity, f"{problem.value!r:.120}", problem.field, problem.fix, id=id_, meaning=meaning, docs=f"docs/{docs}")
+    return Finding(
+        gravity,
+        f"{problem.field} = {problem.value!r:.120}",
+        problem.field,
+        problem.fix,
+        id=id_,
+        meaning=meaning,
+        docs=f"docs/{docs}",
+    )
 
 
 def _answers(problems: Iterable[Problem]) -> list[str]:

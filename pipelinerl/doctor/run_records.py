@@ -134,7 +134,7 @@ def records_in(folder: Path, recipe: Recipe, *, is_running: bool = False) -> Run
     return RunRecords(
         recipe=recipe,
         steps=steps,
-        samples=jsonl_ends(run_dir.samples, _SAMPLES_READ),
+        samples=[one for one in jsonl_ends(run_dir.samples, _SAMPLES_READ) if isinstance(one.get("terms"), dict | None)],
         summary=summary,
         reasons=_reasons_in(journal) if reasons is None else reasons,
         undone=len({one.get("step") for one in read_jsonl(folder / "metrics-undone.jsonl")}),

@@ -64,7 +64,7 @@ RUN_FAULTS = (
     RunFault("norm-tiny", "every gradient is clipped to almost nothing", ("gradient-clipped",),
              ("trainer.max_grad_norm=0.001",)),
     RunFault("format-heavy", "the format term outweighs the answer", ("term-dominates", "format-without-answer"),
-             ("reward.format_pattern='[^;]*'", "reward.format_weight=5"), steps=16),
+             ("reward.format_pattern='.{0,18}'", "reward.format_weight=5"), steps=16),
     RunFault("lag-small", "max_lag is below the lag of full actors", ("dropped-stale", "max-lag-throttles"),
              ("algorithm.max_lag=0",)),
     RunFault("one-guess", "episodes end before they can succeed", ("turns-used-up", "groups-all-wrong", "reward-constant"),
