@@ -96,8 +96,8 @@ def run_failed(run: RunRecords) -> Verdict:
 
 @rule("errors.md#when-services-start")
 def no_steps(run: RunRecords) -> Verdict:
-    """The run ended without an optimizer step: and it was not stopped by hand, or a log has an error."""
-    is_dead = not run.steps and not run.is_running and (bool(run.last_error) or not run.summary.get("interrupted"))
+    """The run ended without an optimizer step: and it was not stopped by hand."""
+    is_dead = not run.steps and not run.is_running and not run.summary.get("interrupted")
     return is_dead and Found("grave", run.last_error or "no error in the logs", "logs", "read what the services waited for")
 
 

@@ -147,17 +147,21 @@ def right_unrewarded(run: RunRecords) -> Verdict:
     is_alike = min(len(paid), len(others)) >= 10 and fmean(paid) < fmean(others) + 0.1 * spread
     told = f"{len(paid)} right answers earn {fmean(paid):.3g}, {len(others)} others {fmean(others or [0.0]):.3g} on average"
     fix = "does not compare answer and reference: try it by pipelinerl validate, and read the sample's reason"
-    return (is_unpaid or is_alike) and Found("grave", told, "reward.scorer", fix, _shown(right[-1]))
+    is_own = any(run.recipe.mixture[name].reward.is_function for name in comparing)  # it may want something else
+    gravity = worse(not (is_own and run.has_signal), 1)
+    return (is_unpaid or is_alike) and Found(gravity, told, "reward.scorer", fix, _shown(right[-1]))
 
 
 @rule("recipes.md#rewards")
 def format_without_answer(run: RunRecords) -> Verdict:
-    """Completions earn the format term and no answer: 80 % of its weight, with under 2 % of the answer's."""
+    """Completions earn the format term and no answer: 80 % of its weight, under 2 % of the other's; grave if equal."""
     reward, name = _first(run).reward, f"reported.{_first(run).name}"
     form, right = run.late(f"{name}.format"), run.late(f"{name}.answer")
-    is_bad = reward.format_weight > 0 and form >= 0.8 * reward.format_weight and right < 0.02 * reward.correct
+    is_bad = run.is_long and reward.format_weight > 0 and form >= 0.8 * reward.format_weight and right < 0.02 * reward.correct
     told = f"format {form:.3g} of {reward.format_weight:g}, answer {right:.3g} of {reward.correct:g}"
-    return is_bad and Found("grave", told, "task", "check the references and the scorer, or take easier problems", _last(run))
+    return is_bad and Found(
+        worse(not run.has_signal, 1), told, "task", "check the references and the scorer, or take easier problems", _last(run)
+    )
 
 
 @rule("recipes.md#another-model-as-judge")

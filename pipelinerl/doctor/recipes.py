@@ -39,6 +39,8 @@ ADOPTED = {
 RECIPE_RULES: list[Rule[RecipeView]] = []
 rule = add_to(RECIPE_RULES)
 _MOST_ROWS = 2000
+_COMPARING = ("task", "exact", "math", "math_boxed")
+"""Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
 """What small models of this package write; no prompt can ask them for another form."""
 _TOY = 2e7
@@ -145,7 +147,7 @@ def one_answer(view: RecipeView) -> Verdict:
     for place, share, problems in view.files():
         answers = _answers(problems)
         (top, count), *_ = Counter(answers).most_common(1) or [("", 0)]
-        if len(answers) >= 20 and count >= 0.95 * len(answers) and share.reward.scorer not in ("json_schema", "regex", "judge"):
+        if len(answers) >= 20 and count >= 0.95 * len(answers) and share.reward.scorer in _COMPARING:
             told = f"{count} of {len(answers)} are {top!r:.60}"
             return Found(worse(count, len(answers)), told, f"{place}task.answer_field", "name the column of the answer")
     return None
@@ -157,7 +159,7 @@ def answers_numbered(view: RecipeView) -> Verdict:
     for place, _, problems in view.files():
         numbers = [int(one) if re.fullmatch(r"\d{1,9}", one) else None for one in _answers(problems)]
         if len(numbers) >= 20 and numbers[0] is not None and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:
-            return Found("grave", f"{numbers[:3]} ...", f"{place}task.answer_field", "name the column of the answer")
+            return Found("warning", f"{numbers[:3]} ...", f"{place}task.answer_field", "name the column of the answer")
     return None
 
 
@@ -170,7 +172,7 @@ def answer_in_prompt(view: RecipeView) -> Verdict:
             (len(answer) >= 60 and answer in text) or re.search(rf"(?<![\w.-]){re.escape(answer)}$", text))]  # fmt: skip
         if len(problems) >= 10 and len(leaking) >= 0.8 * len(problems) and len({answer for _, answer in leaking}) >= 5:
             told, sample = f"{len(leaking)} of {len(problems)}", {"prompt": leaking[0][0][-400:]}
-            return Found("grave", told, f"{place}task.prompt_field", "name the column of the question alone", sample)
+            return Found("warning", told, f"{place}task.prompt_field", "name the column of the question alone", sample)
     return None
 
 
@@ -181,7 +183,7 @@ def references_long(view: RecipeView) -> Verdict:
         length = median(map(len, answers)) if (answers := _answers(problems)) else 0
         if share.reward.scorer in ("task", "exact") and length >= 200:
             fix = r"extract the final answer, as by '####\s*(.+)', or use reward.scorer: math"
-            return Found("grave", f"{length:,.0f} characters", f"{place}task.answer_pattern", fix)
+            return Found("warning", f"{length:,.0f} characters", f"{place}task.answer_pattern", fix)
     return None
 
 
@@ -283,7 +285,7 @@ def answers_too_long(view: RecipeView) -> Verdict:
         answers = [
             final_answer(one) if share.reward.scorer in ("math", "math_boxed") else one for one in _answers(problems)[:64]
         ]
-        lengths = [view.tokens(one) for one in answers if share.reward.scorer in ("task", "exact", "math", "math_boxed")]
+        lengths = [view.tokens(one) for one in answers if share.reward.scorer in _COMPARING]
         if lengths and median(lengths) > share.max_tokens:
             fix = f"is {share.max_tokens}; use {2 * math.ceil(max(lengths))} or more"
             return Found("grave", f"median {median(lengths):.0f} tokens", f"{place or 'sampling.'}max_tokens", fix)
@@ -306,8 +308,9 @@ def reasoning_cut(view: RecipeView) -> Verdict:
 
 @rule("recipes.md#tasks")
 def stop_cuts_answers(view: RecipeView) -> Verdict:
-    """A stop text ends completions before the answer: it is in half of the references, or blank while prompts ask for steps."""
-    answers = [answer for _, _, problems in view.files() for answer in _answers(problems)]
+    """A stop text ends completions before the answer: in half of the references (grave), or blank and prompts ask for steps."""
+    files = [(share.reward.scorer, _answers(problems)) for _, share, problems in view.files()]
+    answers = [final_answer(one) if "math" in scorer else one for scorer, of in files for one in of if scorer in _COMPARING]
     told = "\n".join(map(view.told, view.recipe.tasks_by_place))
     for stop in view.recipe.sampling.stop:
         if answers and sum(stop in answer for answer in answers) >= 0.5 * len(answers):

@@ -109,7 +109,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "grave right-unrewarded": lambda: with_figures(
         replace(healthy(), samples=[sample(number, reward=0.0) for number in range(10)]), **STUCK
     ),
-    "grave format-without-answer": lambda: with_figures(
+    "warning format-without-answer": lambda: with_figures(
         healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
         **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}
     ),
