@@ -239,7 +239,7 @@ const PrlViews = (() => {
   function findings(root, found) {
     root.className = "findings";
     root.replaceChildren(...(found || []).map((one) => {
-      const box = node("div", { class: `finding ${one.gravity}`, "data-finding": one.id });
+      const box = node("div", { class: `finding is-${one.gravity}`, "data-finding": one.id });
       box.append(node("strong", {}, `${one.gravity}: ${one.meaning}`), node("div", {}, one.evidence), node("div", { class: "note" }, `${one.field}: ${one.fix} (${one.docs})`));
       return box;
     }));
