@@ -168,19 +168,6 @@ def reward_flat(run: RunRecords) -> Verdict:
     return is_flat and Found("warning", f"reward {late:.3g}", "trainer.learning_rate", fix)
 
 
-@rule("episodes.md#what-is-trained")
-def turns_used_up(run: RunRecords) -> Verdict:
-    """Episodes use up their turns: 95 % of task.max_turns on average, in a run that has not learned."""
-    limits = [share.task.max_turns for share in run.recipe.mixture.values() if share.task.is_episodic]
-    turns, most = run.mean("turns_mean"), max(limits, default=0)
-    fix = f"is {most}; raise it, or say in the prompt how an episode ends"
-    return (
-        turns >= 0.95 * most > 0
-        and not run.has_learned
-        and Found(worse(not run.has_signal, 1), f"{turns:.3g} turns", "task.max_turns", fix)
-    )
-
-
 # --- what a run waits for -------------------------------------------------------------------------------------------------
 
 

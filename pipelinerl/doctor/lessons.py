@@ -80,6 +80,19 @@ def all_cut(run: RunRecords) -> Verdict:
     return is_bad and Found(gravity, told, "sampling.max_tokens", fix, _last(run))
 
 
+@rule("episodes.md#what-is-trained")
+def turns_used_up(run: RunRecords) -> Verdict:
+    """Episodes use up their turns: 95 % of task.max_turns on average, in a run that has not learned."""
+    limits = [share.task.max_turns for share in run.recipe.mixture.values() if share.task.is_episodic]
+    turns, most = run.mean("turns_mean"), max(limits, default=0)
+    fix = f"is {most}; raise it, or say in the prompt how an episode ends"
+    return (
+        turns >= 0.95 * most > 0
+        and not run.has_learned
+        and Found(worse(not run.has_signal, 1), f"{turns:.3g} turns", "task.max_turns", fix)
+    )
+
+
 @rule("recipes.md#tasks")
 def completions_empty(run: RunRecords) -> Verdict:
     """Completions end at once: under 2 tokens on average, with equal rewards."""
@@ -140,11 +153,12 @@ def right_unrewarded(run: RunRecords) -> Verdict:
     comparing = [name for name, one in run.recipe.mixture.items() if one.reward.scorer not in _NO_ANSWERS]
     samples = [one for one in run.samples if one.get("reference") and one.get("task") in comparing]
     right, others = [one for one in samples if _right(one)], _earned(one for one in samples if not _right(one))
-    if len(paid := _earned(right)) < 4 or run.has_learned:
+    if len(paid := _earned(right)) < 4:
         return False
-    is_unpaid = fmean(one > 0 for one in paid) <= 0.2
+    is_unpaid = fmean(one > 0 for one in paid) <= 0.2 and not run.has_learned
     spread = max([*paid, *others]) - min([*paid, *others])
-    is_alike = min(len(paid), len(others)) >= 10 and fmean(paid) < fmean(others) + 0.1 * spread
+    margin = -0.1 if run.has_learned else 0.1  # a run also learns what an inverted reward wants
+    is_alike = min(len(paid), len(others)) >= 10 and fmean(paid) < fmean(others) + margin * spread
     told = f"{len(paid)} right answers earn {fmean(paid):.3g}, {len(others)} others {fmean(others or [0.0]):.3g} on average"
     fix = "does not compare answer and reference: try it by pipelinerl validate, and read the sample's reason"
     is_own = any(run.recipe.mixture[name].reward.is_function for name in comparing)  # it may want something else

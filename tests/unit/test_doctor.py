@@ -99,6 +99,9 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "warning evaluation-unanswered": lambda: healthy(summary={"heldout": [HELDOUT[0] | {"unanswered": 20}]}),
     "grave all-masked": lambda: with_figures(healthy(recipe={"reward": {"truncated": "mask"}}), truncated_fraction=1.0, **FLAT),
     "grave all-cut": lambda: with_figures(healthy(), truncated_fraction=1.0, answers_absent=1.0, **STUCK),
+    "warning turns-used-up": lambda: with_figures(
+        healthy(recipe={"task": {"source": "environment", "name": "pkg.module:Class", "max_turns": 4}}), turns_mean=4.0, **FLAT
+    ),
     "grave completions-empty": lambda: with_figures(healthy(), completion_tokens_mean=1.0, **STUCK),
     "warning think-unclosed": lambda: with_figures(
         replace(healthy(), samples=[sample(number, prompt="<think>\n", completion="Well,") for number in range(10)]), **FLAT
@@ -139,9 +142,6 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "warning entropy-collapsed": lambda: with_figures(healthy(), {"entropy": 0.001}, **FLAT),
     "warning heldout-falls": lambda: healthy(summary={"heldout": HELDOUT}),
     "warning reward-flat": lambda: replace(healthy(), steps=[step(number, 120) | FLAT for number in range(1, 121)]),
-    "warning turns-used-up": lambda: with_figures(
-        healthy(recipe={"task": {"source": "environment", "name": "pkg.module:Class", "max_turns": 4}}), turns_mean=4.0, **FLAT
-    ),
     "note max-lag-throttles": lambda: with_figures(healthy(), max_lag_too_small=True),
     "note commit-bound": lambda: with_figures(healthy(), **SLOW),
     "note verifier-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **WAITS),
