@@ -1,4 +1,4 @@
-"""Write the results in benchmarks/README.md and docs/reliability.md from results/*.json, so that text and figures agree.
+"""Write the results in benchmarks/README.md and two pages of docs from results/*.json, so that text and figures agree.
 
     python -m benchmarks.table
 
@@ -18,7 +18,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
-DOCUMENTS = (README, FOLDER.parent / "docs" / "reliability.md")
+DOCUMENTS = (README, FOLDER.parent / "docs" / "reliability.md", FOLDER.parent / "docs" / "doctor.md")
 _BLOCK = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _CONDITIONS = ("machine", "device", "cpus", "cores", "threads", "torch", "vllm", "nccl", "load_average_before")
 _USUAL: dict[str, Any] = {

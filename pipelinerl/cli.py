@@ -169,6 +169,18 @@ def _validate(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "examples:\n  pipelinerl doctor my.yaml --set trainer.steps=500\n  pipelinerl doctor runs/try"
+    parser.add_argument("subject", metavar="RECIPE|RUN", help="recipe file or name, or the folder of a run, finished or not")
+    parser.add_argument("--set", dest="overrides", metavar="a.b=c", action="append", default=[], help="override a field")
+    parser.add_argument(
+        "--reward-rows", metavar="N", type=int, default=20, help="number of problems on which a recipe's rewards are tried (20)"
+    )
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80GiB, to check that a recipe fits")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _plan(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
     parser.add_argument("--parameters", metavar="SIZE", required=True, help="model parameters with all experts, such as 7.6B")
@@ -272,6 +284,7 @@ COMMANDS = {
     "runs": ("list the runs of a namespace in a Kubernetes cluster", _runs, "submit:runs"),
     "scale": ("change the number of actors of a running local run (in a cluster: kubectl scale)", _scale, "run:scale"),
     "validate": ("check a recipe and print a summary of it", _validate, "validate:validate"),
+    "doctor": ("say why a recipe will not learn, or why a run does not", _doctor, "doctor:doctor"),
     "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", _plan, "plan:plan"),
     "report": ("rebuild report.html of a run", _report, "run_folder:report"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", _audit, "run_folder:audit"),

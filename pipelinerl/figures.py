@@ -106,6 +106,15 @@ FIGURES = (
     Figure("group_reward_std", "Standard deviation of rewards within a group, mean over groups.", "group_reward_std", "reward"),
     Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal; nothing can be learned from "
            "them.", "equal_reward_groups_ratio", summary={"steps_equal_rewards": "ones"}),
+    Figure("groups_all_right", "Share of the step's groups in which every answer earned at least `reward.correct`. Groups "
+           "without an answer term, as in most environments, are left out here and in the next figure."),
+    Figure("groups_all_wrong", "Share of the step's groups in which no answer earned anything."),
+    Figure("identical_groups", "Share of the step's groups whose completions are all the same text."),
+    Figure("term_spread", "For each term of the reward, by name, its standard deviation within a group, mean over the groups "
+           "that have it. Only with several terms."),
+    Figure("answers_absent", "Share of the step's sequences in which the reward found no answer; not with episodes."),
+    Figure("answers_missed", "Share of the step's sequences in which the reward found no answer although the reference occurs "
+           "in the completion; not with episodes."),
     Figure("heldout_accuracy", "Held-out accuracy of the last evaluation.", "heldout_accuracy_ratio", stays=True,
            event=NoneType),
     Figure("heldout_accuracy_lower_bound", "Held-out accuracy of the last evaluation, with problems without a verdict "

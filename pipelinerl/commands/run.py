@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 
+from pipelinerl.doctor.recipes import quick_findings
 from pipelinerl.errors import FieldError, ServiceError, counted
 from pipelinerl.initial_model import COMPILED, cache_folder
 from pipelinerl.local.ending import finish
@@ -102,7 +103,8 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     recipe = load_recipe(args.recipe, overrides)
     modules = modules_beside(recipe, find_recipe(args.recipe))
     with importable(modules):
-        doubtful = [*doubts(recipe, check_environment(recipe, args.reward_rows))]
+        examined = check_environment(recipe, args.reward_rows)
+        doubtful = [*doubts(recipe, examined), *(one.brief for one in quick_findings(recipe, examined))]
     numbered, placement, gpus = placed_here(recipe, args.placement)
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)

@@ -7,12 +7,14 @@ import html
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from pipelinerl.doctor.findings import Finding
+from pipelinerl.doctor.runs import examine_run
 from pipelinerl.errors import FieldError, PipelineRLError, counted
 from pipelinerl.local.processes import ServiceDied
 from pipelinerl.local.progress import duration, number, percent
@@ -57,7 +59,9 @@ def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     text = recipe_file.read_text(encoding="utf-8")
     data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
-    return report_html({**data, "starts": trainer_starts(run_dir), "changes": recipe_changes_of(run_dir)})
+    findings = [one.to_json() | {"sample": None} for one in examine_run(run_dir, recipe)]
+    changes = recipe_changes_of(run_dir)
+    return report_html({**data, "starts": trainer_starts(run_dir), "changes": changes, "findings": findings})
 
 
 def report_html(data: Mapping[str, Any]) -> str:
@@ -113,14 +117,16 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
     if ending.error is not None:
         print(f"pipelinerl: the run failed: {ending.error}", file=sys.stderr, flush=True)
     summary = complete_summary(recipe, run_dir, ending)
+    findings: list[Finding] = []
     try:
         write_json(run_dir.summary, summary)
         write_report(run_dir.path)
+        findings = examine_run(run_dir.path, recipe)
     except OSError as error:
         fix = "free some space, and run pipelinerl report on the folder"
         print(f"pipelinerl: cannot write summary and report in {run_dir.path} ({error.strerror}): {fix}", file=sys.stderr)
     with contextlib.suppress(OSError):  # The output may be closed.
-        print("\n".join(closing_lines(summary, run_dir, ending)), flush=True)
+        print("\n".join(closing_lines(summary, run_dir, ending, findings)), flush=True)
     return ending.exit_code
 
 
@@ -132,7 +138,7 @@ def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[st
     return {**summary, **own, **({"error": str(ending.error)} if ending.error else {})}
 
 
-def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -> list[str]:
+def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending, findings: Sequence[Finding] = ()) -> list[str]:
     since = f" since it continued from step {number(ending.begun)}" if ending.begun else ""
     lines = [
         "",
@@ -140,6 +146,10 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending) -
         *_figures(summary),
         *_losses(summary),
     ]
+    # The error of a failed run has been printed, and notes are for those who ask.
+    if told := [one for one in findings if one.gravity != "note" and one.id != "run-failed"]:
+        lines.append(f"  {told[0].gravity.upper():<17}  {told[0].brief}")
+        lines.append(f"  more               pipelinerl doctor {shlex.quote(str(run_dir.path))}")
     if run_dir.report.is_file():
         lines.append(f"  report             {run_dir.report}")
     if run_dir.checkpoint.is_dir():
@@ -167,8 +177,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each known figure. A run that ends before its first step has few."""
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
-    multi, broken = summary.get("sequences_multi_version_fraction"), summary.get("parity_failures")
-    truncated = summary.get("sequences_truncated_fraction")
+    multi, truncated = summary.get("sequences_multi_version_fraction"), summary.get("sequences_truncated_fraction")
     newest = (summary.get("heldout") or [{}])[-1]
     if last is not None:
         bound = f"; {percent(newest.get('lower_bound'))} if unanswered problems count as wrong"
@@ -189,13 +198,3 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"  trainer            {number(rate)} tokens/s while it computes{mfu}"
     if truncated:
         yield f"  cut short          {percent(truncated)} of the sequences, at sampling.max_tokens or model.max_context"
-    if 2 * (summary.get("steps_clipped") or 0) > (summary.get("steps") or 0):
-        share = f"{summary['steps_clipped']} of {counted(summary['steps'], 'step')}"
-        yield f"  GRADIENT           clipped to the same norm in {share}: raise trainer.max_grad_norm"
-    if 0 < (summary.get("steps") or 0) == summary.get("steps_equal_rewards"):
-        check = "check the rewards and reasons in samples.jsonl, the reward and its pattern, sampling.max_tokens, the problems"
-        yield f"  REWARD             all completions of each prompt earned the same, so nothing could be learned: {check}"
-    if broken:
-        largest = summary.get("logprob_mismatch_max")
-        known = "" if largest is None else f" (largest known difference {largest:.2g} nats)"
-        yield f"  PARITY             {broken} probe answers do not match the trainer's{known}: see the logs"

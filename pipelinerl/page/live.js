@@ -7,7 +7,7 @@
 
 const PrlLive = (() => {
   const { isKnown, node, number } = PrlCharts;
-  const { percent, seconds, duration, heldoutNote, plots, tiles, section, fold } = PrlViews;
+  const { percent, seconds, duration, heldoutNote, plots, tiles, findings, section, fold } = PrlViews;
   const ASK_EVERY_MS = 1000;
   const ANSWER_WITHIN_MS = 10000;
   const SAMPLES_EVERY_MS = 5000;
@@ -116,7 +116,7 @@ const PrlLive = (() => {
 
   function view(root, data, link) {
     root.replaceChildren();
-    const drawHeader = header(root, data, link), figures = root.appendChild(node("div"));
+    const drawHeader = header(root, data, link), advice = root.appendChild(node("div")), figures = root.appendChild(node("div"));
     const navigation = root.appendChild(node("nav", { "aria-label": "Parts of this page" }));
     const drawPlots = plots(root, data);
     const actors = section(root, "Actors").appendChild(node("div"));
@@ -131,6 +131,7 @@ const PrlLive = (() => {
     let samplesAt = -Infinity, ledgerText = "";
     const draw = () => {
       drawHeader();
+      if (!inUse(advice)) findings(advice, data.state.findings);
       tiles(figures, tileEntries(data));
       members(actors, data.state, versionOf(data));
       const text = JSON.stringify([data.state.sequences, data.state.reasons]);

@@ -6,7 +6,7 @@
 
 const PrlReport = (() => {
   const { isKnown, node, number } = PrlCharts;
-  const { percent, seconds, duration, heldoutNote, tiles, plots, section, fold } = PrlViews;
+  const { percent, seconds, duration, heldoutNote, tiles, findings, plots, section, fold } = PrlViews;
 
   function header(root, data) {
     const s = data.summary;
@@ -39,6 +39,7 @@ const PrlReport = (() => {
 
   function report(root, data) {
     header(root, data);
+    findings(root.appendChild(node("div")), data.findings);
     summaryTiles(root, data);
     plots(root, data);
     const ledger = section(root, "Sequences by outcome").appendChild(node("div"));

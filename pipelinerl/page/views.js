@@ -221,6 +221,16 @@ const PrlViews = (() => {
     }));
   }
 
+  /* Replaces the content of `root` by the doctor's findings, the cause first; nothing if there are none. */
+  function findings(root, found) {
+    root.className = "findings";
+    root.replaceChildren(...(found || []).map((one) => {
+      const box = node("div", { class: `finding is-${one.gravity}`, "data-finding": one.id });
+      box.append(node("strong", {}, `${one.gravity}: ${one.meaning}`), node("div", {}, one.evidence), node("div", { class: "note" }, `${one.field}: ${one.fix} (${one.docs})`));
+      return box;
+    }));
+  }
+
   function fold(root, title, text) {
     root.append(node("details", {}, node("summary", {}, title), node("pre", { class: "scroll", tabindex: 0 }, text)));
   }
@@ -235,5 +245,5 @@ const PrlViews = (() => {
     root.append(node("fieldset", { class: "controls" }, node("legend", {}, "Horizontal axis"), ...choices));
   }
 
-  return { percent, seconds, duration, heldoutNote, plots, tiles, section, fold };
+  return { percent, seconds, duration, heldoutNote, plots, tiles, findings, section, fold };
 })();

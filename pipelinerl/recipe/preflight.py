@@ -164,28 +164,34 @@ def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> E
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
     """Yield warnings about settings that are probably wrong but may be intended."""
+    yield from (doubt for _, doubt in named_doubts(recipe, examined))
+
+
+def named_doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
+    """Yield the warnings of `doubts`, each with the name of its kind, which `pipelinerl doctor` explains."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
         fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; lower it"
-        yield FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
+        yield "warmup-too-long", FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
     if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))) is not None:
-        yield found
+        yield "max-lag-too-small", found
     for place, share in recipe.sets_by_place.items():
         calls = [call for call in examined.calls if call.place == place]
-        yield from unearned(place, share, [call for call in calls if not call.near_miss])
-        yield from misread(place, share, calls)
-    yield from template_doubts(recipe, examined.sources, examined.preview)
+        exact = [call for call in calls if not call.near_miss]
+        yield from (("references-unpaid", one) for one in unearned(place, share, exact))
+        yield from (("references-misread", one) for one in misread(place, share, calls))
+    yield from (("template", one) for one in template_doubts(recipe, examined.sources, examined.preview))
     for place, source in files_in(examined.sources):
         scorer = recipe.sets_by_place[place].reward.scorer
         if source.num_repeated:
             others = f" ({source.num_contradicted:,} with another answer)" if source.num_contradicted else ""
             repeated = counted(source.num_repeated, "repeated prompt")
             fix = f"has {repeated}{others}, the first in {source.first_repeated}; they are left out"
-            yield FieldError(f"{place}task.path", source.path, fix)
+            yield "prompts-repeated", FieldError(f"{place}task.path", source.path, fix)
         if lines := source.unanswered:
             why = "" if ":" in scorer or scorer in ("code", "judge") else f", because reward.scorer = {scorer!r} fails on them"
             fix = f"has {counted(len(lines), 'empty answer')}, the first in {lines[0].place}; leave such lines out{why}"
-            yield FieldError(f"{place}task.path", source.path, fix)
+            yield "answers-empty", FieldError(f"{place}task.path", source.path, fix)
 
 
 def files_in(sources: dict[str, Source]) -> Iterator[tuple[str, FileSource]]:

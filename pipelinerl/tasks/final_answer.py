@@ -18,6 +18,15 @@ _UNIT = re.compile(
 _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(?:[|{}()\[\]\s!.]|\\[{}])*")
 """Text around a number that may leave its value unchanged, such as brackets, a division by 1, or the factorial of 2."""
 
+FOUND_NONE = "reward.answer_pattern found no answer"
+"""The reward's explanation of a completion without an answer."""
+
+
+def occurs(reference: str, text: str) -> bool:
+    """Return whether the final answer of a reference occurs in a text, not as a part of a longer word or number."""
+    answer = final_answer(reference)
+    return bool(answer) and re.search(rf"(?<![\w.]){re.escape(answer)}(?![\w.])", text) is not None
+
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
     r"""Return start, end and content of the last `_LAST_BOXES` boxes, such as `\boxed 42`. A cut-off box has content None."""

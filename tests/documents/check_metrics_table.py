@@ -1,11 +1,14 @@
-"""docs/metrics.md says what the services export, and docs/run-directory.md the figures of a step and of the run."""
+"""docs/metrics.md says what the services export, docs/run-directory.md the figures of a step and of the run, and docs/doctor.md
+the rules of the doctor."""
 
+from deploy.tools.doctor_reference import PART as RULES
 from deploy.tools.figures_reference import PARTS
 from deploy.tools.metrics_reference import PART, ROOT, catalogue, sources
 
 
 def test_the_tables_of_metrics_and_figures_are_up_to_date() -> None:
-    for document, part in (("docs/metrics.md", PART), *(("docs/run-directory.md", part) for part in PARTS)):
+    figures = [("docs/run-directory.md", part) for part in PARTS]
+    for document, part in (("docs/metrics.md", PART), *figures, ("docs/doctor.md", RULES)):
         text = (ROOT / document).read_text(encoding="utf-8")
         assert part.replaced(text) == text, f"run: {part.command}"
 

@@ -1,5 +1,6 @@
 """Figures of a run: what skipped steps count for, what a broken probe and unanswered problems look like."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -215,6 +216,21 @@ def test_the_page_gets_the_tokens_that_a_long_runs_file_leaves_out(tmp_path: Pat
     written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [one["tokens"] for one in written] == [["a", "b"], None]
     assert [one["tokens"] for one in board._samples] == [["a", "b"]] * 2
+
+
+async def test_the_page_says_why_a_run_does_not_learn(desk: Desk) -> None:
+    board = PageBoard()
+    desk.recorder = Recorder(make_recipe(), desk.recorder._files, TrainerMetrics(CollectorRegistry()), board=board)
+    desk.recorder.watch(lambda: run_view(version=0))
+    for _ in range(3):
+        desk.step(skipped="loss not finite")
+    publishing = asyncio.create_task(desk.recorder.publish_state())
+    async with asyncio.timeout(30):
+        while not (found := json.loads(board.history())["state"].get("findings")):
+            await asyncio.sleep(0.01)
+    publishing.cancel()
+    told = [(one["gravity"], one["id"], one["evidence"]) for one in found]
+    assert told[0] == ("grave", "steps-skipped", "3 of 3 steps, the first at step 1")
 
 
 def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:

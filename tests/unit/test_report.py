@@ -155,7 +155,12 @@ def test_a_report_of_a_run_that_still_goes_on_and_of_one_without_a_single_step(t
     assert shown["recipe"] == (tmp_path / "recipe.yaml").read_text()
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).unlink()
-    assert embedded(write_report(tmp_path).read_text())["records"] == []
+    (tmp_path / "summary.json").write_text('{"error": "actor-0 died"}')
+    bare = embedded(write_report(tmp_path).read_text())
+    assert (bare["records"], [(one["id"], one["evidence"]) for one in bare["findings"]][:1]) == (
+        [],
+        [("run-failed", "actor-0 died")],
+    )
 
 
 def test_of_a_long_runs_samples_the_ends_are_read(tmp_path: Path) -> None:
@@ -177,7 +182,9 @@ def test_of_a_long_runs_samples_the_ends_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
 def test_a_real_browser_draws_it(tmp_path: Path) -> None:
-    report = write_report(run_folder(tmp_path))
+    folder = run_folder(tmp_path)
+    (folder / "metrics-undone.jsonl").write_text('{"step": 6}\n')
+    report = write_report(folder)
     command = [
         "chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000",
         f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,2000", "--dump-dom", report.as_uri(),
@@ -189,6 +196,7 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     names = [name for name, _ in tags.seen]
     assert (names.count("figure"), names.count("img"), names.count("script")) == (21, 0, 0)
     assert names.count("svg") == 12, "those that have data"
+    assert re.search(r'data-finding="steps-lost"><strong>note: A restart undid optimizer steps</strong>', body)
     assert "40% if unanswered problems count as wrong" in body
     notes = re.findall(r'<div class="note">([^<]+)</div>', body)
     assert notes[-5:] == ["answer 0.5", "said 3", "answer: 41", "reference: 42", "one too few"]

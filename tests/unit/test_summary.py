@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.doctor.findings import Finding
 from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish
 from pipelinerl.local.processes import Launch, ServiceDied
@@ -161,24 +162,17 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert "trainer            96 tokens/s while it computes, MFU 62.5%" in text
     assert "cut short          12.0% of the sequences" in text
     assert f"report             {tmp_path}/report.html" in text
-    assert "GRADIENT" not in text
-    cut = "\n".join(closing_lines(summary_from_metrics(recipe(), records()) | {"steps_clipped": 2}, run, Ending(75.0)))
-    assert "GRADIENT           clipped to the same norm in 2 of 3 steps: raise trainer.max_grad_norm" in cut
+    assert "pipelinerl doctor" not in text
     assert f"checkpoint         {tmp_path}/checkpoint" in text
-    same, other = [one | {"equal_reward_groups": 1.0} for one in records()], {"equal_reward_groups": 0.5}
-    baseline = recipe_from_data({**recipe().model_dump(), "algorithm": {"advantage": "value"}}, "tiny")
-    for steps, run_recipe, is_told in (
-        (same, recipe(), True),
-        ([*same, same[0] | other], recipe(), False),
-        (same, baseline, False),  # which learns from equal rewards, too
-    ):
-        told = "\n".join(closing_lines(summary_from_metrics(run_recipe, steps), run, Ending(75.0)))
-        assert ("  REWARD             all completions of each prompt earned the same, so nothing" in told) is is_told
-    off = summary_from_metrics(recipe(), records()) | {"parity_failures": 2}
-    assert (
-        "PARITY             2 probe answers do not match the trainer's (largest known difference 2e-06 nats): see the logs"
-        in "\n".join(closing_lines(off, run, Ending(75.0)))
+    note, grave = (
+        Finding(gravity, "all of 3 steps", "reward.scorer", "check it", id="x", meaning="Bad") for gravity in ("note", "grave")
     )
+    told = closing_lines(summary_from_metrics(recipe(), records()), run, Ending(75.0), [grave, note])
+    assert [line for line in told if line not in lines] == [
+        "  GRAVE              Bad (all of 3 steps); reward.scorer: check it",
+        f"  more               pipelinerl doctor {tmp_path}",
+    ]
+    assert closing_lines(summary_from_metrics(recipe(), records()), run, Ending(75.0), [note]) == lines
     lost = {"failed": {"engine": 1, "reward_timeout": 1200, "a": 2, "b": 3}, "dropped_filtered": {"equal rewards": 8}}
     told = closing_lines({"sequence_reasons": lost}, run, Ending(1.0))[2:-1]
     assert [line.partition(" (")[0].split(maxsplit=1) for line in told[:3]] == [

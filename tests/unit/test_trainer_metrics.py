@@ -12,10 +12,10 @@ from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.v1 import trainer_pb2
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import TrainerMetrics, bounded
-from services.trainer.reporting.recorder import group_figures, task_figures
+from services.trainer.reporting.recorder import answer_figures, group_figures, task_figures
 from services.trainer.weight_sync.coordinator import EvictionCause
 from services.trainer.weight_sync.membership import UpdateRecord
-from tests.unit.builders import make_group, make_sequence
+from tests.unit.builders import make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import run_view, step_figures
 
 
@@ -67,6 +67,27 @@ def test_the_spread_is_inside_groups_and_not_between_them() -> None:
     exported.step(**figures)
     assert exported("group_reward_std") == pytest.approx(0.5 / 3)
     assert exported("equal_reward_groups_ratio") == pytest.approx(2 / 3)
+
+
+def test_figures_of_answers_tell_what_groups_earned_and_what_the_reward_did_not_find() -> None:
+    def answers(number: int, *told: tuple[str, float, str]) -> TrainingGroup:
+        group = make_group(number, num_samples=len(told))
+        made = [replace(make_sequence(group, index), reference_json='{"answer": "7"}') for index in range(len(told))]
+        sequences = (
+            replace(one, completion_text=text, reason=reason, reward_components={"answer": earned, "format": 0.1 * index})
+            for index, (one, (text, earned, reason)) in enumerate(zip(made, told, strict=True))
+        )
+        return TrainingGroup(tuple(sequences), np.zeros(len(told)))
+
+    right, wrong, lost = ("#7", 1.0, ""), ("#9", 0.0, ""), ("it is 7", 0.0, "reward.answer_pattern found no answer")
+    figures = answer_figures([answers(0, right, right), answers(1, wrong, lost), answers(2, right, wrong)], make_recipe())
+    assert figures == {
+        **dict.fromkeys(("groups_all_right", "groups_all_wrong", "identical_groups"), pytest.approx(1 / 3)),
+        "answers_absent": pytest.approx(1 / 6), "answers_missed": pytest.approx(1 / 6),
+        "term_spread": {"answer": pytest.approx(0.5 / 3), "format": pytest.approx(0.05)},
+    }  # fmt: skip
+    other = lost[0].replace("7", "17"), *lost[1:]
+    assert answer_figures([answers(0, other, right)], make_recipe())["answers_missed"] == 0
 
 
 def test_figures_by_task_are_of_the_tasks_in_the_step() -> None:

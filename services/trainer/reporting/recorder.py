@@ -6,6 +6,7 @@ It makes one record per optimizer step, adds up the run's totals, and writes the
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import deque
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipelinerl.doctor.runs import examine_run
 from pipelinerl.errors import FieldError
 from pipelinerl.figures import no_events
 from pipelinerl.messages.sequences import FinishReason, Sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import means_of
-from pipelinerl.rl.groups import CUT_STEPS, CUTTING, MOST_CUT, WAIT_SHARE, all_equal, narrow_clip_range
+from pipelinerl.rl.groups import CUT_STEPS, CUTTING, MOST_CUT, WAIT_SHARE, all_equal, answer_reward, narrow_clip_range
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.rl.throughput import MOST_STALE, too_small_max_lag
 from pipelinerl.run_summary import METRICS, SAMPLES, RunFiles, RunTotals, StepRecord, jsonl_ends
 from pipelinerl.service.logs import LogContext
+from pipelinerl.tasks.final_answer import FOUND_NONE, occurs
 from pipelinerl.v1 import trainer_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.checkpoint.run_state import Start
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PAGE_STATE_EVERY_S = 1.0
+MOST_SPREADS = 24
 SAMPLES_READ = 256
 """A resumed run reads this many of the first samples, and as many of the last, for the page."""
 
@@ -81,6 +85,9 @@ class Recorder:
         self._loads: dict[str, ActorState] = {}
         """Newest state of each actor by name, including actors that have left."""
         self.totals = RunTotals()
+        self._findings: list[dict[str, Any]] = []
+        self._examined_at = 3
+        """Number of steps at which findings are made again. It grows geometrically, since all records are read."""
         self.progress = {"steps": str(recipe.trainer.steps)}
         """Figures of the newest step and evaluation, as text, for the run's ConfigMap."""
         self.feed = StepFeed(files.kept)
@@ -243,8 +250,20 @@ class Recorder:
     async def publish_state(self) -> None:
         """Update the page's state about once a second until cancelled. Return at once if there is no page."""
         while self._board is not None:
+            if self.totals.steps >= self._examined_at:
+                self._examined_at = max(self.totals.steps + 3, self.totals.steps * 5 // 4)
+                await self._examine()
             self._tell_page(lambda board: board.state(self._page_state()))
             await asyncio.sleep(PAGE_STATE_EVERY_S)
+
+    async def _examine(self) -> None:
+        """Update the findings, from the run's files, in a thread. Errors are logged, so that they cannot end the run."""
+        try:
+            found = await asyncio.to_thread(examine_run, self._files.run_dir, self._recipe, is_running=True)
+        except Exception:
+            log.exception("the run could not be examined; training goes on")
+        else:
+            self._findings = [one.to_json() | {"sample": None} for one in found]
 
     def _page_state(self) -> dict[str, Any]:
         status, run = self.status(), self._view()
@@ -252,6 +271,7 @@ class Recorder:
             "phase": phase_name(status.phase),
             "message": status.message,
             "ended": self._ended,
+            "findings": self._findings,
             "version": status.policy_version,
             "served_version": run.served_version,
             "incarnation": status.incarnation,
@@ -280,6 +300,7 @@ class Recorder:
             **sequence_figures(sequences),
             "reward_std": float(np.std([sequence.reward for sequence in sequences])),
             **group_figures(batch),
+            **answer_figures(batch, self._recipe),
             **episode_figures(sequences),
             **({"tasks": task_figures(sequences)} if self._recipe.tasks else {}),
             "reported": {name: means_of(one.reported for one in own) for name, own in _by_task(sequences).items()},
@@ -399,3 +420,37 @@ def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
         "group_reward_std": float(np.mean([rewards.std() for rewards in groups])),
         "equal_reward_groups": float(np.mean([all_equal(rewards) for rewards in groups])),
     }
+
+
+def answer_figures(batch: list[TrainingGroup], recipe: Recipe) -> dict[str, Any]:
+    """Return what a step's answers have earned, named as in metrics.jsonl. Figures that do not apply are left out. Pure."""
+    groups = [group.sequences for group in batch]
+    full = {name: share.reward.correct for name, share in recipe.mixture.items()}
+    earned = [(full.get(group[0].task, 1.0), [answer_reward(one.reward_components) for one in group]) for group in groups]
+    scored = [(correct, known) for correct, of in earned if (known := [one for one in of if one is not None])]
+    figures: dict[str, Any] = {}
+    if scored:
+        figures["groups_all_right"] = float(np.mean([min(known) >= correct for correct, known in scored]))
+        figures["groups_all_wrong"] = float(np.mean([max(known) <= 0 for _, known in scored]))
+    spread: dict[str, list[float]] = {}
+    for group in groups:
+        for name in group[0].reward_components if len(group[0].reward_components) > 1 else ():
+            spread.setdefault(name, []).append(float(np.std([one.reward_components.get(name, 0.0) for one in group])))
+    if spread:
+        figures["term_spread"] = {name: float(np.mean(of)) for name, of in list(spread.items())[:MOST_SPREADS]}
+    sequences = [one for group in groups for one in group if not one.turns]
+    if sequences:
+        missing = [one for one in sequences if one.reason.startswith(FOUND_NONE)]
+        figures["identical_groups"] = float(np.mean([len({one.completion_text for one in group}) == 1 for group in groups]))
+        figures["answers_absent"] = len(missing) / len(sequences)
+        figures["answers_missed"] = sum(map(has_reference, missing)) / len(sequences)
+    return figures
+
+
+def has_reference(sequence: Sequence) -> bool:
+    """Return whether the problem's reference occurs in the completion."""
+    try:
+        answer = str(json.loads(sequence.reference_json).get("answer") or "").strip()
+    except (ValueError, AttributeError, RecursionError):
+        return False
+    return occurs(answer, sequence.completion_text)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.errors import PipelineRLError
+from pipelinerl.tasks.final_answer import FOUND_NONE
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Score:
 
 Scorer = Callable[[RewardInput], Score]
 
-NO_ANSWER = Score(0.0, "reward.answer_pattern found no answer")
+NO_ANSWER = Score(0.0, FOUND_NONE)
 
 
 class BadReference(PipelineRLError):

@@ -1,0 +1,88 @@
+"""Play runs with seeded faults and healthy runs, and count how often `pipelinerl doctor` names the cause first.
+
+    python -m benchmarks.doctor RUNS                 # play what RUNS does not hold yet, judge everything, write the result
+    python -m benchmarks.doctor RUNS --only cut      # play some of them; write nothing
+    python -m benchmarks.doctor RUNS --played        # judge those that RUNS holds, and write the result
+
+The faults are in tests/support/seeded_faults.py. A run takes 20 to 60 s on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.result_files import write_result
+from pipelinerl.doctor import failures, learning, lessons
+from pipelinerl.doctor.runs import examine_run
+from tests.support.seeded_faults import HEALTHY, RUN_FAULTS, RunFault
+
+_LIMIT_S = 240.0
+RESULT = Path(__file__).parent / "results" / "doctor.json"
+
+
+def play(fault: RunFault, folder: Path) -> None:
+    """Play a fault's run, which may fail, as a user would."""
+    command = [sys.executable, "-m", "pipelinerl.cli", "run", fault.recipe, "--run-dir", str(folder), "--no-page"]
+    overrides = [f"--set={one}" for one in (*fault.overrides, f"trainer.steps={fault.steps}")]
+    with folder.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen([*command, "--reward-rows", "0", *overrides], stdout=log, stderr=log)
+        try:
+            process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the run stops cleanly; the doctor judges what it has recorded
+            process.wait()
+
+
+def judged(fault: RunFault, folder: Path) -> dict[str, Any]:
+    """Return what the doctor says about a run. Notes count only if there is nothing else."""
+    findings = examine_run(folder)
+    told = [one.id for one in findings if one.gravity != "note"] or [one.id for one in findings]
+    first, is_accused = next(iter(told), "nothing"), any(one.gravity == "grave" for one in findings)
+    is_right = first in fault.expected if fault.expected else not is_accused
+    found = [f"{one.gravity} {one.id}" for one in findings]
+    return {"name": fault.name, "about": fault.about, "expected": list(fault.expected), "found": found, "first": first,
+            "right": is_right}  # fmt: skip
+
+
+def matrix(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each kind of fault: how many runs the doctor judged rightly, and what it said of the others. It is right
+    if it names the cause first or, of a healthy run, finds nothing grave."""
+    modules = {"lost data": failures, "lengths, answers, rewards": lessons, "numerics, policy, speed": learning}
+    kinds = {rule.id: kind for kind, module in modules.items() for rule in module.RULES}
+    rows = []
+    for kind in (*modules, "none: a healthy run"):
+        runs = [one for one in results if kinds.get(next(iter(one["expected"]), ""), "none: a healthy run") == kind]
+        wrong = ", ".join(f"{one['name']}: {one['first']}" for one in runs if not one["right"])
+        rows.append(
+            {"fault": kind, "runs": len(runs), "right": len(runs) - sum(not one["right"] for one in runs), "wrong": wrong}
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, help="folder of the runs, which keeps those that were played")
+    parser.add_argument("--only", nargs="*", help="names of the runs to play; the result is not written")
+    parser.add_argument("--played", action="store_true", help="play nothing: judge the runs that the folder has")
+    args = parser.parse_args()
+    args.runs.mkdir(parents=True, exist_ok=True)
+    results = []
+    for fault in (*RUN_FAULTS, *HEALTHY):
+        folder = args.runs / fault.name
+        if (args.only and fault.name not in args.only) or (args.played and not folder.exists()):
+            continue
+        if not folder.exists():
+            play(fault, folder)
+        results.append(judged(fault, folder))
+        mark, found = "ok   " if results[-1]["right"] else "WRONG", results[-1]["found"]
+        print(f"{mark} {fault.name}: {', '.join(found) or 'nothing'}", flush=True)
+    if not args.only:
+        write_result(RESULT, {"rows": matrix(results), "runs": results})
+
+
+if __name__ == "__main__":
+    main()

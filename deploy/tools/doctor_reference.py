@@ -1,0 +1,30 @@
+"""The table of rules in docs/doctor.md, generated from `pipelinerl.doctor`.
+
+python -m deploy.tools.doctor_reference                   # print it
+python -m deploy.tools.doctor_reference docs/doctor.md    # replace the text between the table's two marks
+"""
+
+from __future__ import annotations
+
+from deploy.tools.generated import GeneratedPart, row
+from pipelinerl.doctor import failures, learning, lessons
+from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES
+
+_KINDS = (("a recipe", RECIPE_RULES), ("lost data", failures.RULES), ("lengths, answers, rewards", lessons.RULES),
+          ("numerics, policy, speed", learning.RULES))  # fmt: skip
+
+
+def rules() -> str:
+    """Return a table with a row for each kind of rules."""
+    checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (meaning, docs) in ADOPTED.items())
+    rows = [row(("what `validate` finds", checked))]
+    for kind, kept in _KINDS:
+        told = (f"[`{one.id}`]({one.docs.removeprefix('docs/')}): {one.meaning}: {one.threshold}" for one in kept)
+        rows.append(row((kind, "<br>".join(told))))
+    return "\n".join(["| rules about | id: meaning: threshold |\n|---|---|", *rows])
+
+
+PART = GeneratedPart("rules", "python -m deploy.tools.doctor_reference docs/doctor.md", rules)
+
+if __name__ == "__main__":
+    PART.main()

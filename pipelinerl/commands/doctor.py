@@ -1,0 +1,63 @@
+"""`pipelinerl doctor RECIPE|RUN`: name why a recipe will not learn, or why a run does not, the cause first.
+
+Only trial calls of rewards are made, as by `pipelinerl validate`, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelinerl.commands.validate import gib_of, memory_of, model_of
+from pipelinerl.doctor.findings import GRAVITIES, Finding
+from pipelinerl.doctor.recipes import MISTAKE, adopted, findings_of
+from pipelinerl.doctor.runs import examine_run
+from pipelinerl.errors import FieldError, counted
+from pipelinerl.local.processes import living_names
+from pipelinerl.recipe.loading import RecipeError, load_recipe
+from pipelinerl.recipe.preflight import examine
+from pipelinerl.run_dir import RunDir
+from pipelinerl.service.logs import printable
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Return the exit code: 0 without a grave finding, 1 with one. Raises `UserError` for wrong arguments."""
+    folder = Path(args.subject)
+    if is_run := (folder / "recipe.yaml").is_file():
+        for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory)):
+            if value:
+                raise FieldError(option, value, "applies only to a recipe; leave it out for a run")
+    findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args)
+    told = {"subject": args.subject, "kind": "run" if is_run else "recipe", "findings": [one.to_json() for one in findings]}
+    print(json.dumps(told, indent=2, default=str) if args.json else printable("\n".join(_lines(args.subject, findings))))
+    return 1 if any(one.gravity == "grave" for one in findings) else 0
+
+
+def _of_recipe(args: argparse.Namespace) -> list[Finding]:
+    try:
+        recipe = load_recipe(args.subject, args.overrides)
+    except RecipeError as error:
+        return [adopted(MISTAKE, problem) for problem in error.problems]
+    problems: list[FieldError] = []
+    if args.gpu_memory is not None:
+        problems = memory_of(recipe, model_of(recipe, None), gib_of(args.gpu_memory))[1]
+    return findings_of(recipe, examine(recipe, args.reward_rows), problems)
+
+
+def _lines(subject: str, findings: Sequence[Finding]) -> list[str]:
+    counts = Counter(one.gravity for one in findings)
+    told = [f"{counts[one]} grave" if one == "grave" else counted(counts[one], one) for one in GRAVITIES if counts[one]]
+    return [f"{subject}: {', '.join(told) or 'nothing found'}", *(line for one in findings for line in _block(one))]
+
+
+def _block(one: Finding) -> list[str]:
+    rows = [("evidence", one.evidence), ("set", f"{one.field}: {one.fix}"), ("see", one.docs)]
+    shown = ((name, value) for name, value in (one.sample or {}).items() if value)
+    rows += [(name, f"{value!r}"[-200:]) for name, value in shown]
+    wrap = textwrap.TextWrapper(110, subsequent_indent=" " * 12, break_on_hyphens=False).wrap
+    return ["", f"{one.gravity.upper()}  {one.id}: {one.meaning}",
+            *(line for name, text in rows for line in wrap(f"  {name:<11}{text}"))]  # fmt: skip

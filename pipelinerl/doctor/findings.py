@@ -1,0 +1,96 @@
+"""Findings of the doctor, and rules that make them. Pure.
+
+A rule looks at one thing and is silent unless its threshold is passed. The threshold is stated in the rule's docstring, which
+docs/doctor.md shows. Wrong accusations are worse than silence, so thresholds leave room, and rules wait for enough steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+Gravity = Literal["grave", "warning", "note"]
+GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
+"""Grave: nothing can be learned. Warning: much of the learning is lost. Note: time is lost, or something is unusual."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rule found. `evidence`: figures. `field`: what to set. `fix`: to which value, and why. `sample`: parts of a line
+    of samples.jsonl that show the problem."""
+
+    gravity: Gravity
+    evidence: str
+    field: str
+    fix: str
+    sample: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Finding(Found):
+    """A rule's `id` and `meaning`, with its page in `docs`, and what it found."""
+
+    id: str = ""
+    meaning: str = ""
+    docs: str = ""
+
+    @property
+    def brief(self) -> str:
+        return f"{self.meaning} ({self.evidence}); {self.field}: {self.fix}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+View = TypeVar("View")
+Verdict = Found | bool | None
+"""What a rule returns: what it found, or a false value."""
+
+
+@dataclass(frozen=True)
+class Rule(Generic[View]):
+    """A rule over a view. The docstring of `check` is its `meaning`, a colon and its `threshold`."""
+
+    id: str
+    meaning: str
+    threshold: str
+    docs: str
+    check: Callable[[View], Verdict]
+
+
+def add_to(rules: list[Rule[View]]) -> Callable[[str], Callable[[Callable[[View], Verdict]], Callable[[View], Verdict]]]:
+    """Return a decorator for rules, which takes the rule's page in docs. A rule's id is its function's name with dashes."""
+
+    def rule(docs: str) -> Callable[[Callable[[View], Verdict]], Callable[[View], Verdict]]:
+        def added(check: Callable[[View], Verdict]) -> Callable[[View], Verdict]:
+            meaning, _, threshold = " ".join((inspect.getdoc(check) or "").split()).partition(": ")
+            rules.append(Rule(check.__name__.replace("_", "-"), meaning, threshold, f"docs/{docs}", check))
+            return check
+
+        return added
+
+    return rule
+
+
+def apply(rules: Iterable[Rule[View]], view: View) -> list[Finding]:
+    """Return what the rules find, ranked."""
+    found = ((rule, rule.check(view)) for rule in rules)
+    return ranked([Finding(**vars(one), id=rule.id, meaning=rule.meaning, docs=rule.docs) for rule, one in found
+                   if isinstance(one, Found)])  # fmt: skip
+
+
+def ranked(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings by gravity, and else in the given order. Rules are listed in the order of causes, so that the first
+    finding explains those after it: lost data, then lengths, answers, rewards, numerics, the policy, and last speed."""
+    return sorted(findings, key=lambda one: GRAVITIES.index(one.gravity))
+
+
+def worse(value: float, grave: float) -> Gravity:
+    """Return `grave` if the value reaches that bound, else `warning`."""
+    return "grave" if value >= grave else "warning"
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share in (0, 1) or 0.01 <= share <= 0.99 else f"{share:.2%}"

@@ -1,0 +1,229 @@
+"""Rules about the numbers of training, and about what a run waits for, in the order of causes. Pure."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from pipelinerl.doctor.findings import Found, Rule, Verdict, add_to, percent, worse
+from pipelinerl.doctor.run_records import RunRecords, number_at
+from pipelinerl.rl.groups import CUTTING, LAG_BUCKETS, MOST_CUT
+
+RULES: list[Rule[RunRecords]] = []
+rule = add_to(RULES)
+_MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
+"""Nats per token between actor and trainer at lag 0. Rounding gives 1e-9 in float32 and about 1e-3 in 16 bits."""
+
+
+@rule("weight-updates.md#the-parity-probe")
+def parity_fails(run: RunRecords) -> Verdict:
+    """Actors do not compute the trainer's log-probabilities: any failed parity probe; grave from 3."""
+    failures = sum(run.values("parity_failures"))
+    told = f"{failures:.0f} probe answers, largest difference {max(run.values('logprob_mismatch'), default=0):.2g} nats"
+    fix = "compare versions and dtypes of actors and trainer; raise it if 16 bits explain the difference"
+    return failures > 0 and Found(worse(failures, 3), told, "weights.probe_tolerance", fix)
+
+
+@rule("learning.md#lag-and-ess")
+def engine_differs(run: RunRecords) -> Verdict:
+    """Engine and trainer disagree on the same policy: a median KL of 0.001 nats, 0.05 in 16 bits; grave from ten times that."""
+    kl, most = median(run.values("mismatch_kl") or [0.0]), _MOST_KL[run.recipe.model.dtype]
+    fix = "use icepop, and float32 for model.head_dtype, or no actor.engine.quantization"
+    return kl >= most and Found(worse(kl, 10 * most), f"mismatch_kl {kl:.2g} nats", "algorithm.mask", fix)
+
+
+@rule("learning.md#lag-and-ess")
+def ess_low(run: RunRecords) -> Verdict:
+    """Importance weights vary so much that few tokens count: an ESS below 0.5; by lag if above 0.8 at the smallest one."""
+    ess, rate = run.late("ess"), run.recipe.trainer.learning_rate
+    known = {lag: value for lag in LAG_BUCKETS if (value := run.late(f"ess_by_lag.{lag}")) == value}
+    field, fix = "trainer.learning_rate", f"is {rate:g}; lower it tenfold, or compare engine and trainer"
+    if len(known) > 1 and next(iter(known.values())) > 0.8:
+        field, fix = "algorithm.max_lag", f"is {run.recipe.algorithm.max_lag}; lower it, or trainer.learning_rate ({rate:g})"
+    told = ", ".join([f"ESS {ess:.2g}", *(f"{value:.2g} at lag {lag}" for lag, value in known.items())])
+    return ess < 0.5 and Found("warning", told, field, fix)
+
+
+@rule("learning.md#masks")
+def mask_takes_all(run: RunRecords) -> Verdict:
+    """The mask leaves most tokens out of the loss: 50 %; grave from 95 %."""
+    share, algorithm = run.mean("mask_fraction"), run.recipe.algorithm
+    fix = f"is {algorithm.mask_low:g}, mask_high {algorithm.mask_high:g}, mask_kl {algorithm.mask_kl:g}; widen them"
+    return (
+        share >= 0.5
+        and algorithm.mask != "none"
+        and Found(worse(share, 0.95), f"{percent(share)} of the tokens", "algorithm.mask_low", fix)
+    )
+
+
+@rule("learning.md#losses")
+def clip_cuts(run: RunRecords) -> Verdict:
+    """The loss clips many tokens, which then give no gradient: a quarter of the last ones; grave from 75 %."""
+    share, algorithm = run.late("clip_fraction"), run.recipe.algorithm
+    fix = f"is {algorithm.clip_low:g}, clip_high {algorithm.clip_high:g}; widen both, or lower max_lag or the learning rate"
+    is_cut = share > MOST_CUT and algorithm.loss in CUTTING
+    return is_cut and Found(worse(share, 0.75), f"{percent(share)} of the tokens", "algorithm.clip_low", fix)
+
+
+@rule("learning.md#losses")
+def gradient_zero(run: RunRecords) -> Verdict:
+    """The gradient is zero although rewards differ: in all of the last steps."""
+    norms = run.values("grad_norm", slice(-run.window, None))
+    is_zero = len(norms) >= 3 and not any(norms) and run.has_signal and run.late("equal_reward_groups") < 1
+    return is_zero and Found("grave", "norm 0", "algorithm", "see which of mask, clip range and truncated removes all tokens")
+
+
+@rule("learning.md#the-optimizer")
+def gradient_clipped(run: RunRecords) -> Verdict:
+    """Gradients are clipped, so that steps differ only in direction: 9 of 10, to less than a fifth of their norm."""
+    share, norm, bound = run.mean("clipped"), run.mean("grad_norm"), run.recipe.trainer.max_grad_norm
+    bound = bound or (run.mean("completion_tokens_mean") if run.recipe.algorithm.normalization == "batch" else 1.0)
+    fix = f"is {bound:.3g}; raise it to about the mean norm, {norm:.3g}"
+    return (
+        share >= 0.9 and norm > 5 * bound and Found("warning", f"{percent(share)} of the steps", "trainer.max_grad_norm", fix)
+    )
+
+
+@rule("learning.md#learning-rate")
+def policy_unmoved(run: RunRecords) -> Verdict:
+    """Steps hardly change the policy: in float32, all log weights of steps with lag under 0.002; learning exceeds 0.01."""
+    after = [step for step in run.trained[max(run.recipe.trainer.warmup_steps, 3) :] if (number_at(step, "lag.max") or 0) > 0]
+    moved = [value for step in after if (value := number_at(step, "log_weight_abs_max")) is not None]
+    fix = f"is {run.recipe.trainer.learning_rate:g}; raise it tenfold until log_weight_abs_max exceeds 0.01"
+    is_still = len(moved) >= 3 and max(moved) < 2e-3 and run.recipe.model.dtype == "float32" and run.has_signal
+    return is_still and Found("grave", f"largest |log weight| {max(moved):.1g}", "trainer.learning_rate", fix)
+
+
+@rule("learning.md#learning-rate")
+def updates_rounded(run: RunRecords) -> Verdict:
+    """All updates together are below the precision of 16-bit weights: rates add up to under 3e-5 after 20 steps, half the
+    spacing of bfloat16 at 0.02."""
+    rates, trainer = run.values("learning_rate"), run.recipe.trainer
+    is_lost = len(rates) >= 20 and sum(rates) < 3e-5 and run.recipe.model.dtype != "float32" and trainer.lora is None
+    fix = f"is {trainer.learning_rate:g}; use 1e-6 or more"
+    return is_lost and Found("warning", f"sum {sum(rates):.2g}", "trainer.learning_rate", fix)
+
+
+@rule("learning.md#losses")
+def kl_grows(run: RunRecords) -> Verdict:
+    """The policy has left the initial one far behind: a KL above 1 nat per token that has grown tenfold, without a gain."""
+    early, late, weight = run.early("reference_kl"), run.late("reference_kl"), run.recipe.algorithm.kl_coefficient
+    fix = f"is {weight:g}; raise it, or lower trainer.learning_rate ({run.recipe.trainer.learning_rate:g})"
+    is_far = late > max(1, 10 * early) and not run.has_learned
+    return is_far and Found("warning", f"{early:.2g} -> {late:.2g} nats", "algorithm.kl_coefficient", fix)
+
+
+def _falls(run: RunRecords) -> bool:
+    early, late = run.early("reward_mean"), run.late("reward_mean")
+    return early > 0 and late < early / 2 and run.change("reward_mean") < -3
+
+
+@rule("learning.md#losses")
+def entropy_explodes(run: RunRecords) -> Verdict:
+    """The policy becomes random: twice the first entropy and above 1 nat, without a gain; grave if the reward halves."""
+    early, late, bonus = run.early("entropy"), run.late("entropy"), run.recipe.algorithm.entropy_coefficient
+    field, value = (
+        ("algorithm.entropy_coefficient", bonus) if bonus else ("trainer.learning_rate", run.recipe.trainer.learning_rate)
+    )
+    is_wild = run.is_long and late > max(1, 2 * early) and not run.has_learned
+    return is_wild and Found(worse(_falls(run), 1), f"{early:.2g} -> {late:.2g} nats", field, f"is {value:g}; lower it tenfold")
+
+
+@rule("learning.md#learning-rate")
+def policy_collapsed(run: RunRecords) -> Verdict:
+    """The reward has fallen far below its start: under half of it, by 3 standard errors."""
+    told = f"reward {run.early('reward_mean'):.3g} -> {run.late('reward_mean'):.3g}"
+    fix = f"is {run.recipe.trainer.learning_rate:g}; lower it tenfold, and start from an earlier checkpoint"
+    return _falls(run) and Found("grave", told, "trainer.learning_rate", fix)
+
+
+@rule("learning.md#losses")
+def entropy_collapsed(run: RunRecords) -> Verdict:
+    """The policy has become certain without having learned: a twentieth of the first entropy, without a gain."""
+    early, late, best = (
+        run.early("entropy"),
+        run.late("entropy"),
+        max(one.reward.correct for one in run.recipe.mixture.values()),
+    )
+    is_certain = (
+        run.is_long and early > 0.01 and late < early / 20 and not run.has_learned and run.late("reward_mean") < 0.9 * best
+    )
+    fix = "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"
+    return is_certain and Found("warning", f"{early:.2g} -> {late:.2g} nats", "algorithm.entropy_coefficient", fix)
+
+
+@rule("recipes.md#evaluation")
+def heldout_falls(run: RunRecords) -> Verdict:
+    """Held-out accuracy fell while the training reward did not: separate 95 % intervals."""
+    told = " -> ".join(percent(run.evaluations[at]["accuracy"]) for at in (0, -1)) if run.evaluations else ""
+    fix = "use more problems, and read samples: training may exploit a flaw of the reward"
+    return run.heldout_change < 0 <= run.change("reward_mean") and Found("warning", told, "task.path", fix)
+
+
+@rule("learning.md#learning-rate")
+def reward_flat(run: RunRecords) -> Verdict:
+    """The reward has not moved in 100 steps: within 1 standard error of its start, and below 0.9 of the full one."""
+    late, best = run.late("reward_mean"), max(share.reward.correct for share in run.recipe.mixture.values())
+    is_flat = len(run.trained) >= 100 and not run.has_learned and abs(run.change("reward_mean")) < 1 and late < 0.9 * best
+    fix = f"is {run.recipe.trainer.learning_rate:g}; raise it threefold, use larger batches, or compare early and late samples"
+    return is_flat and Found("warning", f"reward {late:.3g}", "trainer.learning_rate", fix)
+
+
+# --- what a run waits for -------------------------------------------------------------------------------------------------
+
+
+def _share(run: RunRecords, *phases: str) -> float:
+    """Return the share of the last steps' seconds that these phases took; 0 in conventional mode and in a short run."""
+    total = run.late("step_s.total") if run.is_long and run.recipe.mode == "pipeline" else 0.0
+    return sum(run.late(f"step_s.{phase}") for phase in phases) / total if total else 0.0
+
+
+@rule("architecture.md#staleness")
+def max_lag_throttles(run: RunRecords) -> Verdict:
+    """The lag limit keeps actors idle: max_lag_too_small in half of the last steps."""
+    share, fix = run.late("max_lag_too_small"), f"is {run.recipe.algorithm.max_lag}; use {run.late('largest_lag'):.0f} or more"
+    return share >= 0.5 and Found("note", f"in {percent(share)} of the steps", "algorithm.max_lag", fix)
+
+
+@rule("weight-updates.md#one-update")
+def commit_bound(run: RunRecords) -> Verdict:
+    """The trainer waits for weight updates: 20 % of the time."""
+    share, fix = _share(run, "send", "snapshot"), "use nccl if possible, a larger weights.chunk_mib, and fewer evaluations"
+    return share >= 0.2 and Found("note", f"{percent(share)} of the time", "weights.backend", fix)
+
+
+@rule("training.md#reading-the-figures")
+def verifier_bound(run: RunRecords) -> Verdict:
+    """The trainer waits although actors are idle, so rewards or environments are slow: half of the time."""
+    share, busy = _share(run, "wait"), run.late("actor_busy_fraction")
+    is_bound = share >= 0.5 and busy < 0.5 and not run.late("held_by_max_lag")
+    fix = "add verifier workers, or make the reward faster; pipelinerl validate shows the time of a call"
+    return is_bound and Found("note", f"waits {percent(share)}, actors busy {percent(busy)}", "reward.scorer", fix)
+
+
+@rule("training.md#how-many-actors")
+def actor_bound(run: RunRecords) -> Verdict:
+    """The trainer waits for busy actors: half of the time."""
+    share, number = _share(run, "wait"), run.recipe.actor.number
+    fix = f"is {number}; {max(number + 1, round(number / max(0.1, 1 - share)))} would keep the trainer busy"
+    return (
+        share >= 0.5
+        and run.late("actor_busy_fraction") >= 0.5
+        and Found("note", f"{percent(share)} of the time", "actor.count", fix)
+    )
+
+
+@rule("training.md#reading-the-figures")
+def trainer_bound(run: RunRecords) -> Verdict:
+    """Actors wait for the trainer: it computes 90 % of the time, and they are busy for less than half."""
+    share, busy = _share(run, "compute"), run.late("actor_busy_fraction")
+    fix = f"is {run.recipe.trainer.ranks}; give the trainer more GPUs, and actors fewer"
+    return share >= 0.9 and busy < 0.5 and Found("note", f"actors busy {percent(busy)}", "trainer.nproc", fix)
+
+
+@rule("architecture.md#staleness")
+def queue_old(run: RunRecords) -> Verdict:
+    """Finished sequences wait long for their step: a mean lag above 4 and above the largest predicted one."""
+    lag, predicted = run.late("lag.mean"), run.late("largest_lag")
+    fix = f"is {run.recipe.actor.sequences_in_progress}; lower it, or use fewer actors"
+    is_old = run.is_long and lag > max(4, predicted)
+    return is_old and Found("note", f"{lag:.3g}, predicted {predicted:.3g}", "actor.sequences_in_progress", fix)

@@ -1,0 +1,260 @@
+"""Rules about what a policy can learn from: lengths, answers and rewards of its completions, in the order of causes. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from typing import Any
+
+from pipelinerl.doctor.findings import Found, Rule, Verdict, add_to, percent, worse
+from pipelinerl.doctor.run_records import Record, RunRecords, number_at
+from pipelinerl.recipe.fields import ProblemSet
+from pipelinerl.tasks.final_answer import final_answer, occurs
+
+RULES: list[Rule[RunRecords]] = []
+rule = add_to(RULES)
+_NO_ANSWERS = ("json_schema", "regex", "judge", "code")
+"""Scorers whose reference is not a right answer."""
+_DEAD, _FEW = 0.95, 0.75
+"""Share of the groups with equal rewards that leaves no signal, or a quarter of it."""
+
+
+def _first(run: RunRecords) -> ProblemSet:
+    return next(iter(run.recipe.tasks_by_place.values()))
+
+
+def _shown(sample: Record) -> dict[str, Any]:
+    text = {key: str(sample.get(key) or "")[-400:] for key in ("prompt", "completion", "reference", "answer", "reason")}
+    return {"step": sample.get("step"), **text, "reward": sample.get("reward"), "tokens": (sample.get("tokens") or [])[-24:]}
+
+
+def _trained(run: RunRecords) -> list[Record]:
+    return [one for one in run.samples if not one.get("heldout")]
+
+
+def _last(run: RunRecords, kind: Callable[[Record], bool] = bool) -> dict[str, Any] | None:
+    found = [one for one in _trained(run) if kind(one)]
+    return _shown(found[-1]) if found else None
+
+
+def _written(sample: Record) -> bool:
+    """Return whether the completion has the reference, even in a place where the reward does not look."""
+    return occurs(str(sample.get("reference") or ""), str(sample.get("completion")))
+
+
+def _right(sample: Record) -> bool:
+    """Return whether the answer that the reward found is the reference, letter by letter, or ends with it."""
+    reference, answer = final_answer(str(sample.get("reference") or "")), str(sample.get("answer") or "").strip()
+    return bool(reference) and re.search(rf"(?<![\w.]){re.escape(reference)}\W*$", answer) is not None
+
+
+def _earned(samples: Iterable[Record]) -> list[float]:
+    """Return the answer terms of samples with a reward, or the reward if it has no such term."""
+    terms = [({n: v for n, v in (one.get("terms") or {}).items() if n.partition(".")[0] == "answer"}, one) for one in samples]
+    return [sum(of.values()) if of else one["reward"] for of, one in terms if number_at(one, "reward") is not None]
+
+
+def _form(run: RunRecords) -> str:
+    reward = _first(run).reward
+    return r"\boxed{}" if reward.scorer == "math_boxed" else f"reward.answer_pattern = {reward.answer_pattern!r}"
+
+
+@rule("learning.md#truncated-completions")
+def all_masked(run: RunRecords) -> Verdict:
+    """The loss leaves out all cut completions, and nearly all are cut: 90 %, with reward.truncated: mask."""
+    share, limit = run.late("truncated_fraction"), run.recipe.max_tokens
+    is_masked = share >= 0.9 and _first(run).reward.truncated == "mask"
+    return is_masked and Found(
+        "grave", f"{percent(share)} are cut", "sampling.max_tokens", f"is {limit}; use {4 * limit}", _last(run)
+    )
+
+
+@rule("learning.md#truncated-completions")
+def all_cut(run: RunRecords) -> Verdict:
+    """Completions are cut at their length limit: 50 % of a run that has not learned; grave from 90 % if rewards are equal."""
+    share, limit = run.mean("truncated_fraction"), run.recipe.max_tokens
+    fix = f"is {limit}; use {4 * limit} with model.max_context to match, or ask for shorter answers"
+    gravity, told = "warning" if run.has_signal else worse(share, 0.9), f"{percent(share)} of the completions"
+    is_bad = share >= 0.5 and not run.has_learned
+    return is_bad and Found(gravity, told, "sampling.max_tokens", fix, _last(run))
+
+
+@rule("episodes.md#what-is-trained")
+def turns_used_up(run: RunRecords) -> Verdict:
+    """Episodes use up their turns: 95 % of task.max_turns on average, in a run that has not learned."""
+    limits = [share.task.max_turns for share in run.recipe.mixture.values() if share.task.is_episodic]
+    turns, most = run.mean("turns_mean"), max(limits, default=0)
+    fix = f"is {most}; raise it, or say in the prompt how an episode ends"
+    return (
+        turns >= 0.95 * most > 0
+        and not run.has_learned
+        and Found(worse(not run.has_signal, 1), f"{turns:.3g} turns", "task.max_turns", fix)
+    )
+
+
+@rule("recipes.md#tasks")
+def completions_empty(run: RunRecords) -> Verdict:
+    """Completions end at once: under 2 tokens on average, with equal rewards."""
+    length = run.mean("completion_tokens_mean")
+    fix = "check the prompt's end, its chat template, and sampling.stop"
+    is_empty = length < 2 and not run.has_signal and run.recipe.max_tokens > 1
+    return is_empty and Found("grave", f"{length:.2g} tokens", "task.prompt_style", fix, _last(run))
+
+
+@rule("recipes.md#chat-templates")
+def think_unclosed(run: RunRecords) -> Verdict:
+    """Reasoning is opened and never closed, so that no answer follows: half of 8 samples, with a mean reward below 0.5."""
+
+    def is_open(one: Record) -> bool:
+        text = f"{str(one.get('prompt') or '')[-40:]}{one.get('completion')}"
+        return text.rfind("<think>") > text.rfind("</think>")
+
+    samples = _trained(run)
+    share = fmean(map(is_open, samples)) if len(samples) >= 8 else 0.0
+    fix = f"is {run.recipe.max_tokens}; raise it, or switch reasoning off by model.chat_template_kwargs"
+    is_bad = share >= 0.5 and run.late("reward_mean") < 0.5
+    return is_bad and Found(
+        worse(not run.has_signal, 1), f"{percent(share)} of the samples", "sampling.max_tokens", fix, _last(run, is_open)
+    )
+
+
+@rule("learning.md#from-rewards-to-advantages")
+def completions_identical(run: RunRecords) -> Verdict:
+    """The completions of a group are all the same text: 75 % of the groups of a run that has not learned; grave from 95 %,
+    or if rewards are equal."""
+    share, temperature = run.mean("identical_groups"), run.recipe.sampling.temperature
+    fix = f"is {temperature:g}; use 1" if temperature < 0.9 else "is not the cause: this model is certain of its answers"
+    is_bad, gravity = share >= _FEW and not run.has_learned, worse(share, _DEAD if run.has_signal else _FEW)
+    return is_bad and Found(gravity, f"{percent(share)} of the groups", "sampling.temperature", fix, _last(run))
+
+
+@rule("recipes.md#rewards")
+def answers_missed(run: RunRecords) -> Verdict:
+    """The reward finds no answer though the right one is there: under 5 % found, and the reference occurs in 5 %."""
+    absent, missed = run.mean("answers_absent"), run.mean("answers_missed")
+    told = f"no answer found in {percent(absent)} of the completions; {percent(missed)} contain the reference"
+    fix = f"completions do not have the form of {_form(run)}; change it, or ask for that form"
+    return absent >= 0.95 and missed >= 0.05 and Found("grave", told, "reward.answer_pattern", fix, _last(run, _written))
+
+
+@rule("recipes.md#rewards")
+def answers_absent(run: RunRecords) -> Verdict:
+    """Completions hardly ever have an answer in the expected form: under 5 %; grave if rewards are equal."""
+    absent, fix = run.mean("answers_absent"), f"ask for the form that {_form(run)} expects, and check template and stop texts"
+    return absent >= 0.95 and Found(
+        worse(not run.has_signal, 1), f"{percent(absent)} have none", "task.instruction", fix, _last(run)
+    )
+
+
+@rule("recipes.md#rewards")
+def right_unrewarded(run: RunRecords) -> Verdict:
+    """Answers that equal the reference earn no more than others: 80 % of 4 earn nothing, or 10 of each kind earn alike."""
+    comparing = [name for name, one in run.recipe.mixture.items() if one.reward.scorer not in _NO_ANSWERS]
+    samples = [one for one in run.samples if one.get("reference") and one.get("task") in comparing]
+    right, others = [one for one in samples if _right(one)], _earned(one for one in samples if not _right(one))
+    if len(paid := _earned(right)) < 4:
+        return False
+    is_unpaid = fmean(one > 0 for one in paid) <= 0.2 and not run.has_learned
+    spread = max([*paid, *others]) - min([*paid, *others])
+    margin = -0.1 if run.has_learned else 0.1  # a run also learns what an inverted reward wants
+    is_alike = min(len(paid), len(others)) >= 10 and fmean(paid) < fmean(others) + margin * spread
+    told = f"{len(paid)} right answers earn {fmean(paid):.3g}, {len(others)} others {fmean(others or [0.0]):.3g} on average"
+    fix = "does not compare answer and reference: try it by pipelinerl validate, and read the sample's reason"
+    is_own = any(run.recipe.mixture[name].reward.is_function for name in comparing)  # it may want something else
+    gravity = worse(not (is_own and run.has_signal), 1)
+    return (is_unpaid or is_alike) and Found(gravity, told, "reward.scorer", fix, _shown(right[-1]))
+
+
+@rule("recipes.md#rewards")
+def format_without_answer(run: RunRecords) -> Verdict:
+    """Completions earn the format term and no answer: 80 % of its weight, under 2 % of the other's; grave if equal."""
+    reward, name = _first(run).reward, f"reported.{_first(run).name}"
+    form, right = run.late(f"{name}.format"), run.late(f"{name}.answer")
+    is_bad = run.is_long and reward.format_weight > 0 and form >= 0.8 * reward.format_weight and right < 0.02 * reward.correct
+    told = f"format {form:.3g} of {reward.format_weight:g}, answer {right:.3g} of {reward.correct:g}"
+    return is_bad and Found(
+        worse(not run.has_signal, 1), told, "task", "check the references and the scorer, or take easier problems", _last(run)
+    )
+
+
+@rule("recipes.md#another-model-as-judge")
+def judge_constant(run: RunRecords) -> Verdict:
+    """The judge always gives the same mark: equal rewards in 95 % of the groups."""
+    is_bad = not run.has_signal and _first(run).reward.scorer == "judge"
+    fix = "ask for a graded mark by criteria, and check reward.judge.pattern and full_marks against an answer"
+    return is_bad and Found("grave", f"mean reward {run.late('reward_mean'):.3g}", "reward.judge.template", fix, _last(run))
+
+
+@rule("recipes.md#tasks")
+def groups_all_wrong(run: RunRecords) -> Verdict:
+    """No answer of a group is right: 75 % of the groups of a run that has not learned; grave from 95 % with equal rewards."""
+    share, size = run.mean("groups_all_wrong"), run.recipe.sampling.group_size
+    fix = f"take problems that the model solves in 1 to {size - 1} of {size} tries, or larger groups; check the references"
+    is_bad = share >= _FEW and run.is_stuck
+    gravity = "warning" if run.has_signal else worse(share, _DEAD)
+    return is_bad and Found(gravity, f"{percent(share)} of the groups", "task", fix, _last(run))
+
+
+@rule("recipes.md#tasks")
+def groups_all_right(run: RunRecords) -> Verdict:
+    """Every answer is right, so that nothing is left to learn: 75 % of the last groups, a note; grave from 95 % of all."""
+    share, late = run.mean("groups_all_right"), run.late("groups_all_right")
+    samples = [one for one in _trained(run) if one.get("reference")]
+    is_accurate = len(samples) < 4 or any(map(_written, samples))  # otherwise the reward is constant
+    gravity = "note" if run.has_learned or share < _FEW else worse(share, _DEAD)
+    fix = "take harder problems, or check whether the reward also accepts wrong answers"
+    return late >= _FEW and is_accurate and Found(gravity, f"{percent(late)} of the last groups", "task", fix, _last(run))
+
+
+@rule("recipes.md#rewards")
+def reward_constant(run: RunRecords) -> Verdict:
+    """Rewards do not vary within groups: 75 % of the groups of a run that has not learned; grave from 95 %."""
+    share, right = run.mean("equal_reward_groups"), run.late("groups_all_right")
+    values = sorted(set(_earned(_trained(run))))[:4]
+    fix = "check its arguments, what it compares, and what it returns by default"
+    is_bad = share >= _FEW and run.is_stuck and not (share < _DEAD and right >= 0.5)
+    told = f"{percent(share)} of the groups; rewards such as {', '.join(f'{value:g}' for value in values)}"
+    return is_bad and Found(worse(share, _DEAD), told, "reward.scorer", fix, _last(run))
+
+
+@rule("recipes.md#rewards")
+def term_dominates(run: RunRecords) -> Verdict:
+    """A term other than the answer decides who is better: 80 % of the terms' spread within groups, answers below 0.9."""
+    names = {name for step in run.trained for name in step.get("term_spread") or {}}
+    spread = {name: run.mean(f"term_spread.{name}") for name in sorted(names)}
+    name = max(spread, key=lambda one: spread[one], default="answer")
+    if name.partition(".")[0] == "answer" or not spread[name] >= 0.8 * sum(spread.values()) > 0:
+        return False
+    field = {"format": "reward.format_weight", "overlong": "reward.overlong.penalty"}.get(name, "reward.scorer")
+    told = ", ".join(f"{one} {value:.3g}" for one, value in spread.items())
+    is_open = run.late(f"reported.{_first(run).name}.answer") < 0.9
+    return is_open and Found("warning", f"spread: {told}", field, f"let {name} weigh less than the answer", _last(run))
+
+
+@rule("recipes.md#tasks")
+def task_starves(run: RunRecords) -> Verdict:
+    """A task of the mixture gets too few sequences, or earns nothing: a quarter of its share; a mean reward of 0."""
+    shares = run.recipe.mixture
+    for name, share in shares.items() if len(shares) > 1 and run.is_long else ():
+        wanted = share.weight / sum(one.weight for one in shares.values())
+        taken = sum(run.values(f"tasks.{name}.sequences")) / max(1.0, sum(run.values("sequences_trained")))
+        if taken < wanted / 4 or run.mean(f"tasks.{name}.reward_mean") == 0:
+            told = f"{name}: {percent(taken)} of the sequences for a weight of {percent(wanted)}, reward "
+            fix = "look at its samples and reasons: its reward, pattern or prompts may be wrong"
+            found = _last(run, lambda one: one.get("task") == name)  # noqa: B023 - called at once
+            return Found("warning", f"{told}{run.mean(f'tasks.{name}.reward_mean'):.3g}", f"tasks ({name})", fix, found)
+    return False
+
+
+@rule("learning.md#normalisation")
+def length_grows(run: RunRecords) -> Verdict:
+    """Completions grow while the reward does not: 1.5 times the first length, by 3 standard errors."""
+    early, late = run.early("completion_tokens_mean"), run.late("completion_tokens_mean")
+    is_bad = late >= 1.5 * early and run.change("completion_tokens_mean") > 3 and run.change("reward_mean") < 1
+    fix = "add it, or use algorithm.normalization: token, with which long wrong answers weigh more"
+    return (
+        is_bad
+        and not run.has_learned
+        and Found("warning", f"{early:.4g} -> {late:.4g} tokens", "reward.overlong", fix, _last(run))
+    )

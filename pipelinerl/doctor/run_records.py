@@ -1,0 +1,167 @@
+"""Read the records of a run into one object, on which the rules work: steps, samples, summary and counts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Any
+
+from pipelinerl.audit.journal import JOURNAL, read_events
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.run_dir import RunDir, free_bytes, read_json
+from pipelinerl.run_summary import evaluation_of, jsonl_ends, read_jsonl
+
+Record = Mapping[str, Any]
+_SAMPLES_READ, _LOG_BYTES = 200, 65_536
+_WIDEST, _NARROWEST = 20, 3
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of a run. Figures of no step are NaN, so that every comparison with them is false."""
+
+    recipe: Recipe
+    steps: Sequence[Record]
+    samples: Sequence[Record] = ()
+    summary: Record = field(default_factory=dict)
+    reasons: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Number of sequences by outcome and reason."""
+    undone: int = 0
+    """Number of optimizer steps that a restart undid."""
+    is_running: bool = False
+    free_bytes: float = math.inf
+    bytes_per_step: float = 0.0
+    checkpoint_bytes: int = 0
+    last_error: str = ""
+    """Last line with an error in the logs of a run without a step."""
+
+    @cached_property
+    def trained(self) -> list[Record]:
+        """The steps that changed weights."""
+        return [step for step in self.steps if not step.get("skipped")]
+
+    @property
+    def window(self) -> int:
+        """Number of steps in an early or late mean: a quarter of the run, within 3 and 20."""
+        return max(_NARROWEST, min(_WIDEST, len(self.trained) // 4))
+
+    @property
+    def is_long(self) -> bool:
+        return len(self.trained) >= 4 * _NARROWEST
+
+    def values(self, key: str, steps: slice = slice(None)) -> list[float]:
+        """Return the finite values of a figure in these trained steps; `a.b` is key b of object a, and true counts as 1."""
+        return [value for step in self.trained[steps] if (value := number_at(step, key)) is not None]
+
+    def mean(self, key: str) -> float:
+        """Return the mean over the run; NaN before the third step."""
+        found = self.values(key)
+        return fmean(found) if len(found) >= _NARROWEST else math.nan
+
+    def early(self, key: str) -> float:
+        return fmean(self.values(key, slice(self.window)) or [math.nan])
+
+    def late(self, key: str) -> float:
+        return fmean(self.values(key, slice(-self.window, None)) or [math.nan])
+
+    def change(self, key: str) -> float:
+        """Return by how many standard errors the late mean is above the early one; 0 if the run is too short to tell."""
+        before, after = self.values(key, slice(self.window)), self.values(key, slice(-self.window, None))
+        if not self.is_long or min(len(before), len(after)) < _NARROWEST:
+            return 0.0
+        difference = fmean(after) - fmean(before)
+        error = math.sqrt(pvariance(before) / len(before) + pvariance(after) / len(after))
+        return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        told = self.summary.get("heldout")
+        return list(told) if told else [one for step in self.steps if (one := evaluation_of(step)) is not None]
+
+    @property
+    def heldout_change(self) -> int:
+        """Return 1 or -1 if the held-out accuracy rose or fell so that the 95 % intervals are separate, else 0."""
+        sets = [list((one.get("sets") or {}).values())[:1] for one in self.evaluations]
+        ends = [one["accuracy"] for of in sets for one in of if one.get("accuracy")]
+        if len(ends) < 2:
+            return 0
+        return (ends[-1]["low"] > ends[0]["high"]) - (ends[-1]["high"] < ends[0]["low"])
+
+    @property
+    def has_learned(self) -> bool:
+        """Return whether the reward rose by 3 standard errors, or the held-out accuracy did."""
+        return self.change("reward_mean") > 3 or self.heldout_change > 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Return whether the run has not learned and needs rewards that differ within groups."""
+        return not self.has_learned and self.recipe.algorithm.advantage != "value"
+
+    @property
+    def has_signal(self) -> bool:
+        """Return whether at least a twentieth of the groups had different rewards, or a learned baseline needs none."""
+        return self.recipe.algorithm.advantage == "value" or not self.mean("equal_reward_groups") >= 0.95
+
+    def share_of(self, outcome: str, prefixes: tuple[str, ...] = ()) -> tuple[float, str]:
+        """Return the share of an outcome among all ended sequences, and its most frequent reason. With prefixes, only sequences
+        with reasons that begin so count."""
+        counts = self.summary.get("sequences") or (self.steps[-1].get("sequences") if self.steps else None) or {}
+        known = {name: n for name, n in (self.reasons.get(outcome) or {}).items() if not prefixes or name.startswith(prefixes)}
+        num = sum(known.values()) if prefixes or known else counts.get(outcome) or 0
+        ended = max(sum(counts.get(one) or 0 for one in ("trained", "dropped_stale", "dropped_filtered", "failed")), num)
+        return num / ended if ended else 0.0, max(known, key=lambda name: known[name], default="")
+
+
+def number_at(record: Record, key: str) -> float | None:
+    value: Any = record
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def records_in(folder: Path, recipe: Recipe, *, is_running: bool = False) -> RunRecords:
+    """Return the records of the run in `folder`."""
+    run_dir, journal = RunDir(folder, ""), folder / JOURNAL
+    summary = {} if is_running else read_json(run_dir.summary)  # it may be of an earlier start
+    steps = read_jsonl(run_dir.metrics)
+    grown = [path.stat().st_size for path in (run_dir.metrics, run_dir.samples, journal) if path.is_file()]
+    reasons = summary.get("sequence_reasons")
+    return RunRecords(
+        recipe=recipe,
+        steps=steps,
+        samples=[one for one in jsonl_ends(run_dir.samples, _SAMPLES_READ) if isinstance(one.get("terms"), dict | None)],
+        summary=summary,
+        reasons=_reasons_in(journal) if reasons is None else reasons,
+        undone=len({one.get("step") for one in read_jsonl(folder / "metrics-undone.jsonl")}),
+        is_running=is_running,
+        free_bytes=free_bytes(folder),
+        bytes_per_step=sum(grown) / max(1, len(steps)),
+        checkpoint_bytes=run_dir.checkpoint_bytes(),
+        last_error="" if is_running or steps else _last_error(folder / "logs"),
+    )
+
+
+def _reasons_in(journal: Path) -> dict[str, dict[str, int]]:
+    """Return `sequence_reasons`, as in a summary, from a journal."""
+    counts: dict[str, Counter[str]] = {}
+    for _, event in read_events(journal) if journal.is_file() else ():
+        if event.get("event") == "close" and event.get("reason"):
+            counts.setdefault(event["outcome"], Counter())[event["reason"]] += len(event["ids"])
+    return {outcome: dict(reasons) for outcome, reasons in counts.items()}
+
+
+def _last_error(logs: Path) -> str:
+    """Return the last line with an error in a service's log, after the service's name; empty if there is none."""
+    for path in (logs / f"{name}.log" for name in ("trainer", "actor-0", "verifier", "model", "nats")):
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+            if found := [line for line in lines if "error" in line.lower()]:
+                return f"{path.stem}: {found[-1].strip()[:300]}"
+    return ""

@@ -1,0 +1,26 @@
+"""Name why a run does not learn, from its records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipelinerl.doctor import failures, learning, lessons
+from pipelinerl.doctor.findings import Finding, apply
+from pipelinerl.doctor.run_records import records_in
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_of_run
+from pipelinerl.run_dir import RunDir, check_folder
+
+RUN_RULES = (*failures.RULES, *lessons.RULES, *learning.RULES)
+"""In the order of causes: what an earlier rule finds may explain what a later one finds."""
+
+
+def examine_run(folder: Path, recipe: Recipe | None = None, *, is_running: bool = False) -> list[Finding]:
+    """Return the findings about the run in `folder`, the cause first. The recipe is read there if it is None. Raises
+    `FieldError` if the folder is not a run's."""
+    check_folder(folder)
+    file = RunDir(folder, "").recipe
+    if recipe is None and not file.is_file():
+        raise FieldError("RUN", str(folder), "has no recipe.yaml: give the folder of a run, or a recipe")
+    return apply(RUN_RULES, records_in(folder, recipe or recipe_of_run(file), is_running=is_running))

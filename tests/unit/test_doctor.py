@@ -1,0 +1,225 @@
+"""`pipelinerl doctor`: each rule fires on its fault and is silent about healthy runs and recipes."""
+
+import argparse
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipelinerl.commands.doctor import doctor
+from pipelinerl.doctor.findings import apply
+from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, RecipeView
+from pipelinerl.doctor.run_records import RunRecords
+from pipelinerl.doctor.runs import RUN_RULES, examine_run
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.loading import load_recipe, recipe_names, set_value
+from tests.support.seeded_faults import RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
+from tests.unit.builders import make_recipe
+
+Step = dict[str, Any]
+FLAT = {"reward_mean": 0.3, "heldout_accuracy": None}
+
+
+def step(number: int, of: int = 40) -> Step:
+    """Step `number` of a healthy run, which learns."""
+    done = number / of
+    return {
+        "step": number, "skipped": "", "learning_rate": 1e-4, "grad_norm": 3.0, "clipped": False, "entropy": 1.0 - done / 2,
+        "ess": 0.98, "ess_by_lag": {"0": 1.0, "1": 0.97}, "clip_fraction": 0.01, "mask_fraction": 0.0, "mismatch_kl": 1e-9,
+        "log_weight_abs_max": 0.3, "lag": {"mean": 1.0, "max": 2}, "largest_lag": 2, "max_lag_too_small": False,
+        "reward_mean": 0.2 + 0.6 * done, "equal_reward_groups": 0.2, "groups_all_right": 0.1, "groups_all_wrong": 0.1,
+        "identical_groups": 0.0, "answers_absent": 0.02, "answers_missed": 0.01, "completion_tokens_mean": 12.0,
+        "truncated_fraction": 0.02, "sequences_trained": 64, "actor_busy_fraction": 0.8, "parity_failures": 0,
+        "reported": {"chain_sum": {"answer": 0.3}}, "held_by_max_lag": False,
+        "step_s": {"total": 1.0, "wait": 0.2, "compute": 0.7, "snapshot": 0.0, "send": 0.05},
+        "sequences": {"issued": 64 * of, "trained": 64 * of, "dropped_stale": 0, "dropped_filtered": 0, "failed": 0},
+    }  # fmt: skip
+
+
+def sample(number: int, **changes: Any) -> Step:
+    right = number % 2 == 0
+    told = {"step": number, "heldout": False, "task": "chain_sum", "prompt": "3+4=", "completion": f"#{7 if right else 9}"}
+    return told | {"answer": "7" if right else "9", "reference": "7", "reward": float(right), "terms": {}} | changes
+
+
+def healthy(**changes: Any) -> RunRecords:
+    recipe = make_recipe(**changes.pop("recipe", {}))
+    return RunRecords(recipe, [step(number) for number in range(1, 41)], [sample(number) for number in range(40)], **changes)
+
+
+def found(run: RunRecords) -> list[str]:
+    return [f"{one.gravity} {one.id}" for one in apply(RUN_RULES, run)]
+
+
+def with_figures(run: RunRecords, late: Step | None = None, **figures: Any) -> RunRecords:
+    """The run with other figures in every step and, from step 21 on, those of `late`."""
+    return replace(run, steps=[one | figures | ((late or {}) if one["step"] > 20 else {}) for one in run.steps])
+
+
+def lost(reason: str, outcome: str = "failed", number: int = 1000) -> RunRecords:
+    counts = {"issued": 2560, "trained": 2560 - number, outcome: number}
+    return healthy(reasons={outcome: {reason: number}}, summary={"sequences": counts})
+
+
+STUCK = {"reward_mean": 0.0, "equal_reward_groups": 1.0, "groups_all_right": 0.0, "groups_all_wrong": 1.0}
+CLIPPED = {"algorithm": {"loss": "ppo_clip"}}
+MASKED = {"algorithm": {"mask": "icepop"}}
+JUDGE = {"url": "http://judge", "model": "j", "template": "{completion}", "pattern": r"(\d)"}
+BFLOAT16 = {"source": "path", "name": "nowhere", "max_context": 64, "dtype": "bfloat16"}
+TWO = {"task": None, "tasks": [{"name": name, "task": {"name": name}} for name in ("a", "b")]}
+SMALL = {"tasks": {"a": {"sequences": 62, "reward_mean": 0.5}, "b": {"sequences": 2, "reward_mean": 0.5}}}
+WAITS = {"step_s": {"total": 1.0, "wait": 0.8, "compute": 0.1, "snapshot": 0.0, "send": 0.05}}
+SLOW = {"step_s": {"total": 1.0, "wait": 0.2, "compute": 0.3, "snapshot": 0.1, "send": 0.4}}
+BUSY = {"step_s": {"total": 1.0, "wait": 0.0, "compute": 0.97, "snapshot": 0.0, "send": 0.02}}
+HELDOUT = [
+    {"version": version, "accuracy": value, "unanswered": 0, "sets": {"chain_sum": {"accuracy": {"low": low, "high": high}}}}
+    for version, value, low, high in ((0, 0.5, 0.4, 0.6), (40, 0.2, 0.1, 0.3))
+]
+RUNS: dict[str, Callable[[], RunRecords]] = {
+    "grave rewards-fail": lambda: lost("reward_crashed", number=1500),
+    "warning episodes-fail": lambda: lost("episode_timeout", number=300),
+    "warning prompts-too-long": lambda: lost("prompt too long", number=300),
+    "warning actor-differs": lambda: lost("actor_quarantined", number=5),
+    "warning sequences-lost": lambda: lost("engine"),
+    "warning steps-skipped": lambda: replace(
+        healthy(), steps=[step(1) | {"skipped": "loss not finite"}, *map(step, range(2, 41))]
+    ),
+    "grave dropped-stale": lambda: lost("lag", "dropped_stale", 2000),
+    "warning dropped-filtered": lambda: lost("equal rewards", "dropped_filtered", 2400),
+    "grave run-failed": lambda: healthy(summary={"error": "actor-0 died"}),
+    "grave no-steps": lambda: replace(healthy(last_error="trainer: CUDA error"), steps=[], samples=[]),
+    "warning services-restart": lambda: healthy(summary={"restarts": {"actor-0": 4}}),
+    "note steps-lost": lambda: healthy(undone=3),
+    "warning disk-fills": lambda: healthy(is_running=True, free_bytes=1e9, checkpoint_bytes=2 * 10**9),
+    "warning evaluation-unanswered": lambda: healthy(summary={"heldout": [HELDOUT[0] | {"unanswered": 20}]}),
+    "grave all-masked": lambda: with_figures(healthy(recipe={"reward": {"truncated": "mask"}}), truncated_fraction=1.0, **FLAT),
+    "grave all-cut": lambda: with_figures(healthy(), truncated_fraction=1.0, answers_absent=1.0, **STUCK),
+    "warning turns-used-up": lambda: with_figures(
+        healthy(recipe={"task": {"source": "environment", "name": "pkg.module:Class", "max_turns": 4}}), turns_mean=4.0, **FLAT
+    ),
+    "grave completions-empty": lambda: with_figures(healthy(), completion_tokens_mean=1.0, **STUCK),
+    "warning think-unclosed": lambda: with_figures(
+        replace(healthy(), samples=[sample(number, prompt="<think>\n", completion="Well,") for number in range(10)]), **FLAT
+    ),
+    "grave completions-identical": lambda: with_figures(healthy(), identical_groups=1.0, **STUCK),
+    "grave answers-missed": lambda: with_figures(healthy(), answers_absent=1.0, answers_missed=0.3, **STUCK),
+    "grave answers-absent": lambda: with_figures(healthy(), answers_absent=1.0, answers_missed=0.0, **STUCK),
+    "grave right-unrewarded": lambda: with_figures(
+        replace(healthy(), samples=[sample(number, reward=0.0) for number in range(10)]), **STUCK
+    ),
+    "warning format-without-answer": lambda: with_figures(
+        healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
+        **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}
+    ),
+    "grave judge-constant": lambda: with_figures(
+        healthy(recipe={"reward": {"scorer": "judge", "judge": JUDGE}}), **{**STUCK, "groups_all_wrong": None}
+    ),
+    "grave groups-all-wrong": lambda: with_figures(healthy(), **STUCK),
+    "grave groups-all-right": lambda: with_figures(
+        healthy(), reward_mean=1.0, equal_reward_groups=1.0, groups_all_right=1.0, groups_all_wrong=0.0
+    ),
+    "grave reward-constant": lambda: with_figures(healthy(), reward_mean=0.5, equal_reward_groups=1.0, groups_all_right=0.0),
+    "warning term-dominates": lambda: with_figures(healthy(), term_spread={"answer": 0.1, "format": 2.0}),
+    "warning task-starves": lambda: with_figures(healthy(recipe=TWO), **SMALL),
+    "warning length-grows": lambda: with_figures(healthy(), {"completion_tokens_mean": 30.0}, **FLAT),
+    "grave parity-fails": lambda: with_figures(healthy(), parity_failures=1),
+    "grave engine-differs": lambda: with_figures(healthy(), mismatch_kl=0.05),
+    "warning ess-low": lambda: with_figures(healthy(), ess=0.2),
+    "grave mask-takes-all": lambda: with_figures(healthy(recipe=MASKED), mask_fraction=0.99),
+    "grave clip-cuts": lambda: with_figures(healthy(recipe=CLIPPED), clip_fraction=0.9),
+    "grave gradient-zero": lambda: with_figures(healthy(), grad_norm=0.0),
+    "warning gradient-clipped": lambda: with_figures(healthy(recipe={"trainer": {"max_grad_norm": 0.1}}), clipped=True),
+    "grave policy-unmoved": lambda: with_figures(healthy(), log_weight_abs_max=1e-5, **FLAT),
+    "warning updates-rounded": lambda: with_figures(healthy(recipe={"model": BFLOAT16}), learning_rate=1e-9),
+    "warning kl-grows": lambda: with_figures(healthy(), {"reference_kl": 5.0}, reference_kl=0.01, **FLAT),
+    "warning entropy-explodes": lambda: with_figures(healthy(), {"entropy": 5.0}, entropy=1.0, **FLAT),
+    "grave policy-collapsed": lambda: with_figures(healthy(), {"reward_mean": 0.01}, **FLAT),
+    "warning entropy-collapsed": lambda: with_figures(healthy(), {"entropy": 0.001}, **FLAT),
+    "warning heldout-falls": lambda: healthy(summary={"heldout": HELDOUT}),
+    "warning reward-flat": lambda: replace(healthy(), steps=[step(number, 120) | FLAT for number in range(1, 121)]),
+    "note max-lag-throttles": lambda: with_figures(healthy(), max_lag_too_small=True),
+    "note commit-bound": lambda: with_figures(healthy(), **SLOW),
+    "note verifier-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **WAITS),
+    "note actor-bound": lambda: with_figures(healthy(), **WAITS),
+    "note trainer-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **BUSY),
+    "note queue-old": lambda: with_figures(healthy(), lag={"mean": 9.0, "max": 12}),
+}  # fmt: skip
+"""For each rule, by gravity and id, a run in which it must be the first finding."""
+
+
+def test_a_healthy_run_has_no_finding() -> None:
+    assert found(healthy()) == []
+    assert found(replace(healthy(), steps=[step(1)], samples=[])) == []
+
+
+@pytest.mark.parametrize("first", RUNS)
+def test_a_rule_names_its_fault_first(first: str) -> None:
+    assert found(RUNS[first]())[:1] == [first]
+
+
+def test_every_rule_of_a_run_is_tested() -> None:
+    assert [one.id for one in RUN_RULES] == [name.split()[1] for name in RUNS]
+
+
+def test_success_is_no_fault() -> None:
+    run = with_figures(healthy(), {"equal_reward_groups": 0.95, "groups_all_right": 0.95, "entropy": 0.001, "reward_mean": 1.0})
+    assert found(run) == ["note groups-all-right"]
+
+
+def test_the_evidence_has_figures_a_sample_and_what_to_set() -> None:
+    run = with_figures(healthy(), answers_absent=1.0, answers_missed=0.3, **STUCK)
+    one = apply(RUN_RULES, run)[0]
+    assert "100% of the completions; 30% contain the reference" in one.evidence
+    assert (one.field, (one.sample or {})["completion"]) == ("reward.answer_pattern", "#7")
+
+
+def judge(
+    tmp_path: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tried: int
+) -> Any:
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "seeded.yaml").write_text(yaml.safe_dump(recipe))
+    args = argparse.Namespace(subject="seeded.yaml", overrides=[], gpu_memory=None, reward_rows=tried, json=True)
+    code, told = doctor(args), json.loads(capsys.readouterr().out)
+    assert code == any(one["gravity"] == "grave" for one in told["findings"])
+    return [one for one in told["findings"] if one["gravity"] != "note"]
+
+
+@pytest.mark.parametrize("fault", RECIPE_FAULTS, ids=lambda fault: fault.name)
+def test_a_seeded_fault_of_a_recipe_is_the_first_finding(
+    fault: RecipeFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    recipe = deepcopy(RECIPE)
+    for name, value in fault.changes.items():
+        set_value(recipe, name.split("."), deepcopy(value))
+    first, *_ = judge(tmp_path, recipe, fault.rows(ROWS), capsys, 12 if fault.tried else 0)
+    assert first["id"] == fault.expected, first
+
+
+def test_the_recipe_without_a_fault_has_no_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    assert judge(tmp_path, RECIPE, ROWS, capsys, 12) == []
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_have_no_finding(name: str) -> None:
+    assert apply(RECIPE_RULES, RecipeView(load_recipe(name, []), {})) == []
+
+
+def test_every_rule_of_a_recipe_is_seeded() -> None:
+    known = {one.id for one in RECIPE_RULES} | ADOPTED.keys()
+    assert known - {fault.expected for fault in RECIPE_FAULTS} == {"machine-lacks", "references-misread", "template"}
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match=r"has no recipe\.yaml"):
+        examine_run(tmp_path)
