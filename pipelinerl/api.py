@@ -188,7 +188,7 @@ class Run:
 
     @property
     def output(self) -> str:
-        """What the run printed so far; empty for a run that was started elsewhere."""
+        """What the run has printed so far. Empty for a run that was started elsewhere."""
         return self._output.read_text(encoding="utf-8", errors="replace") if self._output is not None else ""
 
     def _own(self) -> subprocess.Popen[bytes]:

@@ -346,7 +346,7 @@ class LocalRun:
             phase = "stopping"
         elif (under_way := self.run_dir.checkpoint_under_way()) is None:
             passed_s = now_s - self._stop_by_s + self.stop_within_s
-            phase = f"stopping: the trainer finishes its step and writes a checkpoint, {duration(passed_s)} passed"
+            phase = f"stopping: the trainer is finishing its step and then writes a checkpoint ({duration(passed_s)} so far)"
         else:
             version, written = under_way
             if self._writing_since is None or self._writing_since[0] != version:

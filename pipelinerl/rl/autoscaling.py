@@ -37,8 +37,9 @@ Production = NDArray[np.float64]
 
 
 def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:
-    """Return the sequences per second of a busy actor, and its mean sequences in progress. Only the newest production with
-    `fewest` sequences and `FEWEST_BUSY_S` busy seconds counts; older is removed. Return None if there is too little."""
+    """Return the sequences per second of a busy actor, and its mean sequences in progress. Only the newest entries
+    count, as few as add up to `fewest` sequences and `FEWEST_BUSY_S` busy seconds. Older entries are removed. Return None if
+    all entries together do not reach these minima."""
     total = np.zeros(3)
     for number, one in enumerate(reversed(produced), start=1):
         total += one

@@ -81,7 +81,7 @@ def engine_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
-    """Return an actor's KV cache memory, over all its accelerators of `memory_gib` each."""
+    """Return the memory of an actor's KV cache, in GiB, summed over its accelerators of `memory_gib` each."""
     engine = recipe.actor.engine
     in_share = memory_gib * vllm_share(recipe, model, memory_gib) - ENGINE_GIB
     return engine.tensor_parallel_size * in_share - engine_bytes(recipe, model) / GIB

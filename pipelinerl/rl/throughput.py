@@ -139,7 +139,8 @@ def conventional_rate(
 
 @dataclass(frozen=True)
 class Split:
-    """I generators with H sequences each, and the tokens per unit of time that generation, training and updates allow."""
+    """Accelerators divided into generators, with H sequences in progress each, and trainers; and the tokens per unit of time
+    that generation, training and updates allow."""
 
     num_generators: int
     num_trainers: int

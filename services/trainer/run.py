@@ -180,8 +180,8 @@ class TrainingRun:
     def _too_few(self, expected: int) -> str:
         return (
             f"only {self.updater.num_present} of {expected} actors registered in {self._recipe.weights.join_timeout_s:.0f} s "
-            f"(weights.join_timeout_s); last reasons: {self.updater.reasons or 'none'}; "
-            f"still starting: {', '.join(sorted(self.updater.starting)) or 'none'}"
+            f"(weights.join_timeout_s). Actors that cannot join: {self.updater.reasons or 'none'}. "
+            f"Still starting: {', '.join(sorted(self.updater.starting)) or 'none'}"
         )
 
     async def _upload_last(self, stop: asyncio.Event) -> None:

@@ -401,8 +401,8 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
     for trace in episode.traces:
         if not trace.agent.trainable and trace.agent.config.client.base_url == base_url:
             raise EpisodeFailed(
-                f"agent {trace.agent.name} must not be trained, but the policy plays it: give it its own model, "
-                f"task.config.{trace.agent.name}.client and .model"
+                f"agent {trace.agent.name} is not trainable, but the policy plays it; give it another model with "
+                f"task.config.{trace.agent.name}.client and task.config.{trace.agent.name}.model"
             )
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if not traces:

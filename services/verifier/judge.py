@@ -144,7 +144,7 @@ def api_key(config: JudgeConfig) -> str:
     """Return the API key; "" if none is needed. Raises `FieldError` if the recipe's variable is missing or unusable."""
     key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
     if config.api_key_env and not key:
-        problem = "the verifier's environment has no such variable; set it where the verifier starts"
+        problem = "is not set, or is empty, in the verifier's environment; set it where the verifier starts"
         raise FieldError("reward.judge.api_key_env", config.api_key_env, problem)
     if not (key.isascii() and key.isprintable()):  # http.client would raise an error that contains the key
         problem = "the variable holds a line break or another character that an HTTP header cannot have"

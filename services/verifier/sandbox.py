@@ -113,7 +113,7 @@ _CLONE_ASIDE = 0x7E02_8000
 """Refused flags of clone: CLONE_PARENT, which makes the new process a sibling of the caller, and the flags of namespaces."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PRCTL = (3, 15, 16, 23, _PR_SET_NO_NEW_PRIVS)
-"""Permitted options: to read the dumpable flag and capabilities, to set or read the name, and to set NO_NEW_PRIVS."""
+"""Permitted options of prctl: read the dumpable flag or the capability bounding set, read or set the name, set NO_NEW_PRIVS."""
 _MOST_FILES = 512
 """Maximum open files per process under `confine`. Nothing else bounds the memory in the buffers of pipes and sockets."""
 _CAPABILITY_VERSION = 0x20080522

@@ -305,7 +305,7 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
     run.sent = lambda: ((name, tensor / 2 if "lora_B" in name else tensor) for name, tensor in learner.gather(ADAPTER))
     await run.update(V[3])  # at half scale
     (problem,) = parity_problems(run, await scored(), before)
-    assert "of the change that training made to the log-probabilities is served" in problem
+    assert "of training's change to the log-probabilities" in problem
 
 
 def parity_problems(run: Running, scores: list[np.ndarray], before: list[np.ndarray]) -> tuple[str, ...]:

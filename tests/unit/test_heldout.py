@@ -273,7 +273,7 @@ def test_an_actor_that_serves_a_part_of_the_change_is_a_problem_however_small_th
     for share, served_part in ((1.0, None), (0.5, "50%"), (0.0, "0%"), (2.0, "200%")):
         logprobs = BASE + share * size * CHANGE + size * ROUNDING
         parity = compare({"a": served(*logprobs)}, trained.astype(np.float32), 2.0, base=BASE)
-        told = f"a at version 1:3: {served_part} (± 18%) of the change that training made to the log-probabilities is served"
+        told = f"a at version 1:3: the actor shows {served_part} (± 18%) of training's change to the log-probabilities"
         assert parity.problems == (() if served_part is None else (told,))
 
 

@@ -78,7 +78,7 @@ def added(model: Toy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "says"), [(packed, "derives apply_packed"), (transposed, "laid out"), (smaller, "laid out"), (added, "scale")]
+    ("after", "says"), [(packed, "derives apply_packed"), (transposed, "layout"), (smaller, "layout"), (added, "scale")]
 )
 def test_what_post_processing_makes_of_weights_can_forbid_it(after, says) -> None:
     loader = ToyLoader(Toy(), after)

@@ -237,7 +237,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     config = reward("http://x/v1", api_key_env="JUDGE_KEY").judge
     assert isinstance(config, JudgeConfig)
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(FieldError, match=r"reward.judge.api_key_env = 'JUDGE_KEY': .* has no such variable"):
+    with pytest.raises(FieldError, match=r"reward.judge.api_key_env = 'JUDGE_KEY': is not set, or is empty"):
         api_key(config)
     monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
     assert api_key(config) == KEY

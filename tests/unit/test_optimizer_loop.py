@@ -200,7 +200,7 @@ async def test_a_resumed_run_whose_actors_leave_its_adapters_out_trains_nothing(
         one.run.updater.serve(addresses)  # type: ignore[attr-defined]
         one.policy.score = lambda token_ids, *, adapters=True: base + change * adapters  # type: ignore[method-assign]
         with pytest.raises(
-            FieldError, match=r"nothing is trained.* a at version 1:0: 50% \(± 0%\) of the change that training made"
+            FieldError, match=r"nothing is trained.* a at version 1:0: the actor shows 50% \(± 0%\) of training's change"
         ):
             await one.loop.run()
 

@@ -390,13 +390,13 @@ def _difference(live: nn.Module, shadow: nn.Module, derived: list[str]) -> str:
             if not isinstance(value, FunctionType) or value.__closure__ or value.__defaults__:
                 return f"post-processing derives {name} from the weights"
     if live._parameters.keys() != shadow._parameters.keys():
-        return f"parameters are {sorted(live._parameters)}, post-processing makes {sorted(shadow._parameters)}"
+        return f"has the parameters {sorted(live._parameters)}, but post-processing makes {sorted(shadow._parameters)}"
     for name, parameter in live._parameters.items():
         new = shadow._parameters[name]
         if (parameter is None) != (new is None):
             return f"{name} exists in only one instance"
         if parameter is not None and new is not None and _layout(parameter) != _layout(new):
-            return f"{name} is laid out as {_layout(parameter)}, post-processing makes {_layout(new)}"
+            return f"{name} has the layout {_layout(parameter)}, but post-processing makes {_layout(new)}"
     return ""
 
 

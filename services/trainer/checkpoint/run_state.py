@@ -138,7 +138,8 @@ class RunState:
 
 
 def load_run_state(folder: Path) -> RunState:
-    """Load the state. Raises `ServiceError`, with the folder's path, if there is no complete state of this format."""
+    """Load the state from a checkpoint's folder `resume`. Raises `ServiceError`, which names the checkpoint, if it has no
+    complete state of this format."""
     try:
         content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
         if content.pop("format") != STATE_FORMAT:

@@ -399,7 +399,8 @@ def compare(
             if bounded > tolerance:
                 problem = f"{which} {bounded:.3g} nats off, more than {tolerance:g}"
             elif abs(share - 1) > SHARE_TOLERANCE + error:
-                problem = f"{share:.0%} (± {error:.0%}) of the change that training made to the log-probabilities is served"
+                shown = f"{share:.0%} (± {error:.0%})"
+                problem = f"the actor shows {shown} of training's change to the log-probabilities, instead of 100%"
             else:
                 continue
         loaded = f" (weights loaded by {scored.loader})" if scored.loader else ""

@@ -145,7 +145,7 @@ class Feeder:
 
     @property
     def in_flight(self) -> int:
-        """Return the number of samples in progress, including those in complete groups whose step has not begun."""
+        """Return the samples that the lag limit counts: samples in progress, and those of groups that wait for a step."""
         return self.bounds.in_flight(self._unlost, self.tracker.num_waiting)
 
     @property

@@ -61,7 +61,7 @@ class TokenRow:
 
 @dataclass(frozen=True, eq=False)
 class HostMicroBatch:
-    """C sampled tokens of S branches in one row, in host memory."""
+    """A micro-batch in host memory: one row of T tokens that packs S branches, in which C tokens were sampled."""
 
     token_ids: NDArray[np.int64]
     """[T], including padding."""

@@ -63,7 +63,9 @@ class TaskMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
-        reported = {"figure": f"a reward's term, an environment's metric, or turns; at most {MOST_REASONS} names"}
+        reported = {
+            "figure": f"name of a reward's term or of an environment's metric, or `turns`; the first {MOST_REASONS} names"
+        }
         text = "Sequences of the step. One series per task, if there are several."
         self._of_task = {"sequences": metrics.reading("task_sequences", text, task)}
         for figure in (figure for figure in FIGURES if figure.key in OF_TASK):

@@ -41,7 +41,7 @@ from services.trainer.data.evaluation import HeldoutResult
 log = logging.getLogger(__name__)
 
 BACKLOG = 1000
-"""Maximum number of queued points. A step's record takes 3 KB."""
+"""Maximum number of points in the queue. Most points are records of steps, of about 3 KB each."""
 RETRY_OPEN_S = 30.0
 """Seconds between attempts to open the run while the tracker's server cannot be reached."""
 FLUSH_S, FLUSH_STOPPED_S = 20.0, 1.5

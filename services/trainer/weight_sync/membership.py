@@ -87,7 +87,8 @@ class Roster:
         self._behind: dict[str, _Registered] = {}
         """Actors that do not serve the newest version, in order of arrival. A heartbeat examines only these."""
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """Members of ended pods that may still run, by the pod's uid, or by process if the actor does not know the uid."""
+        """Pods that are ending or have ended, by uid, each with its members that may still be running. A process whose pod has
+        no known uid is recorded under its own name, without members."""
 
     def up(self, member: Member) -> None:
         """Record a registration or heartbeat. A new process of a known actor starts without a version."""

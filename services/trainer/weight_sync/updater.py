@@ -361,7 +361,7 @@ class WeightUpdater:
         except TimeoutError as error:
             raise ServiceError(
                 f"no actor served version {self._main.record.version} within {self._join_timeout_s:g} s "
-                f"(weights.join_timeout_s); {f'last reasons: {self.reasons}' if self._reasons else 'no actor said why'}. "
+                f"(weights.join_timeout_s). Actors that cannot join: {self.reasons or 'none'}. "
                 "Look at the actors' logs, or raise the timeout"
             ) from error
 

@@ -34,8 +34,9 @@ class Unreadable(ValueError):
 
 class Node(NamedTuple):
     """A node of a tree. `kind` is an operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`), or a
-    form of several parts (`list`, `group`, `relation`, `union`, `matrix`, `unit`). `name` is its variety, such as the
-    brackets."""
+    form of several parts (`list`, `group`, `relation`, `union`, `matrix`, `unit`). `name` distinguishes nodes of one
+    kind: the function of a `call`, the symbol, the unit, or the brackets of a `group`. `parts` are the operands, or
+    a number's value."""
 
     kind: str
     name: str = ""

@@ -35,7 +35,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A score: `value` is 1 if fully right, and the sum of `parts` if there are any. `metrics` are only reported."""
+    """A score. `value` is the reward: 1 for a right answer, or the sum of `parts` if there are any. `metrics` do not count."""
 
     value: float
     reason: str = ""
