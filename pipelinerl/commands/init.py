@@ -79,7 +79,7 @@ def _size(parameters: int) -> str:
 
 TEMPLATES = Path(pipelinerl.__file__).parent / "templates"
 _NAME = "my-task"
-"""Name of the recipe and of the folder in the templates."""
+"""Placeholder in the templates for the recipe's name and the folder. Also the name if the folder gives none."""
 _QUESTIONS = ("question", "prompt", "problem", "input", "query", "instruction")
 _ANSWERS = ("answer", "reference", "solution", "output", "response", "target", "label")
 _MOST_HELDOUT = 64

@@ -1,5 +1,5 @@
-"""`pipelinerl plan RECIPE`: divide accelerators between actors and trainer, and print expected figures and reasons. All figures
-come from the model in `pipelinerl/rl/planner.py`.
+"""`pipelinerl plan RECIPE`: divide accelerators between actors and trainer, and print the expected performance and the
+reasons. All figures come from the performance model in `pipelinerl/rl/planner.py`.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def settings(split: Split) -> str:
 def _stale(plan: Plan) -> str:
     played = plan.played
     shares = [
-        f"{stale / played.finished_by_length[bucket]:.1%} of those up to {bucket:,} tokens"
+        f"{stale / played.finished_by_length[bucket]:.1%} of those with {bucket // 2 + 1:,} to {bucket:,} tokens"
         for bucket, stale in sorted(played.stale_by_length.items())
         if stale >= 0.001 * played.finished_by_length[bucket]
     ]

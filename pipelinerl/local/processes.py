@@ -181,7 +181,8 @@ class ServiceProcess:
 @dataclass
 class Restarts:
     """Decide whether and when a service is started again, by the number of its restarts in a row. A long life, or progress of
-    the run between two deaths, resets this number. A service that always dies at the same point is thus given up."""
+    the run between two deaths, resets this number. A service that keeps dying within `stable_s` of each start is
+    therefore given up."""
 
     limit: int = 5
     """Maximum restarts in a row."""
@@ -325,7 +326,7 @@ def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
         if not (isinstance(pids, dict) and all(isinstance(pid, int) for pid in pids.values())):
             raise ValueError("it is not a mapping of names to pids")
     except (OSError, ValueError) as error:
-        fix = f"its pids.json cannot be read: {error}; remove it when all processes of the run have ended"
+        fix = f"its pids.json cannot be read: {error}; once all processes of the run have ended, delete pids.json"
         raise FieldError(option, str(run_dir.path), fix) from error
     return {name: pid for name, pid in pids.items() if lives(pid, run_dir.path)}
 

@@ -149,8 +149,8 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
         twice = "" if loads_paused(recipe) or sends_adapters(recipe) else ", which an update holds twice"
         overhead = ENGINE_GIB + (update_gib(recipe, model) if loads_paused(recipe) else UPDATE_GIB)
         large = (
-            f"weights of {weights:,.0f} GiB{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, and "
-            f"{overhead:.3g} GiB on each accelerator do not fit {memory_gib:,.0f} GiB"
+            f"{weights:,.0f} GiB of weights{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, and "
+            f"{overhead:.3g} GiB of overhead on each accelerator do not fit accelerators of {memory_gib:,.0f} GiB"
         )
         fix = f"use {enough}" if enough else f"even {MOST_PER_ACTOR}, the maximum, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")

@@ -1,6 +1,6 @@
 """The process of a rank other than rank 0: load the model, then execute rank 0's orders until the order to end.
 
-The first rank of each further node answers /healthz, /readyz and /metrics for that node's pod. A termination signal does not
+On every node except rank 0's, the first rank answers /healthz, /readyz and /metrics for the pod. A termination signal does not
 end a rank, because rank 0 gets the same signal and needs the other ranks for its last checkpoint.
 """
 

@@ -107,7 +107,10 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
         ("validate gsm --parameters 7B", "--parameters = '7B': needs --gpu-memory; give that, too"),
-        ("validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else", "name, else, does not tell its size"),
+        (
+            "validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else",
+            "the model, else, does not tell its size",
+        ),
         ("validate gsm --gpu-memory 80GB --set model.name=a/Llama-4-17B-16E", "17B-16E, does not tell its size; give the size"),
         ("run nope", "recipe = 'nope': no such file"),
         ("run nowhere.yaml", "model.name = 'nowhere': is not a folder"),
@@ -136,8 +139,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 7B --lengths 64 --active-parameters 8B", "--active-parameters = '8B': a token cannot use more than"),
         (f"{PLAN} 7B --lengths 64 --sequences-in-progress 0", "--sequences-in-progress = 0: give a number above 0"),
         (f"{PLAN} 7B --lengths 64 --kv-kib-per-token inf", "--kv-kib-per-token = inf: give a number above 0"),
-        (f"{PLAN} 900T --lengths 64", "do not fit 75 GiB; even 64, the maximum, are too few"),
-        (f"{PLAN} 70B --lengths 64", "actor.engine.tensor_parallel_size = 1: weights of 261 GiB"),
+        (f"{PLAN} 900T --lengths 64", "do not fit accelerators of 75 GiB; even 64, the maximum, are too few"),
+        (f"{PLAN} 70B --lengths 64", "actor.engine.tensor_parallel_size = 1: 261 GiB of weights"),
         (
             f"{PLAN} 7B --lengths 64 --set actor.engine.gpu_memory_utilization=0.9",
             "mine: 2 problems\n  - actor.engine.gpu_memory_utilization = 0.9: leaves 7.5 of 75 GiB outside vLLM",

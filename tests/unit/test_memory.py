@@ -41,7 +41,7 @@ SHARE = "actor.engine.gpu_memory_utilization"
         (0.2, 80.0, SHARE, "leaves vLLM 16.0 of 80 GiB, too little for weights"),
         (0.2, 80.0, SHARE, "use at least 0.23"),
         # 2 * 14.16 + 0.49 + 5 = 33.8 on one, 19.4 on each of two.
-        (0.5, 24.0, "actor.engine.tensor_parallel_size", "do not fit 24 GiB; use 2"),
+        (0.5, 24.0, "actor.engine.tensor_parallel_size", "do not fit accelerators of 24 GiB; use 2"),
         (0.5, 5.0, "actor.engine.tensor_parallel_size", "even 64, the maximum, are too few"),
     ],
 )
@@ -112,8 +112,8 @@ def test_a_quantised_actor_holds_its_weights_once_and_two_layers() -> None:
     whole = load_recipe("gsm", ["actor.engine.tensor_parallel_size=4", f"{SHARE}=0.5"])
     assert update_gib(whole, seventy) == pytest.approx(140e9 / GIB / 4 + 2)
     said = str(actor_problem(load_recipe("gsm", [*fp8[:1], f"{SHARE}=0.5"]), seventy, 40.0))
-    assert "weights of 65 GiB, 2.8 GiB of KV cache" in said
-    assert "9.44 GiB on each accelerator do not fit 40 GiB; use 4" in said
+    assert "65 GiB of weights, 2.8 GiB of KV cache" in said
+    assert "9.44 GiB of overhead on each accelerator do not fit accelerators of 40 GiB; use 4" in said
 
 
 def test_snapshots_stay_on_a_gpu_that_has_room_for_them() -> None:

@@ -405,7 +405,7 @@ def message_of(answer: Answer) -> Message:
 
 def read_messages(given: Any) -> list[Message]:
     """Read a request's messages. Text parts are joined, and the arguments of calls are parsed. Raises `Unrenderable`."""
-    fix = "messages (give a list of messages of the roles system, user, assistant and tool, whose content is text)"
+    fix = "messages (give a list of messages with text content and the role system, user, assistant or tool)"
     return [_message(one, f"messages[{number}]") for number, one in enumerate(_read(given, list[_GivenMessage], fix))]
 
 

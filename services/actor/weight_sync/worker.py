@@ -1,9 +1,9 @@
 """Receive and prepare versions in a vLLM worker process, on threads beside its decode steps.
 
-A reading thread takes orders from the actor's Unix socket, and the transfer thread performs them one after another. A Discard
-also sets a flag, which the transfer thread sees within the stall timeout. A closed socket ends both threads. A loader
-(`loaders.py`) puts tensors into the engine's layout beside the live weights as they arrive. If a group breaks, the loader waits
-on its own thread, and continues if the next group brings the same version.
+A reading thread takes orders from the actor's Unix socket. The transfer thread performs them one after another. A third thread
+runs the loader (`loaders.py`), which puts arriving tensors into the engine's layout beside the live weights. A Discard also
+sets a flag, which ends a running transfer within the stall timeout. If a group breaks, the loading thread waits, and continues
+if the next group brings the same version. A closed socket ends all threads.
 """
 
 from __future__ import annotations

@@ -169,7 +169,9 @@ class Checkpointer:
         try:
             written = await asyncio.wrap_future(job)
         except Exception as error:  # from the disk, torch, or another rank: in any case the run goes on
-            raise ServiceError(f"the checkpoint of version {version} could not be written: {error or repr(error)}") from error
+            raise ServiceError(
+                f"the checkpoint of version {version} could not be written: {str(error) or repr(error)}"
+            ) from error
         log.info("wrote the checkpoint of version %d to %s in %.2f s", version, written.folder, written.seconds)
         self.saved_at_s = time.time()
         self.positions.pop(version, None)

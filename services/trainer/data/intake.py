@@ -164,7 +164,8 @@ class Intake:
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
     def judge_actors(self, tokens: Mapping[str, tuple[int, int]]) -> None:
-        """Quarantine each actor whose tokens of lag 0 are off too often. `tokens`: the `LAG_0_TOKENS` of one step."""
+        """Quarantine each actor of whose lag-0 tokens too many differ in log-probability from the trainer's policy. `tokens`:
+        the `LAG_0_TOKENS` of one step."""
         for actor, share in self.quarantine.judge(tokens).items():
             log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
