@@ -11,12 +11,13 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
-from pipelinerl.audit.journal import JOURNAL, read_events
+from pipelinerl.audit.journal import JOURNAL, parse_event, read_lines
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.run_dir import RunDir, free_bytes, read_json
 from pipelinerl.run_summary import evaluation_of, jsonl_ends, read_jsonl
 
 Record = Mapping[str, Any]
+Reasons = Mapping[str, Mapping[str, int]]
 _SAMPLES_READ, _LOG_BYTES = 200, 65_536
 _WIDEST, _NARROWEST = 20, 3
 
@@ -29,7 +30,7 @@ class RunRecords:
     steps: Sequence[Record]
     samples: Sequence[Record] = ()
     summary: Record = field(default_factory=dict)
-    reasons: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    reasons: Reasons = field(default_factory=dict)
     """Number of sequences by outcome and reason."""
     undone: int = 0
     """Number of optimizer steps that a restart undid."""
@@ -98,6 +99,10 @@ class RunRecords:
         return self.change("reward_mean") > 3 or self.heldout_change > 0
 
     @property
+    def full_reward(self) -> float:
+        return max(share.reward.correct for share in self.recipe.mixture.values())
+
+    @property
     def is_stuck(self) -> bool:
         """Return whether the run has not learned and needs rewards that differ within groups."""
         return not self.has_learned and self.recipe.algorithm.advantage != "value"
@@ -124,13 +129,14 @@ def number_at(record: Record, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def records_in(folder: Path, recipe: Recipe, *, is_running: bool = False) -> RunRecords:
-    """Return the records of the run in `folder`."""
+def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, is_running: bool = False) -> RunRecords:
+    """Return the records of the run in `folder`. `reasons`: as in `RunRecords`, if they are known; else summary or journal
+    has them."""
     run_dir, journal = RunDir(folder, ""), folder / JOURNAL
     summary = {} if is_running else read_json(run_dir.summary)  # it may be of an earlier start
     steps = read_jsonl(run_dir.metrics)
     grown = [path.stat().st_size for path in (run_dir.metrics, run_dir.samples, journal) if path.is_file()]
-    reasons = summary.get("sequence_reasons")
+    reasons = reasons if reasons is not None else summary.get("sequence_reasons")
     return RunRecords(
         recipe=recipe,
         steps=steps,
@@ -149,9 +155,9 @@ def records_in(folder: Path, recipe: Recipe, *, is_running: bool = False) -> Run
 def _reasons_in(journal: Path) -> dict[str, dict[str, int]]:
     """Return `sequence_reasons`, as in a summary, from a journal."""
     counts: dict[str, Counter[str]] = {}
-    for _, event in read_events(journal) if journal.is_file() else ():
-        if event.get("event") == "close" and event.get("reason"):
-            counts.setdefault(event["outcome"], Counter())[event["reason"]] += len(event["ids"])
+    for _, line in read_lines(journal):  # damaged lines, which `pipelinerl audit` reports, are left out
+        if (event := parse_event(line) or {}).get("event") == "close" and event.get("reason"):
+            counts.setdefault(str(event.get("outcome")), Counter())[str(event["reason"])] += len(event.get("ids") or ())
     return {outcome: dict(reasons) for outcome, reasons in counts.items()}
 
 
