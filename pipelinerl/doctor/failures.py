@@ -66,12 +66,13 @@ def steps_skipped(run: RunRecords) -> Verdict:
 
 @rule("architecture.md#staleness")
 def dropped_stale(run: RunRecords) -> Verdict:
-    """Sequences are too old when their step comes: 2 % of them, twice what plans accept; grave from 50 %."""
+    """Sequences are too old when their step comes: 2 % after 12 steps, twice what plans accept; grave from 50 %."""
     (share, _), lag = run.share_of("dropped_stale"), run.recipe.algorithm.max_lag
     needed = max([int(value) for value in run.values("largest_lag")] + [(lag or 0) + 1])
     told = f"{percent(share)} of the sequences"
     fix = f"is {lag}; use at least {needed}, or fewer actors or actor.sequences_in_progress"
-    return lag is not None and share > 0.02 and Found(worse(share, 0.5), told, "algorithm.max_lag", fix)
+    is_bad = share > (0.02 if run.is_long else 0.5)
+    return lag is not None and is_bad and Found(worse(share, 0.5), told, "algorithm.max_lag", fix)
 
 
 @rule("learning.md#from-rewards-to-advantages")

@@ -7,10 +7,12 @@ docs/doctor.md shows. Wrong accusations are worse than silence, so thresholds le
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+log = logging.getLogger(__name__)
 Gravity = Literal["grave", "warning", "note"]
 GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 """Grave: nothing can be learned. Warning: much of the learning is lost. Note: time is lost, or something is unusual."""
@@ -75,10 +77,18 @@ def add_to(rules: list[Rule]) -> Callable[[str], Callable[[Check], Check]]:
 
 
 def apply(rules: Iterable[Rule], view: Any) -> list[Finding]:
-    """Return what the rules find, ranked."""
-    found = ((rule, rule.check(view)) for rule in rules)
+    """Return what the rules find, ranked. A rule that fails, as on damaged records, is logged and finds nothing."""
+    found = ((rule, _checked(rule, view)) for rule in rules)
     return ranked([Finding(**vars(one), id=rule.id, meaning=rule.meaning, docs=rule.docs) for rule, one in found
                    if isinstance(one, Found)])  # fmt: skip
+
+
+def _checked(rule: Rule, view: Any) -> Verdict:
+    try:
+        return rule.check(view)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        log.warning("rule %s cannot read these records: %r", rule.id, error)
+        return None
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:

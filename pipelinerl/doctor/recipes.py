@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,8 +189,11 @@ def references_unread(view: RecipeView) -> Verdict:
     return None
 
 
+_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
+
+
 def _plain(problem: Problem) -> str:
-    return " ".join(re.findall(r"\w+", "\n".join(problem.texts).lower()))
+    return "".join(problem.texts).lower().translate(_IGNORED)
 
 
 @rule("recipes.md#evaluation")
@@ -197,10 +201,10 @@ def heldout_trained_on(view: RecipeView) -> Verdict:
     """Held-out problems are also trained on: 5 % of a set's, compared without case, punctuation and spaces."""
     files = {place: source for place, source in view.sources.items() if isinstance(source, FileSource)}
     held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
-    trained = set[str]()
+    asked, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
     for place in view.recipe.tasks_by_place.keys() & files.keys():
         kept = set(map(id, held[place]))
-        trained |= {_plain(one) for one in files[place].problems if id(one) not in kept}
+        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in asked}
     for place, problems in held.items():
         if (known := sum(_plain(one) in trained for one in problems)) > 0.05 * len(problems):
             told = f"{known} of {counted(len(problems), 'problem')}"

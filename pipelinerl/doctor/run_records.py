@@ -113,13 +113,13 @@ class RunRecords:
         return self.recipe.algorithm.advantage == "value" or not self.mean("equal_reward_groups") >= 0.95
 
     def share_of(self, outcome: str, prefixes: tuple[str, ...] = ()) -> tuple[float, str]:
-        """Return the share of an outcome among all ended sequences, and its most frequent reason. With prefixes, only sequences
-        with reasons that begin so count."""
+        """Return the share of an outcome among all ended sequences, at least a batch, and its most frequent reason. With
+        prefixes, only sequences with reasons that begin so count."""
         counts = self.summary.get("sequences") or (self.steps[-1].get("sequences") if self.steps else None) or {}
         known = {name: n for name, n in (self.reasons.get(outcome) or {}).items() if not prefixes or name.startswith(prefixes)}
         num = sum(known.values()) if prefixes or known else counts.get(outcome) or 0
-        ended = max(sum(counts.get(one) or 0 for one in ("trained", "dropped_stale", "dropped_filtered", "failed")), num)
-        return num / ended if ended else 0.0, max(known, key=lambda name: known[name], default="")
+        ended = sum(counts.get(one) or 0 for one in ("trained", "dropped_stale", "dropped_filtered", "failed"))
+        return num / max(ended, num, self.recipe.trainer.batch_size), max(known, key=lambda name: known[name], default="")
 
 
 def number_at(record: Record, key: str) -> float | None:

@@ -19,8 +19,8 @@ RUN_RULES = (*failures.RULES, *lessons.RULES, *learning.RULES)
 def examine_run(
     folder: Path, recipe: Recipe | None = None, reasons: Reasons | None = None, *, is_running: bool = False
 ) -> list[Finding]:
-    """Return the findings about the run in `folder`, the cause first. `recipe` and `reasons`, the number of sequences by outcome
-    and reason, are read there if they are None. Raises `FieldError` if the folder is not a run's."""
+    """Return the findings about the run in `folder`, the cause first. `recipe` and `reasons` (numbers of sequences by outcome
+    and reason) are read there if they are None. Raises `FieldError` if the folder is not a run's."""
     check_folder(folder)
     file = RunDir(folder, "").recipe
     if recipe is None and not file.is_file():
