@@ -151,19 +151,6 @@ def one_answer(view: RecipeView) -> Verdict:
     return None
 
 
-@rule("recipes.md#tasks")
-def answer_in_prompt(view: RecipeView) -> Verdict:
-    """Prompts give the answer away: 80 % of 10 end with it, or contain one of 60 characters."""
-    for place, _, problems in view.files():
-        pairs = [("\n".join(one.texts).rstrip(" .\n"), str(one.reference.get("answer") or "").strip()) for one in problems]
-        leaking = [(text, answer) for text, answer in pairs if answer and (
-            (len(answer) >= 60 and answer in text) or re.search(rf"(?<![\w.-]){re.escape(answer)}$", text))]  # fmt: skip
-        if len(problems) >= 10 and len(leaking) >= 0.8 * len(problems) and len({answer for _, answer in leaking}) >= 5:
-            told, sample = f"{len(leaking)} of {len(problems)}", {"prompt": leaking[0][0][-400:]}
-            return Found("warning", told, f"{place}task.prompt_field", "name the column of the question alone", sample)
-    return None
-
-
 @rule("recipes.md#rewards")
 def references_long(view: RecipeView) -> Verdict:
     """References are whole texts, which no completion repeats exactly: a median of 200 characters, compared exactly."""
@@ -172,20 +159,6 @@ def references_long(view: RecipeView) -> Verdict:
         if share.reward.scorer in ("task", "exact") and length >= 200:
             fix = r"extract the final answer, as by '####\s*(.+)', or use reward.scorer: math"
             return Found("warning", f"{length:,.0f} characters", f"{place}task.answer_pattern", fix)
-    return None
-
-
-@rule("recipes.md#rewards")
-def references_unread(view: RecipeView) -> Verdict:
-    """Some references earn nothing as answers: a tenth of 10 that were tried; grave from a half."""
-    for place, share in view.recipe.sets_by_place.items():
-        called = [one for one in view.calls if one.place == place and one.status == "ok"]
-        tried = [one for one in called if one.completion and not one.near_miss]
-        unpaid = [one for one in tried if one.reward <= 0]
-        if not share.reward.is_function and len(tried) >= 10 and 0.1 * len(tried) <= len(unpaid) < len(tried):
-            told = f"{len(unpaid)} of {len(tried)}, the first {unpaid[0].completion!r:.60}"
-            field = f"{place}reward.{'answer_pattern' if share.reward.answer_pattern else 'scorer'}"
-            return Found(worse(len(unpaid) / len(tried), 0.5), told, field, "let it find signs, commas and decimals, too")
     return None
 
 
@@ -252,12 +225,12 @@ def form_unsaid(view: RecipeView) -> Verdict:
 
 @rule("learning.md#truncated-completions")
 def answers_too_long(view: RecipeView) -> Verdict:
-    """Right answers do not fit into max_tokens: half of the references alone, or what a small model of this package writes."""
+    """Right answers do not fit into max_tokens: half of the references in their form, or what a small packaged model writes."""
     if view.tokens(view.written) > view.recipe.max_tokens:
         fix = f"is {view.recipe.max_tokens}; use 64"
         return Found("grave", f"the model writes {view.written!r}", "sampling.max_tokens", fix)
     for place, share, problems in view.files():
-        lengths = [view.tokens(one) for one in _right_answers(share, problems)[:64]]
+        lengths = [view.tokens(f"{_marker(share)} {one}") for one in _right_answers(share, problems)[:64]]
         if lengths and median(lengths) > share.max_tokens:
             fix = f"is {share.max_tokens}; use {2 * math.ceil(max(lengths))} or more"
             return Found("grave", f"median {median(lengths):.0f} tokens", f"{place or 'sampling.'}max_tokens", fix)
@@ -280,28 +253,27 @@ def reasoning_cut(view: RecipeView) -> Verdict:
 
 @rule("recipes.md#tasks")
 def stop_cuts_answers(view: RecipeView) -> Verdict:
-    """A stop text ends completions before the answer: in half of the references (grave), or blank and prompts ask for steps."""
+    """A stop text ends completions before the answer: it is in half of the references or in the text before the answer
+    (grave), or blank and prompts ask for steps."""
     answers = [answer for _, share, problems in view.files() for answer in _right_answers(share, problems)]
     told = "\n".join(map(view.told, view.recipe.tasks_by_place))
+    markers = [_marker(share) for share in view.recipe.tasks_by_place.values()]
     for stop in view.recipe.sampling.stop:
-        if answers and sum(stop in answer for answer in answers) >= 0.5 * len(answers):
-            return Found("grave", f"{stop!r} occurs in the references", "sampling.stop", "leave it out")
+        is_in_form = bool(stop.strip()) and any(stop.strip() in one for one in markers)
+        if is_in_form or (answers and sum(stop in answer for answer in answers) >= 0.5 * len(answers)):
+            return Found("grave", f"{stop!r} occurs in right answers", "sampling.stop", "leave it out")
         if not stop.strip() and re.search(r"(?i)step|reason|think|explain|boxed", told):
             return Found("warning", f"{stop!r}, but the prompt asks for steps", "sampling.stop", "leave it out")
     return None
 
 
 @rule("recipes.md#rewards")
-def terms_outweigh(view: RecipeView) -> Verdict:
-    """Other terms outweigh the answer: a format weight below 0 or of reward.correct, or an overlong penalty of it that
-    begins before half of max_tokens."""
+def format_outweighs(view: RecipeView) -> Verdict:
+    """The format outweighs the answer: a weight below 0, or of reward.correct or more."""
     for place, share in view.recipe.tasks_by_place.items():
-        reward, overlong = share.reward, share.reward.overlong
+        reward = share.reward
         if not 0 <= reward.format_weight < reward.correct:
             return Found("warning", f"{reward.format_weight:g}", f"{place}reward.format_weight", f"use {reward.correct / 10:g}")
-        if overlong.penalty >= reward.correct and 2 * overlong.buffer_tokens >= share.max_tokens:
-            told = f"{overlong.buffer_tokens} of {share.max_tokens} tokens"
-            return Found("warning", told, f"{place}reward.overlong.buffer_tokens", "use a quarter of max_tokens")
     return None
 
 
