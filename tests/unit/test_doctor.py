@@ -152,7 +152,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
 def test_a_healthy_run_has_no_finding() -> None:
     assert found(healthy()) == []
     assert found(replace(healthy(), steps=[step(1)], samples=[])) == []
-    few = {"dropped_stale": {"lag": 3}}
+    few = {"dropped_stale": {"lag": 2}}
     assert found(replace(healthy(reasons=few, is_running=True), steps=[])) == []  # less than a batch says little
 
 
