@@ -7,17 +7,18 @@ from pipelinerl.doctor.run_records import RunRecords
 from pipelinerl.errors import counted
 from pipelinerl.rl.ledger import MEANINGS
 
-RULES: list[Rule[RunRecords]] = []
+RULES: list[Rule] = []
 rule = add_to(RULES)
 _EPISODES = ("episode_", "turn_timeout", "no_turns", "verifier_refused")
-_PROMPTS = ("prompt_too_long", "prompt too long", "longer than the context")
-_OTHERS = tuple(name for name in MEANINGS if not name.startswith(("reward_", *_EPISODES, *_PROMPTS, "actor_", "step skipped")))
+_OTHERS = tuple(name for name in MEANINGS if not name.startswith(("reward_", *_EPISODES, "actor_", "step skipped")))
+_LONG = ("model.max_context", "raise it, or drop long problems")
 _CALL = "correct the function; pipelinerl validate RECIPE calls it and shows its error"
 _FIXES = {
     "reward_timeout": ("reward.timeout_s", "raise it above the slowest call that pipelinerl validate shows"),
     "reward_out_of_memory": ("reward.memory_mib", "raise it, or let the reward need less"),
     "reward_bad_reference": ("task.answer_field", "name the field of the answer, and leave out rows without one"),
     "episode_timeout": ("task.episode_timeout_s", "raise it, or task.answer_timeout_s, or speed the environment up"),
+    **dict.fromkeys(("prompt_too_long", "prompt too long", "longer than the context"), _LONG),
     "turn_timeout": ("task.turn_timeout_s", "raise it, or lower actor.episodes_in_progress"),
 }
 
@@ -38,12 +39,6 @@ def rewards_fail(run: RunRecords) -> Verdict:
 def episodes_fail(run: RunRecords) -> Verdict:
     """Episodes end by a fault of the environment, not of the policy: 5 % of them; grave from 50 %."""
     return _lost(run, _EPISODES, "task.name", "correct the environment; logs/verifier.log has its error")
-
-
-@rule("errors.md#reasons")
-def prompts_too_long(run: RunRecords) -> Verdict:
-    """Prompts leave no room in the context: for 5 % of the sequences; grave from 50 %."""
-    return _lost(run, _PROMPTS, "model.max_context", f"is {run.recipe.model.max_context}; raise it, or drop long problems")
 
 
 @rule("weight-updates.md#the-parity-probe")
@@ -71,12 +66,13 @@ def steps_skipped(run: RunRecords) -> Verdict:
 
 @rule("architecture.md#staleness")
 def dropped_stale(run: RunRecords) -> Verdict:
-    """Sequences are too old when their step comes: 2 % of them, twice what plans accept; grave from 50 %."""
+    """Sequences are too old when their step comes: 2 % after 12 steps, twice what plans accept; grave from 50 %."""
     (share, _), lag = run.share_of("dropped_stale"), run.recipe.algorithm.max_lag
     needed = max([int(value) for value in run.values("largest_lag")] + [(lag or 0) + 1])
     told = f"{percent(share)} of the sequences"
     fix = f"is {lag}; use at least {needed}, or fewer actors or actor.sequences_in_progress"
-    return lag is not None and share > 0.02 and Found(worse(share, 0.5), told, "algorithm.max_lag", fix)
+    is_bad = share > (0.02 if run.is_long else 0.5)
+    return lag is not None and is_bad and Found(worse(share, 0.5), told, "algorithm.max_lag", fix)
 
 
 @rule("learning.md#from-rewards-to-advantages")
@@ -101,13 +97,6 @@ def no_steps(run: RunRecords) -> Verdict:
     return is_dead and Found("grave", run.last_error or "no error in the logs", "logs", "read what the services waited for")
 
 
-@rule("reliability.md#what-happens-when-something-dies")
-def services_restart(run: RunRecords) -> Verdict:
-    """A service died again and again: 3 restarts."""
-    restarts = {name: number for name, number in (run.summary.get("restarts") or {}).items() if number >= 3}
-    return bool(restarts) and Found("warning", str(restarts), "logs", f"see logs/{next(iter(restarts))}.log for the cause")
-
-
 @rule("reliability.md#the-trainer")
 def steps_lost(run: RunRecords) -> Verdict:
     """A restart undid optimizer steps: any step in metrics-undone.jsonl."""
@@ -123,13 +112,3 @@ def disk_fills(run: RunRecords) -> Verdict:
     told = f"{run.free_bytes / 1e9:.3g} GB free, {needed / 1e9:.3g} GB needed for {counted(left, 'more step')}"
     is_short = run.is_running and len(run.steps) >= 3 and needed > run.free_bytes
     return is_short and Found("warning", told, "checkpoint.keep", "free space, or keep fewer checkpoints")
-
-
-@rule("recipes.md#evaluation")
-def evaluation_unanswered(run: RunRecords) -> Verdict:
-    """Held-out problems get no verdict: 5 % of those of the last evaluation."""
-    last = run.evaluations[-1] if run.evaluations else {}
-    asked = sum(share.task.heldout_problems for share in run.recipe.sets_by_place.values())
-    fix = f"is {run.recipe.evaluation.timeout_s:g}; raise it if answers are late; logs/trainer.log has the reasons"
-    told = f"{last.get('unanswered')} of {asked:,} problems"
-    return (last.get("unanswered") or 0) >= 0.05 * asked and Found("warning", told, "evaluation.timeout_s", fix)

@@ -7,10 +7,12 @@ docs/doctor.md shows. Wrong accusations are worse than silence, so thresholds le
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
+log = logging.getLogger(__name__)
 Gravity = Literal["grave", "warning", "note"]
 GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 """Grave: nothing can be learned. Warning: much of the learning is lost. Note: time is lost, or something is unusual."""
@@ -44,27 +46,27 @@ class Finding(Found):
         return asdict(self)
 
 
-View = TypeVar("View")
 Verdict = Found | bool | None
 """What a rule returns: what it found, or a false value."""
+Check = Callable[[Any], Verdict]
 
 
 @dataclass(frozen=True)
-class Rule(Generic[View]):
-    """A rule over a view. The docstring of `check` is its `meaning`, a colon and its `threshold`."""
+class Rule:
+    """A rule over a RecipeView or RunRecords. The docstring of `check` is its `meaning`, a colon and its `threshold`."""
 
     id: str
     meaning: str
     threshold: str
     docs: str
-    check: Callable[[View], Verdict]
+    check: Check
 
 
-def add_to(rules: list[Rule[View]]) -> Callable[[str], Callable[[Callable[[View], Verdict]], Callable[[View], Verdict]]]:
+def add_to(rules: list[Rule]) -> Callable[[str], Callable[[Check], Check]]:
     """Return a decorator for rules, which takes the rule's page in docs. A rule's id is its function's name with dashes."""
 
-    def rule(docs: str) -> Callable[[Callable[[View], Verdict]], Callable[[View], Verdict]]:
-        def added(check: Callable[[View], Verdict]) -> Callable[[View], Verdict]:
+    def rule(docs: str) -> Callable[[Check], Check]:
+        def added(check: Check) -> Check:
             meaning, _, threshold = " ".join((inspect.getdoc(check) or "").split()).partition(": ")
             rules.append(Rule(check.__name__.replace("_", "-"), meaning, threshold, f"docs/{docs}", check))
             return check
@@ -74,11 +76,19 @@ def add_to(rules: list[Rule[View]]) -> Callable[[str], Callable[[Callable[[View]
     return rule
 
 
-def apply(rules: Iterable[Rule[View]], view: View) -> list[Finding]:
-    """Return what the rules find, ranked."""
-    found = ((rule, rule.check(view)) for rule in rules)
+def apply(rules: Iterable[Rule], view: Any) -> list[Finding]:
+    """Return what the rules find, ranked. A rule that fails, as on damaged records, is logged and finds nothing."""
+    found = ((rule, _checked(rule, view)) for rule in rules)
     return ranked([Finding(**vars(one), id=rule.id, meaning=rule.meaning, docs=rule.docs) for rule, one in found
                    if isinstance(one, Found)])  # fmt: skip
+
+
+def _checked(rule: Rule, view: Any) -> Verdict:
+    try:
+        return rule.check(view)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        log.warning("rule %s cannot read these records: %r", rule.id, error)
+        return None
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 
 from pipelinerl.doctor.findings import Found, Rule, Verdict, add_to, percent, worse
 from pipelinerl.doctor.run_records import RunRecords, number_at
 from pipelinerl.rl.groups import CUTTING, LAG_BUCKETS, MOST_CUT
 
-RULES: list[Rule[RunRecords]] = []
+RULES: list[Rule] = []
 rule = add_to(RULES)
 _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
 """Nats per token between actor and trainer at lag 0. Rounding gives 1e-9 in float32 and about 1e-3 in 16 bits."""
@@ -48,11 +49,8 @@ def mask_takes_all(run: RunRecords) -> Verdict:
     """The mask leaves most tokens out of the loss: 50 %; grave from 95 %."""
     share, algorithm = run.mean("mask_fraction"), run.recipe.algorithm
     fix = f"is {algorithm.mask_low:g}, mask_high {algorithm.mask_high:g}, mask_kl {algorithm.mask_kl:g}; widen them"
-    return (
-        share >= 0.5
-        and algorithm.mask != "none"
-        and Found(worse(share, 0.95), f"{percent(share)} of the tokens", "algorithm.mask_low", fix)
-    )
+    is_bad = share >= 0.5 and algorithm.mask != "none"
+    return is_bad and Found(worse(share, 0.95), f"{percent(share)} of the tokens", "algorithm.mask_low", fix)
 
 
 @rule("learning.md#losses")
@@ -62,14 +60,6 @@ def clip_cuts(run: RunRecords) -> Verdict:
     fix = f"is {algorithm.clip_low:g}, clip_high {algorithm.clip_high:g}; widen both, or lower max_lag or the learning rate"
     is_cut = share > MOST_CUT and algorithm.loss in CUTTING
     return is_cut and Found(worse(share, 0.75), f"{percent(share)} of the tokens", "algorithm.clip_low", fix)
-
-
-@rule("learning.md#losses")
-def gradient_zero(run: RunRecords) -> Verdict:
-    """The gradient is zero although rewards differ: in all of the last steps."""
-    norms = run.values("grad_norm", slice(-run.window, None))
-    is_zero = len(norms) >= 3 and not any(norms) and run.has_signal and run.late("equal_reward_groups") < 1
-    return is_zero and Found("grave", "norm 0", "algorithm", "see which of mask, clip range and truncated removes all tokens")
 
 
 @rule("learning.md#the-optimizer")
@@ -95,10 +85,10 @@ def policy_unmoved(run: RunRecords) -> Verdict:
 
 @rule("learning.md#learning-rate")
 def updates_rounded(run: RunRecords) -> Verdict:
-    """All updates together are below the precision of 16-bit weights: rates add up to under 3e-5 after 20 steps, half the
+    """All updates together are below the precision of 16-bit weights: rates add up to under 3e-5 in 100 steps, half the
     spacing of bfloat16 at 0.02."""
     rates, trainer = run.values("learning_rate"), run.recipe.trainer
-    is_lost = len(rates) >= 20 and sum(rates) < 3e-5 and run.recipe.model.dtype != "float32" and trainer.lora is None
+    is_lost = len(rates) >= 100 and sum(rates) < 3e-5 and run.recipe.model.dtype != "float32" and trainer.lora is None
     fix = f"is {trainer.learning_rate:g}; use 1e-6 or more"
     return is_lost and Found("warning", f"sum {sum(rates):.2g}", "trainer.learning_rate", fix)
 
@@ -121,9 +111,8 @@ def _falls(run: RunRecords) -> bool:
 def entropy_explodes(run: RunRecords) -> Verdict:
     """The policy becomes random: twice the first entropy and above 1 nat, without a gain; grave if the reward halves."""
     early, late, bonus = run.early("entropy"), run.late("entropy"), run.recipe.algorithm.entropy_coefficient
-    field, value = (
-        ("algorithm.entropy_coefficient", bonus) if bonus else ("trainer.learning_rate", run.recipe.trainer.learning_rate)
-    )
+    rate = run.recipe.trainer.learning_rate
+    field, value = ("algorithm.entropy_coefficient", bonus) if bonus else ("trainer.learning_rate", rate)
     is_wild = run.is_long and late > max(1, 2 * early) and not run.has_learned
     return is_wild and Found(worse(_falls(run), 1), f"{early:.2g} -> {late:.2g} nats", field, f"is {value:g}; lower it tenfold")
 
@@ -139,85 +128,38 @@ def policy_collapsed(run: RunRecords) -> Verdict:
 @rule("learning.md#losses")
 def entropy_collapsed(run: RunRecords) -> Verdict:
     """The policy has become certain without having learned: a twentieth of the first entropy, without a gain."""
-    early, late, best = (
-        run.early("entropy"),
-        run.late("entropy"),
-        max(one.reward.correct for one in run.recipe.mixture.values()),
-    )
-    is_certain = (
-        run.is_long and early > 0.01 and late < early / 20 and not run.has_learned and run.late("reward_mean") < 0.9 * best
-    )
-    fix = "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"
-    return is_certain and Found("warning", f"{early:.2g} -> {late:.2g} nats", "algorithm.entropy_coefficient", fix)
-
-
-@rule("recipes.md#evaluation")
-def heldout_falls(run: RunRecords) -> Verdict:
-    """Held-out accuracy fell while the training reward did not: separate 95 % intervals."""
-    told = " -> ".join(percent(run.evaluations[at]["accuracy"]) for at in (0, -1)) if run.evaluations else ""
-    fix = "use more problems, and read samples: training may exploit a flaw of the reward"
-    return run.heldout_change < 0 <= run.change("reward_mean") and Found("warning", told, "task.path", fix)
-
-
-@rule("learning.md#learning-rate")
-def reward_flat(run: RunRecords) -> Verdict:
-    """The reward has not moved in 100 steps: within 1 standard error of its start, and below 0.9 of the full one."""
-    late, best = run.late("reward_mean"), max(share.reward.correct for share in run.recipe.mixture.values())
-    is_flat = len(run.trained) >= 100 and not run.has_learned and abs(run.change("reward_mean")) < 1 and late < 0.9 * best
-    fix = f"is {run.recipe.trainer.learning_rate:g}; raise it threefold, use larger batches, or compare early and late samples"
-    return is_flat and Found("warning", f"reward {late:.3g}", "trainer.learning_rate", fix)
-
-
-# --- what a run waits for -------------------------------------------------------------------------------------------------
-
-
-def _share(run: RunRecords, *phases: str) -> float:
-    """Return the share of the last steps' seconds that these phases took; 0 in conventional mode and in a short run."""
-    total = run.late("step_s.total") if run.is_long and run.recipe.mode == "pipeline" else 0.0
-    return sum(run.late(f"step_s.{phase}") for phase in phases) / total if total else 0.0
-
-
-@rule("architecture.md#staleness")
-def max_lag_throttles(run: RunRecords) -> Verdict:
-    """The lag limit keeps actors idle: max_lag_too_small in half of the last steps."""
-    share, fix = run.late("max_lag_too_small"), f"is {run.recipe.algorithm.max_lag}; use {run.late('largest_lag'):.0f} or more"
-    return share >= 0.5 and Found("note", f"in {percent(share)} of the steps", "algorithm.max_lag", fix)
-
-
-@rule("weight-updates.md#one-update")
-def commit_bound(run: RunRecords) -> Verdict:
-    """The trainer waits for weight updates: 20 % of the time."""
-    share, fix = _share(run, "send", "snapshot"), "use nccl if possible, a larger weights.chunk_mib, and fewer evaluations"
-    return share >= 0.2 and Found("note", f"{percent(share)} of the time", "weights.backend", fix)
+    early, late, best = run.early("entropy"), run.late("entropy"), run.full_reward
+    is_certain = run.is_long and early > 0.01 and late < early / 20 and run.late("reward_mean") < 0.9 * best
+    told, fix = f"{early:.2g} -> {late:.2g} nats", "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"
+    return is_certain and not run.has_learned and Found("warning", told, "algorithm.entropy_coefficient", fix)
 
 
 @rule("training.md#reading-the-figures")
-def verifier_bound(run: RunRecords) -> Verdict:
-    """The trainer waits although actors are idle, so rewards or environments are slow: half of the time."""
-    share, busy = _share(run, "wait"), run.late("actor_busy_fraction")
-    is_bound = share >= 0.5 and busy < 0.5 and not run.late("held_by_max_lag")
-    fix = "add verifier workers, or make the reward faster; pipelinerl validate shows the time of a call"
-    return is_bound and Found("note", f"waits {percent(share)}, actors busy {percent(busy)}", "reward.scorer", fix)
-
-
-@rule("training.md#how-many-actors")
-def actor_bound(run: RunRecords) -> Verdict:
-    """The trainer waits for busy actors: half of the time."""
-    share, number = _share(run, "wait"), run.recipe.actor.number
-    fix = f"is {number}; {max(number + 1, round(number / max(0.1, 1 - share)))} would keep the trainer busy"
-    return (
-        share >= 0.5
-        and run.late("actor_busy_fraction") >= 0.5
-        and Found("note", f"{percent(share)} of the time", "actor.count", fix)
+def bottleneck(run: RunRecords) -> Verdict:
+    """One part keeps the others waiting: the lag limit in half of the steps; weight updates for 20 % of the time; the trainer
+    waits for half, or computes for 90 % while actors are busy for less than half."""
+    if not run.is_long or run.recipe.mode != "pipeline":
+        return None
+    total, busy, lag = run.late("step_s.total"), run.late("actor_busy_fraction"), run.late("max_lag_too_small")
+    waits, computes, sends, copies = (
+        run.late(f"step_s.{one}") / (total or math.nan) for one in ("wait", "compute", "send", "snapshot")
     )
-
-
-@rule("training.md#reading-the-figures")
-def trainer_bound(run: RunRecords) -> Verdict:
-    """Actors wait for the trainer: it computes 90 % of the time, and they are busy for less than half."""
-    share, busy = _share(run, "compute"), run.late("actor_busy_fraction")
-    fix = f"is {run.recipe.trainer.ranks}; give the trainer more GPUs, and actors fewer"
-    return share >= 0.9 and busy < 0.5 and Found("note", f"actors busy {percent(busy)}", "trainer.nproc", fix)
+    ranks, number = run.recipe.trainer.ranks, run.recipe.actor.number
+    told = f"waits {percent(waits)}, computes {percent(computes)}, sends {percent(sends)}; actors busy {percent(busy)}"
+    if lag >= 0.5:
+        fix = f"is {run.recipe.algorithm.max_lag}; use {run.late('largest_lag'):.0f} or more"
+        return Found("note", f"bound by lag in {percent(lag)} of the steps: {told}", "algorithm.max_lag", fix)
+    if sends + copies >= 0.2:
+        fix = "use nccl if possible, a larger weights.chunk_mib, and fewer evaluations"
+        return Found("note", f"commit-bound: {told}", "weights.backend", fix)
+    if waits >= 0.5 and busy >= 0.5:
+        fix = f"is {number}; {max(number + 1, round(number / max(0.1, 1 - waits)))} would keep the trainer busy"
+        return Found("note", f"actor-bound: {told}", "actor.count", fix)
+    if waits >= 0.5 and busy < 0.5 and not run.late("held_by_max_lag"):
+        fix = "add verifier workers, or make the reward faster; pipelinerl validate shows the time of a call"
+        return Found("note", f"verifier-bound: {told}", "reward.scorer", fix)
+    fix = f"is {ranks}; give the trainer more GPUs, and actors fewer"
+    return computes >= 0.9 and busy < 0.5 and Found("note", f"trainer-bound: {told}", "trainer.nproc", fix)
 
 
 @rule("architecture.md#staleness")

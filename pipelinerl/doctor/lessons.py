@@ -12,7 +12,7 @@ from pipelinerl.doctor.run_records import Record, RunRecords, number_at
 from pipelinerl.recipe.fields import ProblemSet
 from pipelinerl.tasks.final_answer import final_answer, occurs
 
-RULES: list[Rule[RunRecords]] = []
+RULES: list[Rule] = []
 rule = add_to(RULES)
 _NO_ANSWERS = ("json_schema", "regex", "judge", "code")
 """Scorers whose reference is not a right answer."""
@@ -55,51 +55,16 @@ def _earned(samples: Iterable[Record]) -> list[float]:
     return [sum(of.values()) if of else one["reward"] for of, one in terms if number_at(one, "reward") is not None]
 
 
-def _form(run: RunRecords) -> str:
-    reward = _first(run).reward
-    return r"\boxed{}" if reward.scorer == "math_boxed" else f"reward.answer_pattern = {reward.answer_pattern!r}"
-
-
-@rule("learning.md#truncated-completions")
-def all_masked(run: RunRecords) -> Verdict:
-    """The loss leaves out all cut completions, and nearly all are cut: 90 %, with reward.truncated: mask."""
-    share, limit = run.late("truncated_fraction"), run.recipe.max_tokens
-    is_masked = share >= 0.9 and _first(run).reward.truncated == "mask"
-    return is_masked and Found(
-        "grave", f"{percent(share)} are cut", "sampling.max_tokens", f"is {limit}; use {4 * limit}", _last(run)
-    )
-
-
 @rule("learning.md#truncated-completions")
 def all_cut(run: RunRecords) -> Verdict:
-    """Completions are cut at their length limit: 50 % of a run that has not learned; grave from 90 % if rewards are equal."""
+    """Completions are cut at their length limit: 50 % of a run that has not learned; grave from 90 % if rewards are equal, or
+    if the loss leaves cut completions out."""
     share, limit = run.mean("truncated_fraction"), run.recipe.max_tokens
     fix = f"is {limit}; use {4 * limit} with model.max_context to match, or ask for shorter answers"
-    gravity, told = "warning" if run.has_signal else worse(share, 0.9), f"{percent(share)} of the completions"
+    is_masked = _first(run).reward.truncated == "mask"
+    gravity, told = worse(share, 0.9) if is_masked or not run.has_signal else "warning", f"{percent(share)} of the completions"
     is_bad = share >= 0.5 and not run.has_learned
     return is_bad and Found(gravity, told, "sampling.max_tokens", fix, _last(run))
-
-
-@rule("episodes.md#what-is-trained")
-def turns_used_up(run: RunRecords) -> Verdict:
-    """Episodes use up their turns: 95 % of task.max_turns on average, in a run that has not learned."""
-    limits = [share.task.max_turns for share in run.recipe.mixture.values() if share.task.is_episodic]
-    turns, most = run.mean("turns_mean"), max(limits, default=0)
-    fix = f"is {most}; raise it, or say in the prompt how an episode ends"
-    return (
-        turns >= 0.95 * most > 0
-        and not run.has_learned
-        and Found(worse(not run.has_signal, 1), f"{turns:.3g} turns", "task.max_turns", fix)
-    )
-
-
-@rule("recipes.md#tasks")
-def completions_empty(run: RunRecords) -> Verdict:
-    """Completions end at once: under 2 tokens on average, with equal rewards."""
-    length = run.mean("completion_tokens_mean")
-    fix = "check the prompt's end, its chat template, and sampling.stop"
-    is_empty = length < 2 and not run.has_signal and run.recipe.max_tokens > 1
-    return is_empty and Found("grave", f"{length:.2g} tokens", "task.prompt_style", fix, _last(run))
 
 
 @rule("recipes.md#chat-templates")
@@ -113,10 +78,8 @@ def think_unclosed(run: RunRecords) -> Verdict:
     samples = _trained(run)
     share = fmean(map(is_open, samples)) if len(samples) >= 8 else 0.0
     fix = f"is {run.recipe.max_tokens}; raise it, or switch reasoning off by model.chat_template_kwargs"
-    is_bad = share >= 0.5 and run.late("reward_mean") < 0.5
-    return is_bad and Found(
-        worse(not run.has_signal, 1), f"{percent(share)} of the samples", "sampling.max_tokens", fix, _last(run, is_open)
-    )
+    is_bad, told = share >= 0.5 and run.late("reward_mean") < 0.5, f"{percent(share)} of the samples"
+    return is_bad and Found(worse(not run.has_signal, 1), told, "sampling.max_tokens", fix, _last(run, is_open))
 
 
 @rule("learning.md#from-rewards-to-advantages")
@@ -130,21 +93,17 @@ def completions_identical(run: RunRecords) -> Verdict:
 
 
 @rule("recipes.md#rewards")
-def answers_missed(run: RunRecords) -> Verdict:
-    """The reward finds no answer though the right one is there: under 5 % found, and the reference occurs in 5 %."""
-    absent, missed = run.mean("answers_absent"), run.mean("answers_missed")
-    told = f"no answer found in {percent(absent)} of the completions; {percent(missed)} contain the reference"
-    fix = f"completions do not have the form of {_form(run)}; change it, or ask for that form"
-    return absent >= 0.95 and missed >= 0.05 and Found("grave", told, "reward.answer_pattern", fix, _last(run, _written))
-
-
-@rule("recipes.md#rewards")
 def answers_absent(run: RunRecords) -> Verdict:
-    """Completions hardly ever have an answer in the expected form: under 5 %; grave if rewards are equal."""
-    absent, fix = run.mean("answers_absent"), f"ask for the form that {_form(run)} expects, and check template and stop texts"
-    return absent >= 0.95 and Found(
-        worse(not run.has_signal, 1), f"{percent(absent)} have none", "task.instruction", fix, _last(run)
-    )
+    """The reward hardly ever finds an answer: under 5 %; grave if rewards are equal or the reference occurs in 5 %."""
+    reward, absent, missed = _first(run).reward, run.mean("answers_absent"), run.mean("answers_missed")
+    form = r"\boxed{}" if reward.scorer == "math_boxed" else f"reward.answer_pattern = {reward.answer_pattern!r}"
+    told = f"no answer found in {percent(absent)} of the completions"
+    field, fix = "task.instruction", f"ask for the form that {form} expects, and check template and stop texts"
+    if is_missed := missed >= 0.05:
+        told = f"{told}; {percent(missed)} contain the reference"
+        field, fix = "reward.answer_pattern", f"completions do not have the form of {form}; change it, or ask for that form"
+    sample = _last(run, _written if is_missed else bool)
+    return absent >= 0.95 and Found(worse(is_missed or not run.has_signal, 1), told, field, fix, sample)
 
 
 @rule("recipes.md#rewards")
@@ -171,19 +130,10 @@ def format_without_answer(run: RunRecords) -> Verdict:
     """Completions earn the format term and no answer: 80 % of its weight, under 2 % of the other's; grave if equal."""
     reward, name = _first(run).reward, f"reported.{_first(run).name}"
     form, right = run.late(f"{name}.format"), run.late(f"{name}.answer")
-    is_bad = run.is_long and reward.format_weight > 0 and form >= 0.8 * reward.format_weight and right < 0.02 * reward.correct
+    is_bad = run.is_long and form >= 0.8 * reward.format_weight > 0 and right < 0.02 * reward.correct
     told = f"format {form:.3g} of {reward.format_weight:g}, answer {right:.3g} of {reward.correct:g}"
-    return is_bad and Found(
-        worse(not run.has_signal, 1), told, "task", "check the references and the scorer, or take easier problems", _last(run)
-    )
-
-
-@rule("recipes.md#another-model-as-judge")
-def judge_constant(run: RunRecords) -> Verdict:
-    """The judge always gives the same mark: equal rewards in 95 % of the groups."""
-    is_bad = not run.has_signal and _first(run).reward.scorer == "judge"
-    fix = "ask for a graded mark by criteria, and check reward.judge.pattern and full_marks against an answer"
-    return is_bad and Found("grave", f"mean reward {run.late('reward_mean'):.3g}", "reward.judge.template", fix, _last(run))
+    fix = "check the references and the scorer, or take easier problems"
+    return is_bad and Found(worse(not run.has_signal, 1), told, "task", fix, _last(run))
 
 
 @rule("recipes.md#tasks")
@@ -191,7 +141,7 @@ def groups_all_wrong(run: RunRecords) -> Verdict:
     """No answer of a group is right: 75 % of the groups of a run that has not learned; grave from 95 % with equal rewards."""
     share, size = run.mean("groups_all_wrong"), run.recipe.sampling.group_size
     fix = f"take problems that the model solves in 1 to {size - 1} of {size} tries, or larger groups; check the references"
-    is_bad = share >= _FEW and run.is_stuck
+    is_bad = share >= _FEW and run.is_stuck and _first(run).reward.scorer != "judge"
     gravity = "warning" if run.has_signal else worse(share, _DEAD)
     return is_bad and Found(gravity, f"{percent(share)} of the groups", "task", fix, _last(run))
 
@@ -209,13 +159,15 @@ def groups_all_right(run: RunRecords) -> Verdict:
 
 @rule("recipes.md#rewards")
 def reward_constant(run: RunRecords) -> Verdict:
-    """Rewards do not vary within groups: 75 % of the groups of a run that has not learned; grave from 95 %."""
+    """Rewards, or the marks of a judge, do not vary within groups: 75 % of a run that has not learned; grave from 95 %."""
     share, right = run.mean("equal_reward_groups"), run.late("groups_all_right")
     values = sorted(set(_earned(_trained(run))))[:4]
-    fix = "check its arguments, what it compares, and what it returns by default"
+    field, fix = "reward.scorer", "check its arguments, what it compares, and what it returns by default"
+    if _first(run).reward.scorer == "judge":
+        field, fix = "reward.judge.template", "ask for a graded mark by criteria, and check pattern and full_marks on an answer"
     is_bad = share >= _FEW and run.is_stuck and not (share < _DEAD and right >= 0.5)
     told = f"{percent(share)} of the groups; rewards such as {', '.join(f'{value:g}' for value in values)}"
-    return is_bad and Found(worse(share, _DEAD), told, "reward.scorer", fix, _last(run))
+    return is_bad and Found(worse(share, _DEAD), told, field, fix, _last(run))
 
 
 @rule("recipes.md#rewards")
@@ -253,8 +205,5 @@ def length_grows(run: RunRecords) -> Verdict:
     early, late = run.early("completion_tokens_mean"), run.late("completion_tokens_mean")
     is_bad = late >= 1.5 * early and run.change("completion_tokens_mean") > 3 and run.change("reward_mean") < 1
     fix = "add it, or use algorithm.normalization: token, with which long wrong answers weigh more"
-    return (
-        is_bad
-        and not run.has_learned
-        and Found("warning", f"{early:.4g} -> {late:.4g} tokens", "reward.overlong", fix, _last(run))
-    )
+    told = f"{early:.4g} -> {late:.4g} tokens"
+    return is_bad and not run.has_learned and Found("warning", told, "reward.overlong", fix, _last(run))

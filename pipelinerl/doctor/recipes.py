@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import math
 import re
+import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pipelinerl.doctor.findings import Finding, Found, Gravity, Rule, Verdict, add_to, apply, percent, ranked, worse
+from pipelinerl.doctor.findings import Finding, Found, Gravity, Rule, Verdict, add_to, apply, ranked, worse
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, named_doubts
 from pipelinerl.recipe.rehearsal import Call
-from pipelinerl.rl.groups import CUTTING, groups_per_step
-from pipelinerl.rl.throughput import recipe_lag
+from pipelinerl.rl.groups import CUTTING
 from pipelinerl.tasks.final_answer import final_answer
 from pipelinerl.tasks.source import FileSource, Problem, Source, Split
 
@@ -36,7 +36,7 @@ ADOPTED = {
     LACKING: ("This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
 """Meanings and pages of the findings that other checks of a recipe make, by id."""
-RECIPE_RULES: list[Rule[RecipeView]] = []
+RECIPE_RULES: list[Rule] = []
 rule = add_to(RECIPE_RULES)
 _MOST_ROWS = 2000
 _COMPARING = ("task", "exact", "math", "math_boxed")
@@ -81,9 +81,8 @@ class RecipeView:
     def told(self, place: str) -> str:
         """Return what tells the policy in which form to answer: the set's fields, the template, and its first problems."""
         task, source = self.recipe.sets_by_place[place].task, self.sources.get(place)
-        shown = (
-            [source.problem(Split.TRAIN, index) for index in range(8)] if source is not None and not task.is_episodic else []
-        )
+        is_known = source is not None and not task.is_episodic
+        shown = [source.problem(Split.TRAIN, index) for index in range(8)] if source is not None and is_known else []
         fields = (task.instruction, task.system_prompt, task.prompt_template, self.recipe.model.chat_template)
         return "\n".join([*fields, *(text for problem in shown for text in problem.texts)])
 
@@ -110,19 +109,18 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
     if id_ == UNPAID and recipe and recipe.sets_by_place[problem.field.removesuffix("reward.scorer")].reward.is_function:
         gravity = "warning"  # the function may want more than the bare answer
     meaning, docs = ADOPTED[id_]
-    return Finding(
-        gravity,
-        f"{problem.field} = {problem.value!r:.120}",
-        problem.field,
-        problem.fix,
-        id=id_,
-        meaning=meaning,
-        docs=f"docs/{docs}",
-    )
+    told = f"{problem.field} = {problem.value!r:.120}"
+    return Finding(gravity, told, problem.field, problem.fix, id=id_, meaning=meaning, docs=f"docs/{docs}")
 
 
 def _answers(problems: Iterable[Problem]) -> list[str]:
     return [answer for one in problems if (answer := str(one.reference.get("answer") or "").strip())]
+
+
+def _right_answers(share: ProblemSet, problems: Iterable[Problem]) -> list[str]:
+    """Return what a right completion has in the place of the answer, if the scorer compares it with the reference."""
+    scorer = share.reward.scorer
+    return [final_answer(one) if "math" in scorer else one for one in _answers(problems)] if scorer in _COMPARING else []
 
 
 # --- problems, prompts and rewards ------------------------------------------------------------------------------------------
@@ -153,29 +151,6 @@ def one_answer(view: RecipeView) -> Verdict:
     return None
 
 
-@rule("recipes.md#tasks")
-def answers_numbered(view: RecipeView) -> Verdict:
-    """References are the numbers of the rows: consecutive in 20 rows or more, as in a column of ids."""
-    for place, _, problems in view.files():
-        numbers = [int(one) if re.fullmatch(r"\d{1,9}", one) else None for one in _answers(problems)]
-        if len(numbers) >= 20 and numbers[0] is not None and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:
-            return Found("warning", f"{numbers[:3]} ...", f"{place}task.answer_field", "name the column of the answer")
-    return None
-
-
-@rule("recipes.md#tasks")
-def answer_in_prompt(view: RecipeView) -> Verdict:
-    """Prompts give the answer away: 80 % of 10 end with it, or contain one of 60 characters."""
-    for place, _, problems in view.files():
-        pairs = [("\n".join(one.texts).rstrip(" .\n"), str(one.reference.get("answer") or "").strip()) for one in problems]
-        leaking = [(text, answer) for text, answer in pairs if answer and (
-            (len(answer) >= 60 and answer in text) or re.search(rf"(?<![\w.-]){re.escape(answer)}$", text))]  # fmt: skip
-        if len(problems) >= 10 and len(leaking) >= 0.8 * len(problems) and len({answer for _, answer in leaking}) >= 5:
-            told, sample = f"{len(leaking)} of {len(problems)}", {"prompt": leaking[0][0][-400:]}
-            return Found("warning", told, f"{place}task.prompt_field", "name the column of the question alone", sample)
-    return None
-
-
 @rule("recipes.md#rewards")
 def references_long(view: RecipeView) -> Verdict:
     """References are whole texts, which no completion repeats exactly: a median of 200 characters, compared exactly."""
@@ -187,23 +162,11 @@ def references_long(view: RecipeView) -> Verdict:
     return None
 
 
-@rule("recipes.md#rewards")
-def references_unread(view: RecipeView) -> Verdict:
-    """Some references earn nothing as answers: a tenth of 10 that were tried; grave from a half."""
-    for place, share in view.recipe.sets_by_place.items():
-        tried = [
-            one for one in view.calls if one.place == place and one.completion and not one.near_miss and one.status == "ok"
-        ]
-        unpaid = [one for one in tried if one.reward <= 0]
-        if not share.reward.is_function and len(tried) >= 10 and 0.1 * len(tried) <= len(unpaid) < len(tried):
-            told = f"{len(unpaid)} of {len(tried)}, the first {unpaid[0].completion!r:.60}"
-            field = f"{place}reward.{'answer_pattern' if share.reward.answer_pattern else 'scorer'}"
-            return Found(worse(len(unpaid) / len(tried), 0.5), told, field, "let it find signs, commas and decimals, too")
-    return None
+_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
 
 
 def _plain(problem: Problem) -> str:
-    return " ".join(re.findall(r"\w+", "\n".join(problem.texts).lower()))
+    return "".join(problem.texts).lower().translate(_IGNORED)
 
 
 @rule("recipes.md#evaluation")
@@ -211,26 +174,16 @@ def heldout_trained_on(view: RecipeView) -> Verdict:
     """Held-out problems are also trained on: 5 % of a set's, compared without case, punctuation and spaces."""
     files = {place: source for place, source in view.sources.items() if isinstance(source, FileSource)}
     held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
-    trained = set[str]()
+    asked, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
     for place in view.recipe.tasks_by_place.keys() & files.keys():
         kept = set(map(id, held[place]))
-        trained |= {_plain(one) for one in files[place].problems if id(one) not in kept}
+        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in asked}
     for place, problems in held.items():
         if (known := sum(_plain(one) in trained for one in problems)) > 0.05 * len(problems):
             told = f"{known} of {counted(len(problems), 'problem')}"
-            return Found(
-                "warning", told, f"{place}task.path", "take them out of the training data, which the accuracy now repeats"
-            )
+            fix = "take them out of the training data, which the accuracy now repeats"
+            return Found("warning", told, f"{place}task.path", fix)
     return None
-
-
-@rule("recipes.md#chat-templates")
-def template_incomplete(view: RecipeView) -> Verdict:
-    """The chat template does not begin the model's turn: it reads no messages, or ignores add_generation_prompt."""
-    template = view.recipe.model.chat_template
-    missing = [name for name in ("messages", "add_generation_prompt") if name not in template]
-    is_text = any(mark in template for mark in ("{{", "{%"))  # otherwise it names a file
-    return is_text and bool(missing) and Found("warning", f"no {' or '.join(missing)}", "model.chat_template", "add it")
 
 
 @rule("recipes.md#chat-templates")
@@ -238,11 +191,8 @@ def template_unused(view: RecipeView) -> Verdict:
     """An instruction-tuned model gets prompts without its chat template: a model named Instruct, Chat or it, and plain."""
     model = view.recipe.model
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])", model.name.rpartition("/")[2])
-    plain = [
-        place
-        for place, one in view.recipe.tasks_by_place.items()
-        if one.task.prompt_style == "plain" and not one.task.is_episodic
-    ]
+    tasks = {place: one.task for place, one in view.recipe.tasks_by_place.items()}
+    plain = [place for place, task in tasks.items() if task.prompt_style == "plain" and not task.is_episodic]
     if not plain or model.source == "package" or not (tuned or model.source == "smollm2"):
         return None
     return Found("warning", model.name or model.source, f"{plain[0]}task.prompt_style", "is plain; use chat, or a base model")
@@ -264,9 +214,8 @@ def form_unsaid(view: RecipeView) -> Verdict:
     for place, share in view.recipe.tasks_by_place.items():
         marker, text = _marker(share), view.told(place).lower()
         if view.written and not re.search(share.reward.answer_pattern, view.written):
-            return Found(
-                "grave", f"the model writes {view.written!r}", f"{place}reward.answer_pattern", "use the shipped recipe's"
-            )
+            told = f"the model writes {view.written!r}"
+            return Found("grave", told, f"{place}reward.answer_pattern", "use the shipped recipe's")
         words = re.findall(r"[a-z]{2,}", marker.lower()) or [marker.lower()]
         if len(marker) >= 2 and not share.task.is_episodic and not view.is_toy and not all(word in text for word in words):
             field = "system_prompt" if share.task.prompt_style == "chat" else "instruction"
@@ -276,16 +225,12 @@ def form_unsaid(view: RecipeView) -> Verdict:
 
 @rule("learning.md#truncated-completions")
 def answers_too_long(view: RecipeView) -> Verdict:
-    """Right answers do not fit into max_tokens: half of the references alone, or what a small model of this package writes."""
+    """Right answers do not fit into max_tokens: half of the references in their form, or what a small packaged model writes."""
     if view.tokens(view.written) > view.recipe.max_tokens:
-        return Found(
-            "grave", f"the model writes {view.written!r}", "sampling.max_tokens", f"is {view.recipe.max_tokens}; use 64"
-        )
+        fix = f"is {view.recipe.max_tokens}; use 64"
+        return Found("grave", f"the model writes {view.written!r}", "sampling.max_tokens", fix)
     for place, share, problems in view.files():
-        answers = [
-            final_answer(one) if share.reward.scorer in ("math", "math_boxed") else one for one in _answers(problems)[:64]
-        ]
-        lengths = [view.tokens(one) for one in answers if share.reward.scorer in _COMPARING]
+        lengths = [view.tokens(f"{_marker(share)} {one}") for one in _right_answers(share, problems)[:64]]
         if lengths and median(lengths) > share.max_tokens:
             fix = f"is {share.max_tokens}; use {2 * math.ceil(max(lengths))} or more"
             return Found("grave", f"median {median(lengths):.0f} tokens", f"{place or 'sampling.'}max_tokens", fix)
@@ -308,73 +253,31 @@ def reasoning_cut(view: RecipeView) -> Verdict:
 
 @rule("recipes.md#tasks")
 def stop_cuts_answers(view: RecipeView) -> Verdict:
-    """A stop text ends completions before the answer: in half of the references (grave), or blank and prompts ask for steps."""
-    files = [(share.reward.scorer, _answers(problems)) for _, share, problems in view.files()]
-    answers = [final_answer(one) if "math" in scorer else one for scorer, of in files for one in of if scorer in _COMPARING]
+    """A stop text ends completions before the answer: it is in half of the references or in the text before the answer
+    (grave), or blank and prompts ask for steps."""
+    answers = [answer for _, share, problems in view.files() for answer in _right_answers(share, problems)]
     told = "\n".join(map(view.told, view.recipe.tasks_by_place))
+    markers = [_marker(share) for share in view.recipe.tasks_by_place.values()]
     for stop in view.recipe.sampling.stop:
-        if answers and sum(stop in answer for answer in answers) >= 0.5 * len(answers):
-            return Found("grave", f"{stop!r} occurs in the references", "sampling.stop", "leave it out")
+        is_in_form = bool(stop.strip()) and any(stop.strip() in one for one in markers)
+        if is_in_form or (answers and sum(stop in answer for answer in answers) >= 0.5 * len(answers)):
+            return Found("grave", f"{stop!r} occurs in right answers", "sampling.stop", "leave it out")
         if not stop.strip() and re.search(r"(?i)step|reason|think|explain|boxed", told):
             return Found("warning", f"{stop!r}, but the prompt asks for steps", "sampling.stop", "leave it out")
     return None
 
 
 @rule("recipes.md#rewards")
-def terms_outweigh(view: RecipeView) -> Verdict:
-    """Other terms outweigh the answer: a format weight below 0 or of reward.correct, or an overlong penalty of it that
-    begins before half of max_tokens."""
+def format_outweighs(view: RecipeView) -> Verdict:
+    """The format outweighs the answer: a weight below 0, or of reward.correct or more."""
     for place, share in view.recipe.tasks_by_place.items():
-        reward, overlong = share.reward, share.reward.overlong
+        reward = share.reward
         if not 0 <= reward.format_weight < reward.correct:
             return Found("warning", f"{reward.format_weight:g}", f"{place}reward.format_weight", f"use {reward.correct / 10:g}")
-        if overlong.penalty >= reward.correct and 2 * overlong.buffer_tokens >= share.max_tokens:
-            told = f"{overlong.buffer_tokens} of {share.max_tokens} tokens"
-            return Found("warning", told, f"{place}reward.overlong.buffer_tokens", "use a quarter of max_tokens")
-    return None
-
-
-@rule("recipes.md#rewards")
-def reward_slow(view: RecipeView) -> Verdict:
-    """The reward needs nearly all of its time: half of reward.timeout_s in a trial call."""
-    for place, share in view.recipe.sets_by_place.items():
-        slowest = max((one.seconds for one in view.calls if one.place == place), default=0.0)
-        if slowest > share.reward.timeout_s / 2:
-            fix = f"is {share.reward.timeout_s:g}; use {10 * slowest:.2g}, since a busy verifier is slower"
-            return Found("warning", f"{slowest:.2g} s", f"{place}reward.timeout_s", fix)
-    return None
-
-
-@rule("recipes.md#another-model-as-judge")
-def judge_blind(view: RecipeView) -> Verdict:
-    """The judge sees neither prompt nor reference, or marks on another scale: to 5, 10 or 100 with full_marks 1."""
-    for place, share in view.recipe.sets_by_place.items():
-        if (judge := share.reward.judge) is None:
-            continue
-        scale = re.search(r"(?:to|/|of|and|-|–)\s?(5|10|100)\b", judge.template)
-        if scale and judge.full_marks == 1:
-            return Found("warning", f"{scale[0]!r} in the template", f"{place}reward.judge.full_marks", f"is 1; use {scale[1]}")
-        if not re.search(r"\{(prompt|reference)\}", judge.template):
-            return Found("warning", "it sees only the completion", f"{place}reward.judge.template", "add {prompt}")
     return None
 
 
 # --- sampling and learning ------------------------------------------------------------------------------------------------
-
-
-@rule("learning.md#from-rewards-to-advantages")
-def batch_small(view: RecipeView) -> Verdict:
-    """A step learns from one prompt: a batch of one group."""
-    told = f"{view.recipe.trainer.batch_size} sequences"
-    return groups_per_step(view.recipe) < 2 and Found("warning", told, "trainer.batch_size", "use 8 groups or more")
-
-
-@rule("architecture.md#staleness")
-def lag_large(view: RecipeView) -> Verdict:
-    """Tokens become very old before they are trained on: a predicted lag above 32 steps without max_lag."""
-    lag, algorithm = recipe_lag(view.recipe, view.recipe.actor.number), view.recipe.algorithm
-    field = "algorithm.conventional_g" if view.recipe.mode == "conventional" else "actor.sequences_in_progress"
-    return algorithm.max_lag is None and lag > 32 and Found("warning", f"{lag} steps", field, "lower it, or set max_lag")
 
 
 @rule("learning.md#from-rewards-to-advantages")
@@ -403,19 +306,6 @@ def learning_rate_low(view: RecipeView) -> Verdict:
     return moved < least and trainer.steps >= 50 and Found(worse(-moved, -least / 10), told, "trainer.learning_rate", fix)
 
 
-@rule("learning.md#the-optimizer")
-def optimizer_damped(view: RecipeView) -> Verdict:
-    """AdamW's epsilon or decay is stronger than the gradient: ten times the RMS gradient, or a quarter of the weights."""
-    trainer, is_sum = view.recipe.trainer, view.recipe.algorithm.normalization == "batch"
-    bound = trainer.max_grad_norm or (float(view.recipe.max_tokens) if is_sum else 1.0)
-    rms, decay = bound / math.sqrt(view.parameters or math.inf), trainer.learning_rate * trainer.weight_decay * trainer.steps
-    if decay > 0.25:
-        return Found("warning", f"weights shrink by {percent(1 - math.exp(-decay))}", "trainer.weight_decay", "use 0 to 0.1")
-    field = "max_grad_norm" if trainer.epsilon <= 1e-6 else "epsilon"
-    told = f"epsilon {trainer.epsilon:g}, RMS gradient at most {rms:.1g}"
-    return 0 < 10 * rms < trainer.epsilon and not trainer.lora and Found("grave", told, f"trainer.{field}", "use the default")
-
-
 @rule("learning.md#losses")
 def penalty_dominates(view: RecipeView) -> Verdict:
     """A penalty outweighs the reward: algorithm.kl_coefficient from 1, entropy_coefficient from 0.1."""
@@ -433,7 +323,6 @@ def bounds_narrow(view: RecipeView) -> Verdict:
     if algorithm.mask in ("icepop", "sequence") and (low > 0.9 or high < 1.1):
         return Found(worse(low - high, -0.02), f"π / μ from {low:g} to {high:g}", "algorithm.mask_low", "use 0.5, mask_high 5")
     if algorithm.loss == "gspo":
-        return clip > 0.05 and Found(
-            "warning", f"{clip:g} for whole sequences", "algorithm.clip_high", "use 4e-4, clip_low 3e-4"
-        )
+        told = f"{clip:g} for whole sequences"
+        return clip > 0.05 and Found("warning", told, "algorithm.clip_high", "use 4e-4, clip_low 3e-4")
     return algorithm.loss in CUTTING and clip < 0.01 and Found("warning", f"{clip:g}", "algorithm.clip_high", "use 0.2")

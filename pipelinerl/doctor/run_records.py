@@ -11,12 +11,13 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
-from pipelinerl.audit.journal import JOURNAL, read_events
+from pipelinerl.audit.journal import JOURNAL, parse_event, read_lines
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.run_dir import RunDir, free_bytes, read_json
 from pipelinerl.run_summary import evaluation_of, jsonl_ends, read_jsonl
 
 Record = Mapping[str, Any]
+Reasons = Mapping[str, Mapping[str, int]]
 _SAMPLES_READ, _LOG_BYTES = 200, 65_536
 _WIDEST, _NARROWEST = 20, 3
 
@@ -29,7 +30,7 @@ class RunRecords:
     steps: Sequence[Record]
     samples: Sequence[Record] = ()
     summary: Record = field(default_factory=dict)
-    reasons: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    reasons: Reasons = field(default_factory=dict)
     """Number of sequences by outcome and reason."""
     undone: int = 0
     """Number of optimizer steps that a restart undid."""
@@ -98,6 +99,10 @@ class RunRecords:
         return self.change("reward_mean") > 3 or self.heldout_change > 0
 
     @property
+    def full_reward(self) -> float:
+        return max(share.reward.correct for share in self.recipe.mixture.values())
+
+    @property
     def is_stuck(self) -> bool:
         """Return whether the run has not learned and needs rewards that differ within groups."""
         return not self.has_learned and self.recipe.algorithm.advantage != "value"
@@ -108,13 +113,13 @@ class RunRecords:
         return self.recipe.algorithm.advantage == "value" or not self.mean("equal_reward_groups") >= 0.95
 
     def share_of(self, outcome: str, prefixes: tuple[str, ...] = ()) -> tuple[float, str]:
-        """Return the share of an outcome among all ended sequences, and its most frequent reason. With prefixes, only sequences
-        with reasons that begin so count."""
+        """Return the share of an outcome among all ended sequences, at least a batch, and its most frequent reason. With
+        prefixes, only sequences with reasons that begin so count."""
         counts = self.summary.get("sequences") or (self.steps[-1].get("sequences") if self.steps else None) or {}
         known = {name: n for name, n in (self.reasons.get(outcome) or {}).items() if not prefixes or name.startswith(prefixes)}
         num = sum(known.values()) if prefixes or known else counts.get(outcome) or 0
-        ended = max(sum(counts.get(one) or 0 for one in ("trained", "dropped_stale", "dropped_filtered", "failed")), num)
-        return num / ended if ended else 0.0, max(known, key=lambda name: known[name], default="")
+        ended = sum(counts.get(one) or 0 for one in ("trained", "dropped_stale", "dropped_filtered", "failed"))
+        return num / max(ended, num, self.recipe.trainer.batch_size), max(known, key=lambda name: known[name], default="")
 
 
 def number_at(record: Record, key: str) -> float | None:
@@ -124,13 +129,14 @@ def number_at(record: Record, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def records_in(folder: Path, recipe: Recipe, *, is_running: bool = False) -> RunRecords:
-    """Return the records of the run in `folder`."""
+def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, is_running: bool = False) -> RunRecords:
+    """Return the records of the run in `folder`. `reasons`: as in `RunRecords`, if they are known; else summary or journal
+    has them."""
     run_dir, journal = RunDir(folder, ""), folder / JOURNAL
     summary = {} if is_running else read_json(run_dir.summary)  # it may be of an earlier start
     steps = read_jsonl(run_dir.metrics)
     grown = [path.stat().st_size for path in (run_dir.metrics, run_dir.samples, journal) if path.is_file()]
-    reasons = summary.get("sequence_reasons")
+    reasons = reasons if reasons is not None else summary.get("sequence_reasons")
     return RunRecords(
         recipe=recipe,
         steps=steps,
@@ -149,9 +155,9 @@ def records_in(folder: Path, recipe: Recipe, *, is_running: bool = False) -> Run
 def _reasons_in(journal: Path) -> dict[str, dict[str, int]]:
     """Return `sequence_reasons`, as in a summary, from a journal."""
     counts: dict[str, Counter[str]] = {}
-    for _, event in read_events(journal) if journal.is_file() else ():
-        if event.get("event") == "close" and event.get("reason"):
-            counts.setdefault(event["outcome"], Counter())[event["reason"]] += len(event["ids"])
+    for _, line in read_lines(journal):  # damaged lines, which `pipelinerl audit` reports, are left out
+        if (event := parse_event(line) or {}).get("event") == "close" and event.get("reason"):
+            counts.setdefault(str(event.get("outcome")), Counter())[str(event["reason"])] += len(event.get("ids") or ())
     return {outcome: dict(reasons) for outcome, reasons in counts.items()}
 
 

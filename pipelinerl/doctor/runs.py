@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipelinerl.doctor import failures, learning, lessons
 from pipelinerl.doctor.findings import Finding, apply
-from pipelinerl.doctor.run_records import records_in
+from pipelinerl.doctor.run_records import Reasons, records_in
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_of_run
@@ -16,11 +16,13 @@ RUN_RULES = (*failures.RULES, *lessons.RULES, *learning.RULES)
 """In the order of causes: what an earlier rule finds may explain what a later one finds."""
 
 
-def examine_run(folder: Path, recipe: Recipe | None = None, *, is_running: bool = False) -> list[Finding]:
-    """Return the findings about the run in `folder`, the cause first. The recipe is read there if it is None. Raises
-    `FieldError` if the folder is not a run's."""
+def examine_run(
+    folder: Path, recipe: Recipe | None = None, reasons: Reasons | None = None, *, is_running: bool = False
+) -> list[Finding]:
+    """Return the findings about the run in `folder`, the cause first. `recipe` and `reasons` (numbers of sequences by outcome
+    and reason) are read there if they are None. Raises `FieldError` if the folder is not a run's."""
     check_folder(folder)
     file = RunDir(folder, "").recipe
     if recipe is None and not file.is_file():
         raise FieldError("RUN", str(folder), "has no recipe.yaml: give the folder of a run, or a recipe")
-    return apply(RUN_RULES, records_in(folder, recipe or recipe_of_run(file), is_running=is_running))
+    return apply(RUN_RULES, records_in(folder, recipe or recipe_of_run(file), reasons, is_running=is_running))

@@ -49,10 +49,5 @@ def slow(item: RewardInput) -> float:
     return 1.0
 
 
-def late(item: RewardInput) -> float:
-    time.sleep(0.3)
-    return float(item.answer == item.reference["answer"])
-
-
 def raising(item: RewardInput) -> float:
     raise ValueError("wrong for every answer")

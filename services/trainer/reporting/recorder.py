@@ -257,9 +257,11 @@ class Recorder:
             await asyncio.sleep(PAGE_STATE_EVERY_S)
 
     async def _examine(self) -> None:
-        """Update the findings, from the run's files, in a thread. Errors are logged, so that they cannot end the run."""
+        """Update the findings, from the run's files, in a thread. Errors are logged, so that they cannot end the run. The
+        journal, by far the longest file, is not read."""
         try:
-            found = await asyncio.to_thread(examine_run, self._files.run_dir, self._recipe, is_running=True)
+            reasons = {outcome.value: dict(self._view().ledger.reasons(outcome)) for outcome in Outcome}
+            found = await asyncio.to_thread(examine_run, self._files.run_dir, self._recipe, reasons, is_running=True)
         except Exception:
             log.exception("the run could not be examined; training goes on")
         else:
