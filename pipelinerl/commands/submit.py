@@ -90,9 +90,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
             try:
                 report = await submission.fetch(release, seen, folder, show)
             except (PipelineRLError, OSError) as error:
-                raise ServiceError(
-                    f"{error}\nnothing was removed; to try again to fetch the results: {release.watching}"
-                ) from error
+                raise ServiceError(f"{error}\nnothing was removed; fetch the results again with: {release.watching}") from error
             keep = args.keep or not seen.was_submitted  # another release may be meant to stay
             if not keep:
                 show("removing the release")

@@ -397,7 +397,7 @@ async def test_results_that_cannot_be_fetched_remove_nothing(
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
     said = capsys.readouterr().err
     assert "lacks recipe.yaml" in said
-    assert "nothing was removed; to try again to fetch the results: pipelinerl submit --attach own -n train" in said
+    assert "nothing was removed; fetch the results again with: pipelinerl submit --attach own -n train" in said
     api.withheld = {Permission("pods/exec", "get")}
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
     assert "resources [pods/exec], verbs [get, create]" in capsys.readouterr().err
