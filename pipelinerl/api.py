@@ -13,7 +13,7 @@ import copy
 import html
 import importlib.util
 import inspect
-import shutil
+import os
 import signal
 import subprocess
 import sys
@@ -27,7 +27,6 @@ from typing import Any
 
 from pipelinerl.errors import FieldError, MissingPackage, ServiceError
 from pipelinerl.local.processes import living_names
-from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import (
     find_recipe,
     found_beside,
@@ -37,7 +36,7 @@ from pipelinerl.recipe.loading import (
     recipe_yaml,
     set_value,
 )
-from pipelinerl.run_dir import RunDir, copy_modules, read_json, run_name, stamped_name
+from pipelinerl.run_dir import RunDir, check_run_name, copy_modules, read_json, run_name, stamped_name, unused_run_dir
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.service.settings import read_address
 from pipelinerl.shipping import source_of
@@ -93,22 +92,29 @@ def start(
     prepared = tempfile.TemporaryDirectory(prefix="pipelinerl-")
     task = Path(prepared.name) / "task"
     task.mkdir()
+    files: dict[str, str] = {}
     if reward is not None:
-        set_value(data, ("reward", "scorer"), _scorer(reward, task))
+        scorer, files = _scorer(reward)
+        set_value(data, ("reward", "scorer"), scorer)
     for path, value in overrides.items():
         set_value(data, path.split("."), value)
     checked = recipe_from_data(data, "recipe" if given is None else str(given))
     if given is not None and (modules := modules_beside(checked, given)) is not None:
         copy_modules(modules, task)
-    file = task / "recipe.yaml"
-    file.write_text(recipe_yaml(checked), encoding="utf-8")
-    where = _new_folder(checked, name, run_dir)
+    for file, text in {**files, "recipe.yaml": recipe_yaml(checked)}.items():  # the given reward replaces the recipe's
+        (task / file).write_text(text, encoding="utf-8")
+    if name is not None:
+        check_run_name(name, "name")
+    elif run_dir is None:
+        name = unused_run_dir(stamped_name(checked.name, datetime.now())).name
+    where = Path(run_dir) if run_dir is not None else Path("runs", str(name))
     options = ["--run-dir", str(where), *(["--name", name] if name else [])]
     output = Path(prepared.name) / "output.txt"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     with output.open("wb") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipelinerl.cli", "run", str(file), *options],
-            stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+            [sys.executable, "-m", "pipelinerl.cli", "run", str(task / "recipe.yaml"), *options],
+            stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True,
         )  # fmt: skip
     run = Run(where, _process=process, _output=output)
     run._prepared = prepared  # removed with the object
@@ -116,35 +122,27 @@ def start(
     return run
 
 
-def _scorer(reward: Reward, folder: Path) -> str:
-    """Return `reward.scorer` for a function or a path. Write the module that it needs into `folder`, unless it can be imported.
-    Raises `FieldError`."""
+def _scorer(reward: Reward) -> tuple[str, dict[str, str]]:
+    """Return `reward.scorer` for a function or a path, and the file that it needs by name, unless it can be imported. Raises
+    `FieldError`."""
     if isinstance(reward, str):
         file, colon, name = reward.rpartition(":")
         if not file.endswith(".py"):
-            return reward
+            return reward, {}
         if not Path(file).is_file():
             raise FieldError("reward", reward, f"there is no such file in {Path.cwd()}")
-        shutil.copy(file, folder)
-        return f"{Path(file).stem}{colon}{name}"
+        return f"{Path(file).stem}{colon}{name}", {Path(file).name: Path(file).read_text(encoding="utf-8")}
     if inspect.isfunction(reward) and reward.__module__ != "__main__" and reward.__qualname__.isidentifier():
-        return f"{reward.__module__}:{reward.__qualname__}"  # the verifier imports it
-    (folder / f"{_SHIPPED}.py").write_text(source_of(reward), encoding="utf-8")
-    return f"{_SHIPPED}:{reward.__name__}"
-
-
-def _new_folder(recipe: Recipe, name: str | None, run_dir: str | Path | None) -> Path:
-    if run_dir is not None:
-        return Path(run_dir)
-    stamped = Path("runs", name or stamped_name(recipe.name, datetime.now()))
-    found = (stamped, *(stamped.with_name(f"{stamped.name}-{attempt}") for attempt in range(2, 100)))
-    return stamped if name else next(path for path in found if not path.exists())
+        return f"{reward.__module__}:{reward.__qualname__}", {}  # the verifier imports it
+    source = source_of(reward)
+    return f"{_SHIPPED}:{reward.__name__}", {f"{_SHIPPED}.py": source}
 
 
 class Run:
     """A run in a folder, such as runs/NAME. Only a run that `start` returned can be waited for and stopped."""
 
     _prepared: tempfile.TemporaryDirectory[str] | None = None
+    _stopped = False
 
     def __init__(
         self, path: str | Path, *, _process: subprocess.Popen[bytes] | None = None, _output: Path | None = None
@@ -153,14 +151,15 @@ class Run:
         self.path, self._process, self._output = Path(path), _process, _output
         if _process is None:
             run_name(self.path)
-        self._dir = RunDir(self.path, self.path.name)
+        self._dir = RunDir(self.path.absolute(), self.path.name)  # the program may change its current folder
 
     # The process of a run that was started here.
 
     def wait(self) -> Run:
         """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed."""
         code = self._own().wait()
-        if code not in (0, _INTERRUPTED):
+        stopped_early = self._stopped and not self._dir.identity.exists()  # an interrupt while it imports its code
+        if code not in (0, _INTERRUPTED) and not stopped_early:
             raise ServiceError(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
         return self
 
@@ -168,6 +167,7 @@ class Run:
         """Stop the run in order, as Ctrl-C does: wait until a checkpoint and the report are written."""
         process = self._own()
         if process.poll() is None:
+            self._stopped = True
             process.send_signal(signal.SIGINT)
             process.wait()
         return self
@@ -209,7 +209,7 @@ class Run:
 
     def scale(self, actors: int) -> None:
         """Change the number of actors, and wait until all serve. Raises `ServiceError`."""
-        command = [sys.executable, "-m", "pipelinerl.cli", "scale", "actors", str(actors), "--run-dir", str(self.path)]
+        command = [sys.executable, "-m", "pipelinerl.cli", "scale", "actors", str(actors), "--run-dir", str(self._dir.path)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ServiceError(done.stderr.strip().rpartition("\n")[2])
@@ -261,7 +261,7 @@ class Run:
         """Load the newest policy, or that of a version, with transformers (`pipelinerl.policy.Policy`). Raises `FieldError`
         if there is no such checkpoint."""
         policies: ModuleType = importlib.import_module("pipelinerl.policy")
-        return policies.Policy(policies.checkpoint_of(self.path, version))
+        return policies.Policy(policies.checkpoint_of(self._dir.path, version))
 
     def __repr__(self) -> str:
         steps = read_jsonl(self._dir.metrics)

@@ -154,7 +154,7 @@ def create_run_dir(
         check_run_name(name, "--name")
     RunDir(path or Path("runs"), "").check_space("--run-dir", first_checkpoint_bytes)
     named = name or stamped_name(recipe_name, now)
-    run = RunDir(path or Path("runs", named), named) if path or name else _unused(named)
+    run = RunDir(path or Path("runs", named), named) if path or name else unused_run_dir(named)
     _make_empty(run, "--run-dir" if path is not None else "--name")
     for folder in (run.path / "logs", run.path / "addresses"):
         folder.mkdir()
@@ -204,7 +204,8 @@ def run_name(folder: Path, option: str = "RUN_DIR") -> str:
     return check_run_name(str(name), option)
 
 
-def _unused(stamped: str) -> RunDir:
+def unused_run_dir(stamped: str) -> RunDir:
+    """Make `runs/<stamped>`, or with a number at its end if that exists."""
     for name in (stamped, *(f"{stamped}-{attempt}" for attempt in range(2, 1000))):
         with suppress(FileExistsError):
             Path("runs", name).mkdir(mode=0o700, parents=True)

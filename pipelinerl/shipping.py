@@ -39,21 +39,31 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
         raise _refused(name, f"uses {', '.join(free)} of an enclosing function; pass it as a default value, or make it global")
     try:
         source = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError) as error:
+        definition = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError) as error:
         raise _refused(name, f"has no source ({error}); define it in a file or in a notebook") from error
     parts[name] = ""  # a function may call itself, or one that calls it
-    for used in _globals_of(function, source):
+    for used in _globals_of(function, definition):
         if used not in parts:
             _ship_value(name, used, function, parts)
+    _ship_submodules(function, definition, parts)
     del parts[name]
     parts[name] = f"\n{source}"
     if function.__name__ != name:
         parts[name] += f"\n\n{name} = {function.__name__}\n"
 
 
-def _globals_of(function: FunctionType, source: str) -> list[str]:
+def _ship_submodules(function: FunctionType, definition: ast.AST, parts: dict[str, str]) -> None:
+    """Import the modules of packages that the function names, such as `xml.etree.ElementTree` after `import xml`."""
+    for node in ast.walk(definition):
+        first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
+        module = function.__globals__.get(first)
+        if isinstance(module, ModuleType) and (dotted := f"{module.__name__}.{rest}") in sys.modules:
+            parts[dotted] = f"import {dotted}\n"
+
+
+def _globals_of(function: FunctionType, definition: ast.AST) -> list[str]:
     """Return the global names that a function needs: when it runs, and for its defaults and decorators when it is defined."""
-    definition = ast.parse(source).body[0]
     assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef), "the source of a function"
     outside = [*definition.decorator_list, *definition.args.defaults, *filter(None, definition.args.kw_defaults)]
     at_start = [node.id for one in outside for node in ast.walk(one) if isinstance(node, ast.Name)]
@@ -100,8 +110,8 @@ def _is_constant(value: Any) -> bool:
     """Return whether a value is made of numbers, texts, lists, tuples, sets and mappings, and is not too large."""
     text = repr(value)
     try:
-        return len(text) <= _MOST_CHARACTERS and repr(ast.literal_eval(text)) == text
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return len(text) <= _MOST_CHARACTERS and bool(ast.literal_eval(text) == value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return False
 
 

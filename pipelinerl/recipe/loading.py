@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,8 @@ def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     def found(path: Any) -> Any:
         if not isinstance(path, str) or not path or "\0" in path or is_template(path):
             return path
-        return str(folder / path) if glob.glob(str(folder / path)) else path
+        beside = folder / path
+        return str(beside) if beside.exists() or glob.glob(str(beside)) else path
 
     def task(section: Any) -> Any:
         if not isinstance(section, dict):
@@ -210,10 +212,18 @@ def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def modules_beside(recipe: Recipe, file: Path) -> Path | None:
     """Return the folder of a recipe's file if it holds a module that the recipe names, such as reward.py for `reward:score`;
-    None if it holds none, or if it is the current folder, whose modules are found anyway."""
-    modules = {re.split("[.:]", path)[0] for path in recipe.user_code}
-    holds = any((file.parent / found).is_file() for name in modules for found in (f"{name}.py", f"{name}/__init__.py"))
-    return file.parent if holds and not file.parent.samefile(".") else None
+    None if it holds none, or if it is the current folder, whose modules are found anyway. Raises `FieldError` if a module there
+    has the name of a library, because Python would import it in place of the library."""
+    beside = {path.stem: path for path in file.parent.glob("*.py")} | {
+        path.parent.name: path.parent for path in file.parent.glob("*/__init__.py")
+    }
+    if file.parent.samefile(".") or beside.keys().isdisjoint(re.split("[.:]", path)[0] for path in recipe.user_code):
+        return None
+    libraries = [path for path in sys.path if path.endswith("-packages")]
+    for name, path in sorted(beside.items()):
+        if name in sys.stdlib_module_names or PathFinder.find_spec(name, libraries) is not None:
+            raise FieldError("recipe", str(file), f"{path} would hide the library {name} from the verifier; rename or move it")
+    return file.parent
 
 
 def recipe_of_run(path: Path) -> Recipe:
@@ -297,7 +307,7 @@ def set_value(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for name, inner in zip(path, [*path[1:], None], strict=True):
         key: Any = name
         if isinstance(section, list):
-            key = int(name)
+            key = int(name) if name.isdecimal() else len(section)
             if key >= len(section):
                 raise FieldError(f"--set {'.'.join(path)}", value, f"the list has {len(section)} items, counted from 0")
         elif inner is not None and not isinstance(section.get(name), dict | list):

@@ -23,12 +23,15 @@ from pipelinerl.shipping import source_of
 from services.verifier.rewards.compose import user_scorer
 from services.verifier.rewards.item import RewardInput
 
-NOTEBOOK = """
+NOTEBOOK = '''
     import math
     import math as m
     import re
+    import xml.etree.ElementTree
     from collections import Counter
 
+    WORDS = set(range(100))
+    WORDS -= set(range(95))
     LIMITS = {"a": [1, 2.5], "b": None}
     NUMBER = re.compile("[0-9]+", re.M)
     connection = open(__file__)
@@ -48,7 +51,11 @@ NOTEBOOK = """
         return float(again(item.completion))
 
     def nested(item):
-        return [inner(text) for text in (item.completion,)][0]
+        return [inner(text) for text in (item.completion,)][0] + (0 in WORDS) + len(xml.etree.ElementTree.fromstring("<a/>"))
+
+    if True:
+        def with_text(item): return """
+    LESS"""
 
     def outer():
         secret = 3
@@ -63,14 +70,14 @@ NOTEBOOK = """
         global LIMITS
         LIMITS = {}
     by_lambda = lambda item: 1.0
-"""
+'''
 
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> ModuleType:
     """A module that, like a notebook, is the main program, which nothing else can import."""
     file = tmp_path / "notebook.py"
-    file.write_text(textwrap.dedent(NOTEBOOK))
+    file.write_text(textwrap.dedent(NOTEBOOK).replace("    LESS", "LESS"))
     spec = importlib.util.spec_from_file_location("__main__", file)
     assert spec is not None
     assert spec.loader is not None
@@ -99,6 +106,7 @@ def test_a_function_is_shipped_with_what_it_uses(
         (lambda of: of.uses_class, "uses Mine, a class of this program"),
         (lambda of: of.unknown, "uses no_such_name, which is not defined"),
         (lambda of: of.counts, "changes the global LIMITS"),
+        (lambda of: of.with_text, "has no source (unexpected indent"),
         (lambda of: of.by_lambda, "is a lambda; define a function with def"),
         (lambda of: math.floor, "is a builtin_function_or_method; define a function with def"),
     ],
@@ -114,8 +122,10 @@ def importable(item: RewardInput) -> float:
 
 
 FAKE = """#!{python}
-import pathlib, signal, sys
-pathlib.Path(sys.argv[6]).mkdir(parents=True)
+import os, pathlib, signal, sys
+pathlib.Path(sys.argv[6]).mkdir(parents=True, exist_ok=True)
+pathlib.Path(sys.argv[6], "path").write_text(os.environ["PYTHONPATH"])
+{made} and pathlib.Path(sys.argv[6], "run.json").write_text('{{"run": "a"}}')
 signal.signal(signal.SIGINT, lambda *_: (print("stopping"), sys.exit({code})))
 print(*sys.argv[1:5], flush=True)
 signal.pause()
@@ -128,9 +138,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, code: int, made: bool = True) -> None:
     """Replace the interpreter by a program that makes the run's folder, waits for SIGINT and ends with `code`."""
-    (folder / "fake").write_text(FAKE.format(python=sys.executable, code=code))
+    (folder / "fake").write_text(FAKE.format(python=sys.executable, code=code, made=made))
     (folder / "fake").chmod(0o755)
     monkeypatch.setattr(api.sys, "executable", str(folder / "fake"))
 
@@ -189,6 +199,10 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
         pipelinerl.start("arithmetic", **{"trainer.step": 3})
     with pytest.raises(FieldError, match=r"reward = 'none\.py:score': there is no such file in"):
         pipelinerl.start("arithmetic", "none.py:score")
+    with pytest.raises(FieldError, match=r"--set tasks\.a\.name = 3: the list has 1 items"):
+        pipelinerl.start({"tasks": [{}]}, **{"tasks.a.name": 3})
+    with pytest.raises(FieldError, match=r"name = 'a/b': use 1-40 lowercase letters"):
+        pipelinerl.start("arithmetic", name="a/b")
     assert not (workplace / "runs").exists()
     with pipelinerl_run(RECIPE, None) as run:
         next(run.follow())
@@ -203,6 +217,24 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
         pipelinerl.Run("runs/none")
     with pytest.raises(AttributeError, match="has no attribute 'trains'"):
         pipelinerl.trains  # noqa: B018
+
+
+def test_what_is_given_comes_before_what_the_recipe_has(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward replaces a module of the same name, each run has its own folder, and the program's modules are found."""
+    pretend(monkeypatch, workplace, 1, made=False)
+    monkeypatch.syspath_prepend(workplace / "lib")
+    for folder, text in (("task", "of the recipe"), ("other", "given")):
+        (workplace / folder).mkdir()
+        (workplace / folder / "reward.py").write_text(f"# {text}")
+    (workplace / "task" / "recipe.yaml").write_text(json.dumps({**RECIPE, "reward": {"scorer": "reward:score"}}))
+    with pipelinerl_run("task/recipe.yaml", "other/reward.py:score") as first, pipelinerl_run(RECIPE, None) as second:
+        assert first.path != second.path
+        file = Path(next(first.follow()).split()[-1])
+        assert (file.parent / "reward.py").read_text() == "# given"
+        assert str(workplace / "lib") in (first.path / "path").read_text().split(":")
+        monkeypatch.chdir("/")
+        assert first.stop().wait() is first, "stopped before it has begun, which is no failure"
+        assert list(first.metrics) == []
 
 
 def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:

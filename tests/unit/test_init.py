@@ -11,7 +11,8 @@ import yaml
 
 from pipelinerl.cli import main
 from pipelinerl.commands.init import TEMPLATES
-from pipelinerl.recipe.loading import find_recipe, load_recipe, modules_beside, read_recipe
+from pipelinerl.errors import FieldError
+from pipelinerl.recipe.loading import find_recipe, found_beside, load_recipe, modules_beside, read_recipe
 from pipelinerl.recipe.preflight import importable, try_import
 from pipelinerl.run_dir import create_run_dir
 from tests.unit.test_cli import Command, pipelinerl  # noqa: F401 - the fixture
@@ -136,6 +137,12 @@ def test_a_recipe_finds_what_is_beside_it_and_a_run_keeps_its_modules(workplace:
     assert recipe.task is not None
     assert (recipe.task.path, recipe.task.command) == ("mine/problems.jsonl", "python mine/agent.py")
     assert modules_beside(recipe, Path("mine/recipe.yaml")) == Path("mine")
+    for library in ("json.py", "numpy/__init__.py"):
+        (hiding := Path("mine", library)).parent.mkdir(exist_ok=True)
+        hiding.touch()
+        with pytest.raises(FieldError, match=r"would hide the library (json|numpy) from the verifier; rename or move it"):
+            modules_beside(recipe, Path("mine/recipe.yaml"))
+        hiding.unlink()
     (workplace / "problems.jsonl").touch()  # the file beside the recipe comes first
     (workplace / "reward.py").write_text("raise SystemExit('of the current folder')")
     with importable(Path("mine")):
@@ -149,6 +156,8 @@ def test_a_recipe_finds_what_is_beside_it_and_a_run_keeps_its_modules(workplace:
     Path("mine/a.csv").touch()
     places = load_recipe("mine/both.yaml", ["evaluation.sets.0.name=set"]).sets_by_place
     assert [one.task.path for one in places.values()] == ["mine/problems.jsonl", "mine/*.csv"]
+    Path("mine/a [1].csv").touch()
+    assert found_beside({"task": {"path": "a [1].csv"}}, Path("mine"))["task"] == {"path": "mine/a [1].csv"}
     run_dir = create_run_dir("mine", datetime.now(), path=workplace / "run")
     run_dir.keep_modules(Path("mine"))
     run_dir.keep_modules(None)
