@@ -208,7 +208,7 @@ def failure_of(data: Mapping[str, str], trainer: Object | None) -> str | None:
 @dataclass
 class Look:
     """A release at one moment. `prefix` begins the names of its objects; `data`: the state of its run; `uid`: identifies this
-    installation of the release."""
+    installation of the release and its run's version, since later weights have the same size."""
 
     prefix: str
     data: Mapping[str, str]
@@ -257,7 +257,8 @@ async def look(release: Release) -> Look:
         raise ServiceError(f"no run of a release {release.name} in namespace {release.client.namespace}: {fix}")
     pods = await release.client.items(LIST_PODS, f"{release.selector},{COMPONENT} in (actor,nats,page,trainer,verifier)")
     state, data = found[0], found[0].get("data") or {}
-    return Look(name_of(state).removesuffix(STATE), data, pods, SUBMITTED in labels_of(state), state["metadata"].get("uid", ""))
+    uid = f"{state['metadata'].get('uid', '')} {data.get('policyVersion', '')}"
+    return Look(name_of(state).removesuffix(STATE), data, pods, SUBMITTED in labels_of(state), uid)
 
 
 async def watch(release: Release, state: RunState, display: Display, began_s: float) -> Look:

@@ -224,7 +224,7 @@ async def trainer_served(monkeypatch: pytest.MonkeyPatch, tls_dir: Path | None) 
 
 def publish(api: ApiServer, **data: str) -> None:
     labels = {INSTANCE: "own", COMPONENT: "trainer", "app.kubernetes.io/part-of": "pipelinerl"}
-    metadata = {"name": "own-pipelinerl-run", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    metadata = {"name": "own-pipelinerl-run", "uid": "u", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
     others = [item for item in api._rendered.objects if item["kind"] != "ConfigMap"]
     api._rendered.objects[:] = [*others, {"kind": "ConfigMap", "metadata": metadata, "data": data}]
 
@@ -371,9 +371,11 @@ async def test_a_release_that_was_not_submitted_is_not_removed(
     assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
     assert Path("runs", "own", "report.html").is_file()
 
-    Path("runs", "own", ".submitted").write_text("another installation, whose weights have the same size")
+    publish(api, phase="Finished", run="volume", steps="0", policyVersion="9")  # other weights of the same size
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 2
     assert "--output = 'runs/own': has files of another run; give another folder" in capsys.readouterr().err
+    Path("runs", "own", ".submitted").write_text("another installation 9")
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 2
 
 
 async def test_an_installation_that_helm_did_not_begin_removes_nothing(

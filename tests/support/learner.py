@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -184,10 +185,10 @@ def packed_gradients(
 ) -> dict[str, torch.Tensor]:
     trainer = TrainerConfig(tokens_per_microbatch=budget)
     learner = Learner(policy, config, trainer, **options)
-    learner.pad_multiple = pad_multiple
     learner.optimizer = GradientsKept(policy.model.parameters(), trainer)
     policy.model.zero_grad()
-    learner.step(learner.prepare([group], version=0))
+    with patch.object(Policy, "row_multiple", pad_multiple):
+        learner.step(learner.prepare([group], version=0))
     return gradients_of(policy.model)
 
 

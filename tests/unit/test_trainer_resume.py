@@ -414,9 +414,10 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     assert read_lineage(tmp_path, "other") == Lineage((0, 4))
     with pytest.raises(FieldError, match="is the folder of run 'other'"):
         find_start(tmp_path, RUN, RECIPE)
-    (tmp_path / "lineage.json").write_text("[]")
-    with pytest.raises(UserError, match="does not list the starts of the run's trainer"):
-        find_start(tmp_path, RUN, RECIPE)
+    for malformed in ("[]", *(json.dumps({"run": RUN, "starts": starts, "recipe": {}}) for starts in ([], [3], [0, -1]))):
+        (tmp_path / "lineage.json").write_text(malformed)
+        with pytest.raises(UserError, match="does not list the starts of the run's trainer"):
+            find_start(tmp_path, RUN, RECIPE)
 
 
 def write(run_dir: Path, version: int, tensors: WriteTensors | None = None, **state: Any) -> WrittenCheckpoint:

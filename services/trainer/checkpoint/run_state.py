@@ -45,9 +45,9 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
     try:
         content = _lineage_file(run_dir)
         found, lineage = content["run"], Lineage(tuple(int(start) for start in content["starts"]))
-        if not isinstance(content["recipe"], dict):
-            raise TypeError("recipe")
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        if lineage.starts[0] != 0 or min(lineage.starts) < 0 or not isinstance(content["recipe"], dict):
+            raise ValueError(f"starts {lineage.starts}, recipe {content['recipe']!r:.100}")
+    except (ValueError, LookupError, TypeError) as error:
         path = run_dir / LINEAGE
         raise UserError(f"{path} does not list the starts of the run's trainer: {error!r}; restore it") from error
     if found != run:
