@@ -193,7 +193,7 @@ async def test_a_trainer_waits_for_actors_as_long_as_it_takes_if_it_lingers_or_s
     async with training_run(tmp_path / "without", weights=IMPATIENT) as (run, _), asyncio.timeout(60):
         run.updater.starting.add("actor-7")
         running = asyncio.create_task(run.run(asyncio.Event()))
-        await until_logged(caplog, "still starting: actor-7; still waiting", times=2)
+        await until_logged(caplog, "Still starting: actor-7; still waiting", times=2)
         run.updater.starting.clear()
         with pytest.raises(ExceptionGroup) as raised:
             await running
