@@ -20,8 +20,8 @@ GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 
 @dataclass(frozen=True)
 class Found:
-    """What a rule found. `evidence`: figures. `field`: what to set. `fix`: to which value, and why. `sample`: parts of a line
-    of samples.jsonl that show the problem."""
+    """A rule's result if it found something. `evidence` holds the figures, `field` names the setting to change, and `fix` gives
+    the new value and the reason. `sample` holds parts of a line of samples.jsonl that show the problem."""
 
     gravity: Gravity
     evidence: str

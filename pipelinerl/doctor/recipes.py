@@ -42,7 +42,7 @@ _MOST_ROWS = 2000
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
-"""What small models of this package write; no prompt can ask them for another form."""
+"""Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
 _TOY = 2e7
 """Parameters below which a model learns at a hundred times the rate of a language model."""
 

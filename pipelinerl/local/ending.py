@@ -40,16 +40,17 @@ SAMPLES_READ = 64
 """Number of samples read from each end of samples.jsonl. The page shows at most eight of each."""
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write `run_dir`/report.html and return its path. Raises `FieldError` if the folder is not a run's."""
+def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Path:
+    """Write `run_dir`/report.html and return its path. `findings`: as for `report_of`. Raises `FieldError` if the folder is not
+    a run's."""
     report = run_dir / "report.html"
-    write_whole(report, report_of(run_dir))
+    write_whole(report, report_of(run_dir, findings=findings))
     return report
 
 
-def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
+def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequence[Finding] | None = None) -> str:
     """Return a page that needs no network, with samples from the first and the last `samples_read` lines of samples.jsonl.
-    Raises `FieldError` if the folder is not a run's."""
+    `findings`: of `examine_run`; None: examine the run. Raises `FieldError` if the folder is not a run's."""
     recipe_file = run_dir / "recipe.yaml"
     check_folder(run_dir)
     if not recipe_file.is_file():
@@ -59,9 +60,9 @@ def report_of(run_dir: Path, samples_read: int = SAMPLES_READ) -> str:
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     text = recipe_file.read_text(encoding="utf-8")
     data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
-    findings = [one.to_json() | {"sample": None} for one in examine_run(run_dir, recipe)]
+    found = [one.to_json() | {"sample": None} for one in (examine_run(run_dir, recipe) if findings is None else findings)]
     changes = recipe_changes_of(run_dir)
-    return report_html({**data, "starts": trainer_starts(run_dir), "changes": changes, "findings": findings})
+    return report_html({**data, "starts": trainer_starts(run_dir), "changes": changes, "findings": found})
 
 
 def report_html(data: Mapping[str, Any]) -> str:
@@ -120,8 +121,8 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
     findings: list[Finding] = []
     try:
         write_json(run_dir.summary, summary)
-        write_report(run_dir.path)
         findings = examine_run(run_dir.path, recipe)
+        write_report(run_dir.path, findings)
     except OSError as error:
         fix = "free some space, and run pipelinerl report on the folder"
         print(f"pipelinerl: cannot write summary and report in {run_dir.path} ({error.strerror}): {fix}", file=sys.stderr)

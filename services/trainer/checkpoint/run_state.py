@@ -201,7 +201,7 @@ class Start:
     positions: Mapping[int, int] = field(default_factory=dict)
     """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
     saved_at_s: float | None = None
-    """As in `Checkpointer`."""
+    """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()
     """Fields of the recipe that changed since that checkpoint, with their old and new values."""
 
