@@ -112,6 +112,16 @@ def test_a_large_chunk_has_the_time_that_a_slow_network_needs() -> None:
     assert wire.given_s == replay.given_s == {2560 / 20e6}
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_an_engine_on_a_gpu_receives_into_pinned_host_memory(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, sender = transmitted()
+    receiving, asked, empty = receiver(wire.receiving(), sender.manifest), set[bool](), torch.empty
+    receiving.pinned = pinned
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: asked.add(pin_memory) or empty(*a, **k))
+    assert len(list(receiving.tensors())) == 3
+    assert asked == {pinned}
+
+
 def unpacked(manifest: Manifest, stream: torch.Tensor, ahead: int = 1) -> list[tuple[str, torch.Tensor]]:
     """With room taken for up to `ahead` chunks beyond the one that is added."""
     unpacker, received = Unpacker(manifest, lambda num_bytes: torch.full((num_bytes,), 99, dtype=torch.uint8)), []

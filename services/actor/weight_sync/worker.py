@@ -54,7 +54,8 @@ class Receiver:
     group is in use until then.
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
-    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to receive into."""
+    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to receive into. Without
+    it, each piece is new memory of the group's placement. `pinned`: pin such memory of the host, for an engine on a GPU."""
 
     group: WeightGroup
     manifest: Manifest
@@ -65,13 +66,13 @@ class Receiver:
     aborted: threading.Event
     buffers: int = 1
     memory: StagingMemory | None = None
+    pinned: bool = False
     regroup: Callable[[TransferError], bool] = lambda error: False
     """Called with the error of a broken group. Sets another `group` and its `timeout_s`, or returns False to raise the
     error."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
-        self._memory = self.memory if self.group.placement.stream is None else None
         self._largest_chunk = max(chunk.num_bytes for chunk in self.manifest.chunks)
         self._checksums: list[int] = []
         self._receive_s = self._checked_s = self._waited_s = 0.0
@@ -141,11 +142,12 @@ class Receiver:
         return raw, expected
 
     def _new_memory(self, num_bytes: int) -> Tensor:
-        if self._memory is None:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.group.placement.device)
+        if self.memory is None:
+            device = self.group.placement.device
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self.pinned and device.type == "cpu")
         if num_bytes > self._largest_chunk:
-            return self._memory.large.take(num_bytes)
-        return self._memory.chunks.take(self._largest_chunk)[:num_bytes]  # equal sizes, so that any can be reused
+            return self.memory.large.take(num_bytes)
+        return self.memory.chunks.take(self._largest_chunk)[:num_bytes]  # equal sizes, so that any can be reused
 
     def _check(self, chunk: Chunk, raw: Tensor, expected: int) -> None:
         started, is_new = time.monotonic(), chunk.index >= len(self._checksums)
@@ -228,7 +230,7 @@ class TransferWorker:
     device: torch.device = HOST.device
 
     def __post_init__(self) -> None:
-        self._memory = StagingMemory(self.staging_buffers)
+        self._memory = StagingMemory(self.staging_buffers) if self.device.type == "cpu" else None
         self._placement = on_device(self.device)
         self._group: WeightGroup | None = None
         self._staging: Staging | None = None
@@ -339,6 +341,7 @@ class TransferWorker:
             aborted=self._aborted,
             buffers=self.staging_buffers,
             memory=self._memory,
+            pinned=self._memory is None,
         )
         try:
             if self._staging is None or self._staging.kept.content != receiver.kept.content:
