@@ -35,7 +35,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Number of running blocks, start of the current busy time, and seconds of earlier ones. Replaced as a whole."""
+        """Number of running blocks, start of the current busy time, and seconds of earlier ones. A new tuple at each change."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state

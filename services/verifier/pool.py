@@ -205,7 +205,7 @@ class RewardPool:
             job.resolve(result)
 
     def _try_again(self, job: Job, gone: WorkerGone) -> None:
-        """Put the item of a worker that ended at the front of the queue, or fail it after too many deaths."""
+        """Put the item back at the front of the queue, because its worker ended. After `MOST_DEATHS` deaths, fail it."""
         if gone.loss != "retirement":
             job.deaths += 1
             log.warning("reward worker died while scoring %s (death %d): %s", job.item.sequence_id, job.deaths, gone)

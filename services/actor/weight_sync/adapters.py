@@ -178,7 +178,7 @@ class AdapterLoader:
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Check rank and scaling against those at the start of the engine, and all shapes by loading zeros as a trial."""
+        """Check that rank and scaling are those with which the engine started. Check all shapes by loading zeros."""
         specs = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
         for item in manifest.low_rank:
             method = self._items[item.a].method

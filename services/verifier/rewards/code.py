@@ -257,7 +257,7 @@ def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test
 
 
 def _does_something(node: ast.stmt) -> bool:
-    """Return whether a statement does more than define a name. A block below `if __name__ == "__main__":` does not run."""
+    """Return whether a statement does more than define a name. `if __name__ == "__main__":` does not: its block never runs."""
     if isinstance(node, ast.If):
         return "__name__" not in ast.unparse(node.test)
     defines = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
@@ -338,7 +338,7 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs except for white space at line ends. Compare numbers by value in lines that should have a decimal."""
+    """Compare outputs except for white space at line ends. If a line should have a decimal point, compare numbers by value."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))
