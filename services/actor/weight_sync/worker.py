@@ -187,7 +187,7 @@ class Staging:
         return Kept() if failed else self._receiver.kept
 
     def resume(self, group: WeightGroup, timeout_s: float) -> None:
-        """Begin to receive the missing chunks. If only other ranks lack some, wait for these, and perhaps raise TransferError."""
+        """Begin to receive the missing chunks. If only other ranks lack some, wait for these; this may raise TransferError."""
         self._receiver.group, self._receiver.timeout_s = group, timeout_s
         if not self._loading.done():
             self._resumed.put(True)

@@ -1,6 +1,6 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
-The feeder looks again after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
+The limits are checked after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
 enters the tracker before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
 restarted trainer knows which groups may have been published. Completions are never tokenised again.
 """
@@ -293,8 +293,8 @@ def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
 
 
 def longest_completion(recipe: Recipe, problem: EncodedProblem) -> int:
-    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or what the prompt leaves in the context.
-    Length penalties use it, too, so a long prompt does not evade them."""
+    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or less if the prompt leaves less of the
+    context. Length penalties use it, too, so a long prompt does not evade them."""
     return min(problem.share.max_tokens, recipe.model.max_context - len(problem.prompt_token_ids))
 
 

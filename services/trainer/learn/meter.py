@@ -232,7 +232,7 @@ class TokenStatistics:
     """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, not finite if a log weight is not.
     k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
     moments: NDArray[np.float64]
-    """[2, 3]: `_moments` of returns and of returns − baseline; of no values without a learned baseline."""
+    """[2, 3]: `_moments` of returns and of returns − baseline; all 0 without a learned baseline."""
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
     reported: NDArray[np.float64]
