@@ -74,7 +74,7 @@ class RecordedTurn:
     is_asked_for: bool = False
     """True if this run of the environment requested the turn, even if the client hung up."""
     messages: Any = None
-    """The request's messages and the answer, for `endpoint.context_of`; None if the request had tokens."""
+    """The request's messages and the answer, for `endpoint.context_of`; None if the request had token ids instead."""
 
     @property
     def is_finished(self) -> bool:

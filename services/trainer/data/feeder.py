@@ -87,11 +87,11 @@ ProblemStream = Callable[[int], EncodedProblem]
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Proofs that an actor received a group. A proof is a MAC of the group's id, computed with the secret `key` (32 bytes)."""
+    """Tokens that prove that an actor received a group. A token is a MAC of the group's id with the secret `key` (32 bytes)."""
 
     key: bytes
     first_group: int = 0
-    """Number of the first group that needs a proof. Earlier groups may have been issued with another key."""
+    """Number of the first group that needs a token. Earlier groups may have been issued with another key."""
 
     def of(self, group_id: str) -> bytes:
         return hmac.digest(self.key, group_id.encode(), "sha256")[:_TOKEN_BYTES]
@@ -127,7 +127,7 @@ class Feeder:
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
-        """Set once the run has begun or is taken over. While it is None, no proof is needed."""
+        """Set once the run has begun or is taken over. While it is None, no token is needed."""
 
     @property
     def allowance(self) -> int:

@@ -56,7 +56,7 @@ class Slots:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Map x [P, ...]: part p goes to rank p, and rank p's part becomes part p. The map is its own inverse and transpose."""
+    """Send part p of x [P, ...] to rank p, and receive part p from rank p. This map is its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -87,7 +87,7 @@ class Recorder:
         self.totals = RunTotals()
         self._findings: list[dict[str, Any]] = []
         self._examined_at = 3
-        """Number of steps at which findings are made again. It grows geometrically, since all records are read."""
+        """Number of steps at which the run is examined again. It grows geometrically, since all records are then read."""
         self.progress = {"steps": str(recipe.trainer.steps)}
         """Figures of the newest step and evaluation, as text, for the run's ConfigMap."""
         self.feed = StepFeed(files.kept)

@@ -210,7 +210,7 @@ class Coordinator:
         return self._under_way and self._held_above is not None and self.version > self._held_above
 
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
-        """Return after how many seconds this phase is stuck or too slow if no further answer arrives.
+        """Return how many seconds after its begin the phase counts as stuck or too slow, if no further answer arrives.
 
         Each answer extends the time by `deadline_s`, up to `limit_s` after the first answer. Once more than half have answered,
         `SLOW` times their median is a further limit, but not below `deadline_s`. While the trainer sends, only `limit_s`

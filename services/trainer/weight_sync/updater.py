@@ -424,7 +424,7 @@ class WeightUpdater:
             del self._reasons[next(iter(self._reasons))]
 
     def post(self, session: TransferSession | None, event: c.Event | None) -> None:
-        """Queue an event. Without a `session`, it concerns the membership. Without an event, the wait of `GATHER_S` is over."""
+        """Queue an event of `session`, or of the membership if that is None. `event` None: the wait of `GATHER_S` is over."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:

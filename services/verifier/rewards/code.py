@@ -218,7 +218,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
     if not isinstance(put, list):
-        raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one argument per line")
+        raise TypeError(f"the arguments are {put!r:.80}; give a list, or a text with one argument per line")
     call = ["__call__", [["yours", str(name)], *(harness.encode(each, list) for each in put)], {}]
     return Test(call=json.dumps(call), returned=got, in_list=in_list)
 
