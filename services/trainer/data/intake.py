@@ -164,7 +164,7 @@ class Intake:
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
     def judge_actors(self, tokens: Mapping[str, tuple[int, int]]) -> None:
-        """Quarantine actors of which too many tokens of lag 0 contradict the trainer's policy. `tokens`: `LAG_0_TOKENS`."""
+        """Quarantine an actor if too many of its tokens of lag 0 contradict the trainer's policy. `tokens`: `LAG_0_TOKENS`."""
         for actor, share in self.quarantine.judge(tokens).items():
             log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "

@@ -123,7 +123,7 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Return the process's peak resident memory in bytes. `getrusage` may return the parent's peak before exec."""
+    """Return the process's peak resident memory in bytes. `getrusage`, which may return the parent's peak, is a fallback."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):

@@ -144,7 +144,7 @@ class StepMetrics:
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Bucket edges: from a toy model on one machine, up to minutes."""
+"""Bucket edges: from milliseconds, for a toy model on one machine, up to minutes."""
 
 
 class MembershipMetrics:

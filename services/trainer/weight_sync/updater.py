@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": pb.EpochJoined, "staged": pb.Staged, "serving": pb.Serving, "failed": pb.Abort}
 MEETING_SHARE = 0.8
-"""Share of the deadline within which all members of a group must connect. It is below 1 because the error after this time names
-the missing members. The deadline itself would evict all members."""
+"""Share of the deadline within which all members of a group must connect. The error after this time names the missing members,
+and only these are evicted. The deadline itself would evict all members, so this share is below 1."""
 PATIENCE_S = 3.0
 """Maximum seconds that a group waits for its next member after one has connected, if all have been in a group before. A dead
 member is thus noticed long before its registration expires. A slow member is excluded, too, and returns on a side group."""
