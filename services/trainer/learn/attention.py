@@ -71,7 +71,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
-    """Return how many copies of each key-value head `ranks` need to share the heads equally. Raises `FieldError` if none fit."""
+    """Return how many copies of each key-value head `ranks` need to share heads equally. Raises `FieldError` if none fit."""
     if query_heads % ranks:
         fix = f"does not divide the model's {query_heads} attention heads; use a divisor of {query_heads}"
         raise FieldError("trainer.context_parallel", ranks, fix)
