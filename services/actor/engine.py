@@ -123,9 +123,8 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """Cut `made` after a stop string that begins in its first `carried` tokens. An earlier request sampled these tokens, and
-    the engine searches only those of its current request. The distribution is unchanged: a single request would stop there,
-    too."""
+    """Cut `made` after a stop string that begins in its first `carried` tokens. An earlier request sampled them, so the engine
+    did not find it. The distribution is unchanged, because a single request would have stopped there, too."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made

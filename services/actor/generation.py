@@ -180,9 +180,9 @@ class GenerationLoop:
     """Keeps H (`actor.sequences_in_progress`) sequences decoding, one in each place of its sampler.
 
     Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits for the serving gate, which a commit
-    opens, for a free slot, and for a group from the trainer's feeder. A sample takes a slot as soon as one is free, and frees
-    it when it enters the finisher's bounded buffer. If the gate closes before all samples of a group have started, the others
-    go back to PROMPTS. There are H slots, or more with episodes, because an episode takes a place only while it decodes a turn.
+    opens, for a free slot, and for a group from the trainer's feeder. A sample holds a slot from its start until it enters the
+    finisher's bounded buffer. If the gate closes before all samples of a group have started, the others go back to PROMPTS.
+    There are H slots. With episodes there are more than H, because a waiting episode holds a slot but no place.
     """
 
     bus: Bus

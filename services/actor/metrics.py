@@ -27,7 +27,7 @@ IGNORED_FIELDS = (
     *("chat_template_kwargs", "frequency_penalty", "logit_bias", "logprobs", "min_p", "min_tokens", "presence_penalty"),
     *("reasoning_effort", "repetition_penalty", "response_format", "seed", "temperature", "tool_choice", "top_k", "top_p"),
 )
-"""Fields of an environment's requests that are ignored, because they would change how the policy's turns are sampled."""
+"""Ignored fields of environments' requests. They would change how the policy's turns are sampled, or the answer's form."""
 
 
 class BusyClock:
@@ -35,7 +35,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Number of running blocks, start of the current busy time, and seconds of earlier ones. Replaced as a whole."""
+        """Number of running blocks, start of the current busy time, and seconds of earlier ones. A new tuple at each change."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state

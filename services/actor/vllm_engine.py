@@ -217,7 +217,7 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if "distributed_executor_backend" in arguments and torch.get_num_threads() == 1:
             # Fork the engine process, as on a GPU, because a fork need not import everything again. On a CPU, vLLM would spawn
-            # it, because a child cannot use its parent's pool of OpenMP threads. A single thread has no pool.
+            # it, because a forked child cannot use its parent's pool of OpenMP threads. With one thread, there is no pool.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         prepare_forks()
         llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers, disable_log_stats=True)
@@ -256,7 +256,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger that only calls `on_step`. As a subclass, it keeps vLLM from adding a `PrometheusStatLogger`."""
+    """Return a stat logger that only calls `on_step`. As a `PrometheusStatLogger`, it keeps vLLM from adding another one."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -297,8 +297,7 @@ class VllmEngine:
 
     async def warm_up(self, recipe: Recipe) -> None:
         """Generate two tokens for each of H prompts, and score a prompt, because vLLM compiles functions at their first use,
-        which took 2.5 s. The KV cache stays empty. Raises `EngineError` if the engine fails, or its results cannot be trained
-        on."""
+        which took 2.5 s. The prefix cache stays empty. Raises `EngineError` if the engine fails or its results are unusable."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]

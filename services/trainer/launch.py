@@ -1,5 +1,5 @@
 """Start the trainer's ranks on this node under torchrun's elastic agent, and end when they have ended. If a rank dies, the
-other ranks of this node are killed at once. Those of other nodes fail at their next communication."""
+agent stops the other ranks of this node with SIGTERM. Ranks of other nodes fail at their next communication."""
 
 from __future__ import annotations
 

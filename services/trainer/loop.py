@@ -177,7 +177,7 @@ class OptimizerLoop:
             raise
 
     async def dismiss(self, timeout_s: float) -> None:
-        """Order the other ranks to end. A rank that does not get the order in time is disconnected."""
+        """Order the other ranks to end. If they still compute after `timeout_s`, they end when this process disconnects."""
         if self._policy.num_ranks > 1:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -225,7 +225,7 @@ class OptimizerLoop:
         self._feeder.look_again()
         evaluate = self._due(self._recipe.evaluation.every_steps) or self.version == self._recipe.trainer.steps
         measure = evaluate or (not self.measuring and self._due(self._recipe.weights.probe_every))
-        # After the offer, an engine on the same GPU needs the memory.
+        # On a shared GPU, score the probe before the offer: afterwards, the engine needs the memory.
         probed = await self._probe_scores() if measure and self._turn is not None else None
         if starts_phase(self._recipe, self.version) or self.version == self._recipe.trainer.steps:
             await self._offer(seconds, measure=measure)

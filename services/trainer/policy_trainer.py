@@ -173,7 +173,7 @@ def weight_sender(
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
     """Return whether a single rank's GPU keeps the snapshots. Adapters always fit. Whole weights must fit beside the training
-    state, and do not stay on a GPU that an actor also uses. On such a GPU, torch may take only a part of the memory."""
+    state. They never stay on a GPU that an actor also uses, where torch's share of the memory is limited."""
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))

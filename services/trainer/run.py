@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 LOAD_EVERY_S = 5.0
 ANSWER_WITHIN_S = 5.0
 DISMISS_S = 1.5
-"""Maximum seconds to wait for the other ranks' computation before ordering them to end."""
+"""Maximum seconds for ordering the other ranks to end, including the wait for a running computation."""
 LAST_UPLOAD_S = 1800.0
 """Maximum seconds to wait for the last upload before the process exits (`settings.linger` is false)."""
 HEARTBEATS_ALONE = "departed actors are noticed only by their own message or by a missing heartbeat"
@@ -165,8 +165,8 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the expected actors. At the timeout, raise `ServiceError`. With `linger` or a starting actor, warn and wait
-        on instead."""
+        """Wait for the expected actors. At the timeout, raise `ServiceError`. With `linger`, or while an actor starts, warn and
+        continue to wait instead."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:

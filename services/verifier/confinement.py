@@ -46,8 +46,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def go_below_another() -> None:
-    """Fork, and return only in the child, in its own process group, while the parent watches it. A later `confine` puts a
-    second process above the sandbox, so if one of the two is killed, the other ends the rest."""
+    """Fork, and return only in the child, which gets its own process group. The parent watches it. A later `confine` adds a
+    second watching process, so if one of the two is killed, the other ends the rest."""
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)  # because the verifier kills the group of a dead worker
@@ -108,8 +108,8 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
 
 
 def answer_call(listener: int, child: int | None = None) -> None:
-    """Answer a request for one more process or thread of `child` and its descendants, or without `child` of the asking
-    process."""
+    """Answer a request for one more process or thread. The limits apply to `child` and its descendants together, or to the
+    asking process alone if `child` is None."""
     call = bytearray(80)
     with contextlib.suppress(FileNotFoundError):  # the asking process was killed meanwhile
         fcntl.ioctl(listener, _RECEIVE_CALL, call)

@@ -55,7 +55,7 @@ class PolicyFault(Exception):
 
 
 class EpisodeFailed(Exception):
-    """The episode failed, but not by an exception in the environment's code or by the policy's fault."""
+    """The episode failed, for example because the actor does not answer, or because the agent's program ended with an error."""
 
 
 class Policy:
@@ -239,8 +239,8 @@ class ToolUse:
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
     """Run an agent's program and return its standard output. The program gets the problem's row on standard input and, if the
-    row is short, in PIPELINERL_ROW. `search_path` is its PYTHONPATH. Raises `EpisodeFailed` if the program prints too much or
-    ends with an error, which the last line of its standard error explains."""
+    row is short, in PIPELINERL_ROW. `search_path` is its PYTHONPATH. Raises `EpisodeFailed` if the program prints too much, or
+    if it fails. In the second case, the message quotes the last line of its standard error."""
     row = json.dumps(row_of(request))
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:

@@ -70,7 +70,7 @@ class Judge:
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
         """Return a result with the judge's text as `answer`, or a failure. The judge is not called for a cut completion that
-        earns nothing. If the caller is cancelled, the call to the judge continues, because the item will be sent again."""
+        earns nothing. If the caller is cancelled, the call continues, and the item gets its answer when it is sent again."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK)
         text = filled(self._config.template, item)

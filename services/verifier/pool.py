@@ -205,7 +205,7 @@ class RewardPool:
             job.resolve(result)
 
     def _try_again(self, job: Job, gone: WorkerGone) -> None:
-        """Put the item of a worker that ended at the front of the queue, or fail it after too many deaths."""
+        """Put the item back at the front of the queue, because its worker ended. After `MOST_DEATHS` deaths, fail it."""
         if gone.loss != "retirement":
             job.deaths += 1
             log.warning("reward worker died while scoring %s (death %d): %s", job.item.sequence_id, job.deaths, gone)
@@ -234,7 +234,7 @@ class WorkerGone(Exception):
 
 async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
     """Return the next frame. Raises `TimeoutError`, `WorkerGone` if the frame is too long, and `IncompleteReadError` or
-    `ConnectionError` if the stream ends too early. A frame that arrived while the event loop was busy is in time."""
+    `ConnectionError` if the stream ends too early. A busy event loop does not make a frame late that arrived in time."""
 
     async def read() -> bytes:
         (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))

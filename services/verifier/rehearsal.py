@@ -2,11 +2,11 @@
 
 Standard input is one JSON object with `recipe`, `items` and `forms`. An item has the fields of a `VerifyItem`. Its forms are
 pairs of a completion and the answer that the reward must find in it ("" = any answer). A worker process scores the forms in
-order until scoring fails or the reward finds the form's answer.
+order, and stops at the first form whose scoring fails or whose answer the reward finds.
 
-The output is lines of JSON: `calling` with an item's number before it is scored, and then the last form's result, unless the
-reward found no form's answer. If an item times out or ends its worker, the task's other items are skipped. If no worker starts,
-the output is `{"problem": "..."}`.
+The output is lines of JSON. Each item gives `calling` with its number, then the result of the form at which scoring stopped, if
+it did. If an item times out or ends its worker, the task's other items are skipped. If no worker starts, the
+output is `{"problem": "..."}`.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def main() -> int:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items until processes of a reward remain or memory is short, and return `RETIRED`. Raises `EOFError`."""
+    """Score items until memory is short or a reward's processes cannot be ended. Return `RETIRED`, or raise `EOFError`."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -377,7 +377,7 @@ def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Mess
 def answer_of(
     chat: ChatFormat, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: Iterable[str] = (), may_call: bool = True
 ) -> Answer:
-    """Return the turn as a message without its stop string, and store the conversation up to it in `turn.messages`."""
+    """Return the turn as a message without its stop string. Store the conversation, with this message, in `turn.messages`."""
     prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
     parsed = chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
 

@@ -48,7 +48,7 @@ _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 Sample = Callable[[TokenIds, Completion, SamplingParams, int], Awaitable[Completion]]
 """`sample(context_token_ids, made, sampling, number)` continues the turn `made` to its end, or to an interruption
 (`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts this episode's earlier calls. The function
-waits for a decoding slot. Raises `EngineError`."""
+waits for a free place of the `Sampler`. Raises `EngineError`."""
 
 
 class Refused(PipelineRLError):
@@ -70,11 +70,11 @@ class RecordedTurn:
     asked: SamplingParams | None = None
     """Requested sampling parameters; None if another actor began the turn."""
     served: int = 0
-    """Number, from 1, of this run's request that got or awaits the turn; 0 = no request."""
+    """Ordinal number, from 1, of the request in this run that got or awaits the turn; 0 = none."""
     is_asked_for: bool = False
     """True if this run of the environment requested the turn, even if the client hung up."""
     messages: Any = None
-    """The request's messages and the answer, for `endpoint.context_of`; None if the request had tokens."""
+    """The request's messages and the answer, for `endpoint.context_of`; None if the request had token ids instead."""
 
     @property
     def is_finished(self) -> bool:
@@ -102,7 +102,7 @@ class Episode:
     """Turns that one run of the environment may request, including those for which its client hung up."""
     max_context: int
     turn_timeout_s: float
-    """Maximum seconds for a turn, including the wait for a slot."""
+    """Maximum seconds for a turn, including the wait for a free place of the `Sampler`."""
     failure: str = field(default="", init=False)
     """Why the engine or a deadline ended the episode. All further requests are refused."""
     policy_fault: str = field(default="", init=False)
@@ -343,8 +343,8 @@ class Episodes:
 
 
 def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResult]:
-    """Return why the episode cannot be used ("" if it can), and its result. A crash of the environment after the policy
-    exceeded its turns or length is a reward of 0. Pure."""
+    """Return why the episode cannot be used ("" if it can), and its result. If the environment crashes after the policy
+    exceeded its turns or length, the episode counts with a reward of 0. Pure."""
     if episode.failure:
         return episode.failure, result
     if result.status == VERIFY_STATUS_CRASHED and episode.policy_fault:

@@ -67,7 +67,7 @@ class ChatFormat(Protocol):
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model, found without its name if the recipe changes its chat template."""
+    """Return the format of a recipe's model. If the recipe changes the chat template, the model's name is not used."""
     is_changed = bool(model.chat_template or model.chat_template_kwargs)
     return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
 
@@ -75,7 +75,7 @@ def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
 def chat_format(tokenizer: Any, model: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatFormat:
     """Return the format of a Hugging Face tokenizer. A known `model` name selects its family's renderer. For other names, such
     as folders and fine-tuned models, the first renderer is taken that writes the chat template's tokens for all `PROBES`. If
-    none does, the template itself is the format. `variables` override the chat template's defaults."""
+    none does, the template itself is the format. `variables` of the chat template are settings of this first renderer."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
@@ -154,8 +154,8 @@ class RendererTokenizer:
 class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. `variables` of the chat template
     become settings. Some renderers refuse to extend a turn by a user's message, because the template then drops earlier
-    thoughts. This class extends a turn nevertheless if a new rendering differs only in white space, as it does without
-    thoughts."""
+    thoughts. This class extends the turn nevertheless if a new rendering of the whole conversation differs only in white space,
+    because there were no thoughts."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -223,7 +223,7 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 class TemplateFormat:
     """Any chat template. A recorded turn is extended by the text that the template writes after it, if later messages do not
-    change the text before them. Tool calls have the form of Hermes models; a message describes tools that a template cannot."""
+    change the text before them. Tool calls have the form of Hermes models. If a template cannot write tools, a message does."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)

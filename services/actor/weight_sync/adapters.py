@@ -47,8 +47,8 @@ Named = tuple[str, Tensor]
 
 class AdaptedLinearMethod(LinearMethodBase):
     """Adds the low-rank product to the output of `plain`, the layer's own method. A is [parts · rank, in] and B is [out, parts
-    · rank], both for this tensor-parallel rank. If the weights are unquantised and in 16 bits, this class also multiplies by
-    them, so that the sum is rounded once. On a CPU, vLLM packs such weights, and `unpacked` [in, out] is a copy."""
+    · rank], both for this tensor-parallel rank. With unquantised 16-bit weights, this class also computes their product, so
+    that the sum is rounded once. On a CPU, vLLM packs these weights, and `unpacked` [in, out] is an unpacked copy."""
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
         self.plain, self.rank, self.scaling = plain, config.rank, config.scaling
@@ -178,7 +178,7 @@ class AdapterLoader:
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Check rank and scaling against those at the start of the engine, and all shapes by loading zeros as a trial."""
+        """Check that rank and scaling are those with which the engine started. Check all shapes by loading zeros."""
         specs = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
         for item in manifest.low_rank:
             method = self._items[item.a].method

@@ -64,7 +64,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Check the manifest and start the transfer thread, which reports a mismatch. Runs between two decode steps."""
+        """Check the manifest and start the `TransferWorker`, which reports a mismatch. Runs between two decode steps."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         self._sends_adapter, problem, reason = bool(manifest.low_rank), "", ""

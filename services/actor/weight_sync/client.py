@@ -234,7 +234,7 @@ class WeightUpdateClient:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self.swapping:
-            # `AsyncLLM.pause_generation` would also sleep for 20 ms, for an order of outputs that is not needed here.
+            # `AsyncLLM.pause_generation` would also sleep for 20 ms, to return pending outputs first. This is not needed here.
             await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self.recompute_kv)
             started = time.monotonic()
             try:
@@ -254,8 +254,8 @@ class WeightUpdateClient:
 
     async def sleep(self) -> None:
         """Pause the engine and free its GPU memory (vLLM's sleep mode). Unfinished sequences are kept, and their KV cache is
-        later computed again. vLLM copies the weights to host memory (level 1), because no weight update brings all of them:
-        adapters leave out the base weights, and layers keep tensors of their own."""
+        later computed again. vLLM copies the weights to host memory (level 1), because a weight update does not bring all of
+        them: with adapters it lacks the base weights, and it never has tensors that layers compute, such as rotary tables."""
         await self._in_sleep_mode(self.llm.sleep(level=1, mode="keep"))
 
     async def wake(self) -> None:

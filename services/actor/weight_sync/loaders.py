@@ -119,7 +119,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return this rank's reason to load during the pause, or that another rank has one, because all ranks must load alike."""
+    """Return this rank's reason to load during the pause, or a message if only another rank has one: all must load alike."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")
@@ -420,7 +420,7 @@ class PausedLoader:
         self._kept: dict[str, Tensor] = {}
 
     def check(self, manifest: Manifest) -> None:
-        """Decide where tensors are kept. Raises ManifestMismatch if memory is lacking. `swap` shows wrong names and shapes."""
+        """Decide where tensors are kept. Raises ManifestMismatch if memory is lacking. Wrong names or shapes fail in `swap`."""
         self.drop()
         self._layout, kept = {}, 0
         for spec, offset, num_bytes in zip(manifest.parameters, manifest.offsets, manifest.sizes, strict=True):

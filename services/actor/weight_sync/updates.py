@@ -33,9 +33,9 @@ class UpdateListener:
     """Consumes the trainer's control messages in stream order and answers `joined`, `staged`, `serving` or `failed`.
 
     A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
-    Messages are ignored if they are out of order, come from another incarnation, or belong to an epoch without this process.
-    During a NATS outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. This process has the
-    `turn` on a shared GPU while its engine is awake."""
+    Orders are ignored if they repeat an earlier one, or do not belong to the epoch that this process has joined. During a NATS
+    outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. On a GPU shared with the trainer,
+    this process has the `turn` while its engine is awake."""
 
     def __init__(
         self,
@@ -225,8 +225,8 @@ class UpdateListener:
         await self._answer("serving", Serving, commit, headers, version=commit.version, stall_s=stall_s)
 
     async def _on_sleep(self, version: PolicyVersion) -> None:
-        """Put the engine to sleep after a running probe, and release the turn. The trainer repeats an order that this method
-        ignores, because the engine does not serve `version` yet or a transfer uses the GPU."""
+        """Put the engine to sleep after a running probe, and release the turn. Do nothing while the engine does not serve
+        `version` yet or a transfer uses the GPU; the trainer repeats the order."""
         if self._turn is None or version != self._gate.served or self._gate.asleep or self.staging_state != "idle":
             return
         self._gate.sleep()

@@ -189,7 +189,7 @@ class Staging:
         return Kept() if failed else self._receiver.kept
 
     def resume(self, group: WeightGroup, timeout_s: float) -> None:
-        """Receive the chunks that are missing here or on other ranks. May raise TransferError if none is missing here."""
+        """Begin to receive the missing chunks. If only other ranks lack some, wait for these; this may raise TransferError."""
         self._receiver.group, self._receiver.timeout_s = group, timeout_s
         if not self._loading.done():
             self._resumed.put(True)
@@ -205,7 +205,7 @@ class Staging:
         return self._loading.result()
 
     def drop(self) -> None:
-        """End the loader, which then has loaded nothing, if it waits or is about to wait for another group."""
+        """Wait for the loader's end. If it waits, or is about to wait, for another group, it ends without a loaded version."""
         self._resumed.put(False)
         wait([self._loading], ENDING_S)
         self._receiver.regroup = lambda error: False  # no longer refers to this object
@@ -270,7 +270,7 @@ class TransferWorker:
             self._orders.put_nowait(RELEASE)
 
     def close(self) -> None:
-        """End all threads. Returns within a second; a running transfer ends within the stall timeout."""
+        """End all threads. Waits for a running transfer, which ends within the stall timeout."""
         self._abort()
         if (staging := self._staging) is not None:
             staging.drop()
@@ -393,8 +393,8 @@ class TransferWorker:
 
 def _use_one_core() -> None:
     """Prepare weights with one thread, on any free core. A second team of OpenMP threads would compete with vLLM's decoding
-    threads: 135M parameters took 7.5 s instead of 1.6 to 3.7 s on two busy cores. The call is private because vLLM replaces
-    `torch.set_num_threads` on a CPU."""
+    threads: 135M parameters took 7.5 s instead of 1.6 to 3.7 s on two busy cores. torch's private function is called, because
+    vLLM replaces `torch.set_num_threads` on a CPU."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch._C.set_num_threads(1)

@@ -84,8 +84,8 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the run's `GroupTokens`. If the folder has no key, make one. Groups below number `reserved` then need no proof,
-    because they may already be in progress. Raises `UserError` if the file is malformed."""
+    """Return the key of the run's groups. If the folder has none, make one. Groups below number `reserved` are then accepted
+    without a token, because they may already be in progress. Raises `UserError` if the file is malformed."""
     path = run_dir / "group-key.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

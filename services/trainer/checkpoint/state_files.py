@@ -87,10 +87,10 @@ def plain_part(tensor: Tensor) -> Tensor:
 
 
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Write the tensors that all ranks have staged to disk, and sync them. All ranks must call this, each on any thread.
-    `group`: process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
+    """Write the staged tensors of all ranks, and sync them to disk. All ranks must call this, each on any thread. `group`:
+    process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
     _alone_is_meant()
-    # Copies ahead are off, because torch would use a stream of the thread's GPU, which is the first GPU on every rank.
+    # Nothing is copied ahead, because torch would use this thread's current GPU, which is the first one on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)

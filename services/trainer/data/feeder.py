@@ -1,6 +1,6 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
-The feeder looks again after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
+The limits are checked after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
 enters the tracker before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
 restarted trainer knows which groups may have been published. Completions are never tokenised again.
 """
@@ -87,11 +87,11 @@ ProblemStream = Callable[[int], EncodedProblem]
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Proofs that an actor received a group. A proof is a MAC of the group's id, computed with the secret `key` (32 bytes)."""
+    """Tokens that prove that an actor received a group. A token is a MAC of the group's id with the secret `key` (32 bytes)."""
 
     key: bytes
     first_group: int = 0
-    """Number of the first group that needs a proof. Earlier groups may have been issued with another key."""
+    """Number of the first group that needs a token. Earlier groups may have been issued with another key."""
 
     def of(self, group_id: str) -> bytes:
         return hmac.digest(self.key, group_id.encode(), "sha256")[:_TOKEN_BYTES]
@@ -127,7 +127,7 @@ class Feeder:
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
-        """Set once the run has begun or is taken over. While it is None, no proof is needed."""
+        """Set once the run has begun or is taken over. While it is None, no token is needed."""
 
     @property
     def allowance(self) -> int:
@@ -293,8 +293,8 @@ def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
 
 
 def longest_completion(recipe: Recipe, problem: EncodedProblem) -> int:
-    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or what the prompt leaves in the context.
-    Length penalties use it, too, so a long prompt does not evade them."""
+    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or less if the prompt leaves less of the
+    context. Length penalties use it, too, so a long prompt does not evade them."""
     return min(problem.share.max_tokens, recipe.model.max_context - len(problem.prompt_token_ids))
 
 

@@ -164,8 +164,7 @@ class Intake:
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
     def judge_actors(self, tokens: Mapping[str, tuple[int, int]]) -> None:
-        """Quarantine each actor of whose lag-0 tokens too many differ in log-probability from the trainer's policy. `tokens`:
-        the `LAG_0_TOKENS` of one step."""
+        """Quarantine an actor if too many of its tokens of lag 0 contradict the trainer's policy. `tokens`: `LAG_0_TOKENS`."""
         for actor, share in self.quarantine.judge(tokens).items():
             log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
@@ -256,7 +255,7 @@ class Intake:
                 return group
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """Close stale samples and those of quarantined actors. Return the rest; None if no sample is left."""
+        """Close stale samples and those of quarantined actors. Return the rest; None if too few samples are left."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)

@@ -56,7 +56,7 @@ class Slots:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Map x [P, ...]: part p goes to rank p, and rank p's part becomes part p. The map is its own inverse and transpose."""
+    """Send part p of x [P, ...] to rank p, and receive part p from rank p. This map is its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -71,7 +71,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
-    """Return how many copies of each key-value head let `ranks` share the heads equally. Raises `FieldError` if none do."""
+    """Return how many copies of each key-value head `ranks` need to share heads equally. Raises `FieldError` if none fit."""
     if query_heads % ranks:
         fix = f"does not divide the model's {query_heads} attention heads; use a divisor of {query_heads}"
         raise FieldError("trainer.context_parallel", ranks, fix)

@@ -1,7 +1,7 @@
 """Insert, find and disable peft's low-rank adapters in a model, and yield the weights in the form that actors load.
 
-Adapters have the model's dtype, and the optimizer or the shards keep float32 masters. Actors load whole tensors with the
-model's own names and with adapters merged in. Shards are gathered one parameter at a time, to save memory.
+Adapters have the model's dtype, and the optimizer or the shards keep float32 masters. Actors load either whole weights with
+adapters merged in, or A and B of each adapter. Shards are gathered one parameter at a time, to save memory.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> 
 
 @torch.no_grad()
 def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for A and B of each adapted layer, in the adapted weight's dtype and with the names of peft's files.
-    With sharded weights every rank must iterate to the end."""
+    """Yield (name, tensor) for A and B of each adapted layer, in the adapted weight's dtype. Names are as in peft's files, but
+    without the prefix `base_model.model.`. With sharded weights every rank must iterate to the end."""
     for name, adapter in layer_adapters(model).items():
         for factor_name, factor in zip(factor_names(name), (adapter.a, adapter.b), strict=True):
             yield factor_name, whole(factor, adapter.weight.dtype).to(adapter.weight.dtype)

@@ -130,7 +130,7 @@ POLICY_TERMS: dict[str, PolicyTerm] = {
     "gspo": gspo,
     "cispo": cispo,
 }
-"""GRPO's policy term is PPO's. `AlgorithmConfig` sets its other advantages and normalisation by default."""
+"""GRPO has PPO's policy term. Its advantages and normalisation differ; `AlgorithmConfig` sets them by default."""
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

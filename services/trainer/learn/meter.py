@@ -123,7 +123,7 @@ def take_memory_peak(device: torch.device) -> int:
 
 
 def process_memory_peak() -> int:
-    """Return the process's peak resident memory in bytes. `getrusage` may return the parent's peak before exec."""
+    """Return the process's peak resident memory in bytes. `getrusage`, which may return the parent's peak, is a fallback."""
     if PROCESS_STATUS.is_file():
         for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -232,7 +232,7 @@ class TokenStatistics:
     """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, not finite if a log weight is not.
     k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
     moments: NDArray[np.float64]
-    """[2, 3]: `_moments` of returns and of returns − baseline; of no values without a learned baseline."""
+    """[2, 3]: `_moments` of returns and of returns − baseline; all 0 without a learned baseline."""
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
     reported: NDArray[np.float64]

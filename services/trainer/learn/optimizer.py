@@ -17,7 +17,7 @@ from services.trainer.learn.lora import whole
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
-    """Return the learning rate of the step that turns policy version `step` into `step + 1`.
+    """Return the learning rate of the optimizer step that follows `step` earlier ones. Skipped steps do not count.
 
     The rate rises linearly to the peak over `warmup_steps`, then follows `schedule`. The final rate is `final_learning_rate` ·
     peak. `linear` and `cosine` reach it at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls linearly to it over the last

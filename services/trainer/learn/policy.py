@@ -77,7 +77,7 @@ class Policy(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """Return the number of which a row's length in tokens must be a multiple."""
+        """A row's length in tokens must be a multiple of this number."""
         return 1 if self.part is None else self.part.ranks
 
     @property

@@ -109,7 +109,7 @@ class StepMetrics:
         self._tasks = TaskMetrics(metrics)
         self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
-        text = "algorithm.max_lag; no series if it is null, or bounds the mean lag of a sequence."
+        text = "algorithm.max_lag; no series if it is null, or if it bounds the mean lag of a sequence."
         self.lag_bound = metrics.reading("token_lag_bound_steps", text)
         self.planned = metrics.reading("planned_steps", "Optimizer steps of the whole run (trainer.steps).")
         self._step = metrics.histogram("step_seconds", "Duration of an optimizer step, including waits.", STEP_SECONDS)
@@ -144,7 +144,7 @@ class StepMetrics:
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Bucket edges: from a toy model on one machine, up to minutes."""
+"""Bucket edges: from milliseconds, for a toy model on one machine, up to minutes."""
 
 
 class MembershipMetrics:
@@ -189,7 +189,7 @@ BY_STREAM = {"stream": ("prompts", "sequences")}
 
 
 class StreamMetrics:
-    """Size of the streams at the last check, and the present age of the message that was then the oldest."""
+    """Size of the streams at the last check, and the current age of the oldest message found by that check."""
 
     def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
         self.seen: dict[str, StreamInfo] = {}

@@ -87,7 +87,7 @@ class Recorder:
         self.totals = RunTotals()
         self._findings: list[dict[str, Any]] = []
         self._examined_at = 3
-        """Number of steps at which findings are made again. It grows geometrically, since all records are read."""
+        """Number of steps at which the run is examined again. It grows geometrically, since all records are then read."""
         self.progress = {"steps": str(recipe.trainer.steps)}
         """Figures of the newest step and evaluation, as text, for the run's ConfigMap."""
         self.feed = StepFeed(files.kept)
@@ -257,8 +257,8 @@ class Recorder:
             await asyncio.sleep(PAGE_STATE_EVERY_S)
 
     async def _examine(self) -> None:
-        """Update the findings, from the run's files, in a thread. Errors are logged, so that they cannot end the run. The
-        journal, by far the longest file, is not read."""
+        """Update the findings from the run's files, in a thread. The journal, by far the longest file, is not read. Errors are
+        only logged, because they must not end the run."""
         try:
             reasons = {outcome.value: dict(self._view().ledger.reasons(outcome)) for outcome in Outcome}
             found = await asyncio.to_thread(examine_run, self._files.run_dir, self._recipe, reasons, is_running=True)
@@ -316,7 +316,7 @@ class Recorder:
         }
 
     def _advise(self, record: StepRecord) -> None:
-        """Update the replica advice. The first step here counts as 0 consumed sequences, because their number is unknown."""
+        """Update the replica advice. The first step after a start counts 0 consumed sequences, as the number is unknown."""
         before, self._used_up = self._used_up, sum(record["sequences"][outcome] for outcome in Outcome)
         seconds = record["step_s"]
         self._replicas.step(0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0))
@@ -338,7 +338,7 @@ class Recorder:
         return True
 
     def _clip_range_cut(self, record: StepRecord) -> float | None:
-        """Return the fraction of tokens that the loss clipped in recent steps; None if it is at most `MOST_CUT`. Warn once."""
+        """Return the clipped fraction of recent steps' tokens; None if it is unknown or at most `MOST_CUT`. Warn once."""
         if self._recipe.algorithm.loss in CUTTING and not record["skipped"]:
             self._cut.append(record["clip_fraction"])
         share = sum(self._cut) / CUT_STEPS

@@ -3,11 +3,12 @@
 `step(event)` returns the actions to perform, in order. `updater.py` performs them. Results of actions, answers of members and
 passed deadlines are the next events. The trainer's own end of the group answers like a member.
 
-The tests check these invariants for every order of events: * `Commit` of a version comes after all remaining members have
-staged it in this epoch with the sender's checksum; * an epoch's members never change; any change begins a new epoch with a
-higher number; * one version is in transfer at a time, and each transfer ends in `VersionServed` with the remaining members; *
-an actor that came late or failed shares no epoch with others until `MemberReady` reports that it has served a version on a side
-group. It thus cannot delay the members twice.
+The machine keeps these invariants:
+
+- A version is committed only after all remaining members have staged it in this epoch, with the sender's checksum.
+- No actor joins a running epoch. If a member is lost, the current or the next version begins an epoch with a higher number.
+- One version is in transfer at a time, until all remaining members serve it.
+- An actor that came late or failed joins other members only after it has served a version on a side group (`MemberReady`).
 
 A run has one coordinator for the epoch and one for each side group. `membership.py` chooses the members of side groups.
 """
@@ -209,7 +210,7 @@ class Coordinator:
         return self._under_way and self._held_above is not None and self.version > self._held_above
 
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
-        """Return after how many seconds this phase is stuck or too slow if no further answer arrives.
+        """Return how many seconds after its begin the phase counts as stuck or too slow, if no further answer arrives.
 
         Each answer extends the time by `deadline_s`, up to `limit_s` after the first answer. Once more than half have answered,
         `SLOW` times their median is a further limit, but not below `deadline_s`. While the trainer sends, only `limit_s`

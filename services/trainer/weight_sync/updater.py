@@ -40,17 +40,17 @@ log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": pb.EpochJoined, "staged": pb.Staged, "serving": pb.Serving, "failed": pb.Abort}
 MEETING_SHARE = 0.8
-"""Share of the deadline within which all members of a group must connect. It is below 1 because the error after this time names
-the missing members. The deadline itself would evict all members."""
+"""Share of the deadline within which all members of a group must connect. The error after this time names the missing members,
+and only these are evicted. The deadline itself would evict all members, so this share is below 1."""
 PATIENCE_S = 3.0
-"""Maximum seconds between two connections to a group whose members have all been in a group before. A dead member is thus
-noticed long before its registration expires. A slow member is excluded, too, and returns on a side group."""
+"""Maximum seconds that a group waits for its next member after one has connected, if all have been in a group before. A dead
+member is thus noticed long before its registration expires. A slow member is excluded, too, and returns on a side group."""
 GATHER_S = 5.0
 """Maximum seconds to wait for further joining actors before a side group is opened; less if a transfer takes less."""
 ASSUMED_BYTES_PER_S = 40e6
 """Assumed transfer rate until one has been measured. The network may be slower by the factor `coordinator.SLOW`."""
 MOST_REASONS = 16
-"""Maximum number of actors whose last reason for not serving is kept."""
+"""Maximum number of actors whose reason for not serving is kept."""
 
 
 class TransferSession:
@@ -424,7 +424,7 @@ class WeightUpdater:
             del self._reasons[next(iter(self._reasons))]
 
     def post(self, session: TransferSession | None, event: c.Event | None) -> None:
-        """Queue an event. Without a `session`, it concerns the membership. Without an event, the wait of `GATHER_S` is over."""
+        """Queue an event of `session`, or of the membership if that is None. `event` None: the wait of `GATHER_S` is over."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:

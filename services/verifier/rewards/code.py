@@ -218,7 +218,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
     if not isinstance(put, list):
-        raise TypeError(f"arguments {put!r:.80}; give a list, or a text with one argument per line")
+        raise TypeError(f"the arguments are {put!r:.80}; give a list, or a text with one argument per line")
     call = ["__call__", [["yours", str(name)], *(harness.encode(each, list) for each in put)], {}]
     return Test(call=json.dumps(call), returned=got, in_list=in_list)
 
@@ -257,7 +257,7 @@ def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test
 
 
 def _does_something(node: ast.stmt) -> bool:
-    """Return whether a statement does more than define a name. A block below `if __name__ == "__main__":` does not run."""
+    """Return whether a statement does more than define a name. `if __name__ == "__main__":` does not: its block never runs."""
     if isinstance(node, ast.If):
         return "__name__" not in ast.unparse(node.test)
     defines = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
@@ -338,7 +338,7 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs except for white space at line ends. Compare numbers by value in lines that should have a decimal."""
+    """Compare outputs except for white space at line ends. If a line should have a decimal point, compare numbers by value."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))

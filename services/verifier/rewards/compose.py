@@ -50,8 +50,8 @@ class ComposedReward:
     def find_answer(self, completion: str) -> str | None:
         """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the completion.
 
-        In the first search `.` does not match line ends, so that `Answer: (.*)` takes only its line. In a second search after
-        the last match it does, so that `<answer>(.*)</answer>` finds an answer of several lines."""
+        The first search is without re.DOTALL, so that `Answer: (.*)` takes only its line. A second search, after the last
+        match, is with re.DOTALL, so that `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
         answer, end = None, 0

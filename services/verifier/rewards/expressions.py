@@ -119,7 +119,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
 
 @lru_cache(maxsize=2048)
 def tidy(text: str) -> str:
-    """Normalise the spelling, without spacing commands, dollar signs around mathematics, and thousands separators."""
+    """Normalise the spelling, and remove spacing commands, dollar signs around mathematics, and thousands separators."""
     text = re.sub(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
     text = _EVERYWHERE.sub("", text.translate(_CHARACTERS))
     for _ in range(3):

@@ -23,7 +23,7 @@ _KINDS = (list, tuple, set, frozenset)
 _MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.datetime", "datetime.timedelta", "builtins.range")
 """Types that are sent as the arguments of their constructors."""
 _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, string, re, random, copy, json"
-"""Modules that a program may use without importing them, as at LeetCode."""
+"""Modules that a program may use without importing them, as on LeetCode."""
 _LARGE = 1 << 63
 
 
@@ -81,7 +81,7 @@ def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
 
 
 class Peer:
-    """One end of the connection. `is_guarded`: the other end may access only public attributes of this end's objects."""
+    """One end of the connection. `is_guarded`: the other end sees only public attributes of instances of the tests' classes."""
 
     def __init__(self, reading: int, writing: int, find: Callable[[str], Any], *, is_guarded: bool) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), os.fdopen(writing, "wb")
@@ -302,7 +302,7 @@ def _collected(tests: dict[str, Any]) -> str:
         if code and code.co_argcount > isinstance(run, types.MethodType) + len(run.__defaults__ or ()):
             return f"{code.co_name} takes arguments, which pytest's fixtures or parameters would give; call it in the tests"
         run()
-    return "" if runs else "the tests run nothing; call them, or name the argument of check(candidate) in entry_point"
+    return "" if runs else "the tests run nothing; call them, or name the function for check(candidate) in entry_point"
 
 
 if __name__ == "__main__":

@@ -360,7 +360,7 @@ def _same_quantity(a: Node, b: Node) -> bool:
 
 
 def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
-    """Yield the values of all nodes at several points, without points with negative coordinates if a value is complex."""
+    """Yield the values of all nodes at several points. Points with negative coordinates are skipped if a value is complex."""
     names = frozenset[str]().union(*map(symbols, nodes))
     if not names:
         yield [evaluate(node, {}) for node in nodes]
@@ -447,8 +447,8 @@ def reference_text(text: str) -> str:
 def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
     r"""Return a scorer that gives 1 if answer and reference are mathematically equal, such as `1/2`, `0.5` and `\frac{1}{2}`.
 
-    The answer is the content of the last box, else the text after "the answer is", else the last expression. With `boxed`, only
-    a closed `\boxed{...}` counts. An answer is wrong if its comparison takes more CPU time than a quarter of `timeout_s`.
+    The answer is the last box or <answer>, else the text after "the answer is", else the last expression. With `boxed`, only a
+    closed `\boxed{...}` counts. An answer is wrong if its comparison takes more CPU time than a quarter of `timeout_s`.
     SIGVTALRM measures this, so the scorer must run on the main thread.
     """
 
