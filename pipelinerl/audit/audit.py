@@ -121,7 +121,7 @@ class StreamLook:
         self.positions.setdefault(sequence_id, position)
 
     def trained_below(self, replay: Replay) -> int:
-        """Return how many messages may be purged: those of trained sequences, up to the newest checkpoint's position."""
+        """Return how many messages are of trained sequences that the newest checkpoint covers. A restart needs none of them."""
         below = (name for name, position in self.positions.items() if position <= self.durable)
         return sum(replay.was_trained(*split_id(sequence_id)) for sequence_id in below)
 
@@ -173,7 +173,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Replay every event that counts. Compare each checkpoint with the replay at the byte where it was written."""
+    """Replay every event that no restart undid. Compare each checkpoint with the replay at the byte where it was written."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque(checkpoint for checkpoint in checkpoints if _counts(checkpoint, history, findings))
@@ -247,7 +247,7 @@ def _check_summary(path: Path, audit: Audit) -> None:
     """Check the summary if the trainer wrote it. A summary by the local runner has no `sequence_reasons`, and is skipped."""
     summary, replay = read_json(path), audit.replay
     if audit.history.end is None or summary.get("sequence_reasons") is None:
-        audit.findings[Check.SUMMARY].skipped = "no trainer has ended and left one"
+        audit.findings[Check.SUMMARY].skipped = "no trainer has written a summary at its end"
         return
     for name, derived in [
         ("sequences", replay.counts.as_dict()),
@@ -355,8 +355,8 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
 def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str]]:
     """Return the sequences in flight that are lost, and those whose group the trainer will publish.
 
-    Both are missing from the streams and the newest checkpoint. The trainer will publish the newest group, which may be on its
-    way to PROMPTS, and at its start every group that is missing.
+    Both kinds are missing from the streams and from the newest checkpoint. A running trainer may be about to publish the
+    newest group, and a trainer that starts publishes every missing group.
     """
     lost: list[str] = []
     waiting: list[str] = []
@@ -485,7 +485,7 @@ def _streams(audit: Audit) -> Iterator[str]:
     for count, what in [
         (seen.repeated, "of them repeat a sequence, which is trained only once"),
         (len(seen.unreadable), f"of them cannot be read: positions {unreadable}"),
-        (seen.trained_below(audit.replay), "of them may be purged"),
+        (seen.trained_below(audit.replay), "of them are of trained sequences, and the newest checkpoint covers them"),
         (seen.dead_letters, "prompt groups are in the dead-letter stream"),
         (len(audit.waiting), "sequences in flight will be published by the trainer, now or at its next start"),
     ]:

@@ -103,7 +103,7 @@ def _reading(stream: str) -> tuple[str, ...]:
 def main() -> int:
     """Print an `authorization` block for nats-server, with a placeholder for each password."""
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.bus.permissions", description=main.__doc__)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run; the users of several have its name in theirs")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run; with several, it is the prefix of its users")
     runs = parser.parse_args().runs
     try:
         passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in permissions(*runs)}
