@@ -315,10 +315,10 @@ def test_what_the_cache_keeps_is_listed_and_cleared(
     (compiled / "kernel.so").write_bytes(bytes(2**20))
     listed = pipelinerl("cache")[1].splitlines()
     assert [line.split()[0] + line.split()[-1] for line in listed[:3]] == ["1.5smollm2-2", "1.5tiny-abc", "1.0inductor"]
-    assert listed[3] == f"4.0 MiB in 3 of {tmp_path}"
+    assert listed[3] == f"4.0 MiB in 3 folders of {tmp_path}"
     assert "removed        1.5 MiB" in pipelinerl("cache", "--clear", "tiny-abc")[1]
-    assert "2.5 MiB in 2 of" in pipelinerl("cache", "--clear")[1]
-    assert pipelinerl("cache")[1] == f"0.0 MiB in 0 of {tmp_path}\n"
+    assert "2.5 MiB in 2 folders of" in pipelinerl("cache", "--clear")[1]
+    assert pipelinerl("cache")[1] == f"0.0 MiB in 0 folders of {tmp_path}\n"
     assert [*(tmp_path / "models").iterdir()] == [under_way], "of a run that builds it now"
     assert not [*compiled.iterdir()], "the folder is there for a run that goes on"
 
