@@ -738,7 +738,7 @@ class WeightUpdateConfig(Section):
         False, description="End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."
     )
     join_timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Seconds for all actors to register while none is starting, and for one to serve a version."
+        600.0, gt=0, description="Seconds for all actors to register, unless one still loads, then for one to serve a version."
     )
 
 

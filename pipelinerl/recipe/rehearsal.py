@@ -156,7 +156,7 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
     """Yield an error for each set whose reward fails. A reference that cannot be scored is a mistake in its row, so it counts
-    only if no reference can be scored. Empty completions are left out there, because a scorer may then ignore the reference."""
+    only if no reference can be scored. For this, empty completions do not count: a scorer may ignore the reference for them."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]

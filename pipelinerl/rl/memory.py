@@ -333,5 +333,5 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def accelerator_named(device_name: str) -> Accelerator | None:
-    """Return the data sheet for plans of the device with torch's `device_name`, or None."""
+    """Return the data sheet of the device with torch's `device_name`; None without one that is complete enough for a plan."""
     return next((device for device in _rows(device_name) if device.name), None)

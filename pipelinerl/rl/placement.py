@@ -308,8 +308,8 @@ class _Room:
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if a turn lacks
-    room."""
+    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if the
+    trainer does not fit beside the sleeping engine."""
     total, free = device.total_bytes / GIB, device.free_bytes / GIB
     turn = free - ENGINE_GIB if recipe.actor.colocate else 0.0
     if model is None:
