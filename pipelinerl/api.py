@@ -1,9 +1,8 @@
 """Train from Python: `pipelinerl.train(...)` and `pipelinerl.start(...)`, for programs and notebooks.
 
-A run is a child process, `pipelinerl run`, in its own session, which keeps the caller clean: the run has its own event loop and
-signal handlers beside those of a notebook, and its logs and environment variables do not reach the caller. Ctrl-C reaches only
-the caller, which then stops the run cleanly. What `Run` shows is read from the run's folder, so `Run("runs/NAME")` also works
-for a run that was started elsewhere.
+A run is a child process, `pipelinerl run`, in its own session. It shares neither event loop nor signal handlers with the
+caller, and its logs and environment variables stay its own. Ctrl-C reaches only the caller, which then stops the run cleanly.
+What `Run` shows is read from the run's folder, so `Run("runs/NAME")` also works for a run that was started elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trained policy in this process, by transformers. It needs torch and transformers, and is no part of the services."""
+"""Load a trained policy into this process. It needs torch and transformers, and the services do not use it."""
 
 from __future__ import annotations
 

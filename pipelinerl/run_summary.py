@@ -1,4 +1,4 @@
-"""Add up the steps of a run, which are the lines of metrics.jsonl, to its summary.json (docs/run-directory.md).
+"""Add up the steps of a run, which are the lines of metrics.jsonl, for its summary.json (docs/run-directory.md).
 
 The trainer does so step by step and writes the summary at its end. If it could not, the runner adds up metrics.jsonl.
 """

@@ -1,7 +1,7 @@
 """Derive a run's ledger again from its journal, checkpoints and streams, and report every contradiction.
 
-The audit only reads, and trusts no count that the trainer states about itself. A live run moves sequences during the audit. The
-journal is therefore read only up to its length at the start, and the audit is repeated if a sequence seems lost.
+The audit only reads, and trusts none of the trainer's own counts. A live run moves sequences during the audit. The journal is
+therefore read only up to its length at the start, and the audit is repeated if a sequence seems lost.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _some(ids: set[str] | frozenset[str]) -> str:
 
 @dataclass
 class StreamLook:
-    """Contents of SEQUENCES when `info` was read. Messages up to `durable`, the newest checkpoint's position, may be purged."""
+    """Contents of SEQUENCES when `info` was read. The newest checkpoint covers the positions up to `durable`."""
 
     info: StreamInfo
     durable: int
@@ -232,7 +232,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 
 
 def _check_tokens(path: Path, audit: Audit) -> None:
-    """Check that the record of each step counts the tokens that were trained in that step according to the journal."""
+    """Check that the token count in each step's record equals the journal's."""
     known = audit.replay.tokens_by_version
     steps = [record for record in read_jsonl(path) if record.get("step") in known]
     if not steps:
@@ -479,7 +479,7 @@ def _streams(audit: Audit) -> Iterator[str]:
         return
     yield (
         f"  SEQUENCES holds {number(seen.messages)} messages, positions {number(seen.info.first_position)} to "
-        f"{number(seen.info.last_position)}; durable up to {number(seen.durable)}"
+        f"{number(seen.info.last_position)}; a checkpoint covers them up to {number(seen.durable)}"
     )
     unreadable = ", ".join(map(str, list(seen.unreadable)[:_OUTLIERS]))
     for count, what in [

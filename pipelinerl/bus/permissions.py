@@ -18,8 +18,8 @@ from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACT
 from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
-"""The users: one per service, and one with full access for people. If several runs share a server, the users of their services
-are named after the run, such as `lr-1-trainer`."""
+"""The users: trainer, actor, and one with full access for people. If several runs share a server, the first two are named after
+the run, such as `lr-1-trainer`."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 

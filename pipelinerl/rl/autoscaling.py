@@ -37,9 +37,9 @@ Production = NDArray[np.float64]
 
 
 def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:
-    """Return the sequences per second of a busy actor, and its mean sequences in progress. Only the newest entries
-    count, as few as add up to `fewest` sequences and `FEWEST_BUSY_S` busy seconds. Older entries are removed. Return None if
-    all entries together do not reach these minima."""
+    """Return the sequences per second of a busy actor, and its mean sequences in progress. Just enough of the newest
+    entries are used to reach `fewest` sequences and `FEWEST_BUSY_S` busy seconds; older entries are removed. Return None if
+    all entries together do not reach both minima."""
     total = np.zeros(3)
     for number, one in enumerate(reversed(produced), start=1):
         total += one

@@ -70,7 +70,7 @@ class Model:
 
     @property
     def layer_bytes(self) -> float:
-        """Estimated bytes of a decoder layer. A model of 7.6B has 28; the number grows with the cube root of the size."""
+        """Estimated bytes of a decoder layer. A 7.6B model has 28 layers; their number grows with the cube root of its size."""
         layers = 28 * math.cbrt(self.parameters / 7.6e9) / (2 if self.active_share < 1 else 1)
         return self.weights_bytes / max(1.0, layers)
 

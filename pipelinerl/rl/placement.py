@@ -98,7 +98,7 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
 
 
 def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_share: float = 1.0) -> Placed:
-    """Divide the GPUs. `parameters`: number of the model's parameters; 0 = unknown, and then no memory is calculated.
+    """Divide the GPUs. `parameters`: number of the model's parameters; if it is 0 (unknown), memory is not checked.
     `active_share`: see `Model`. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
     model = Model.of(recipe, parameters, active_share=active_share) if parameters else None
     free = [device for device in devices if device.free_bytes >= FREE_SHARE * device.total_bytes]

@@ -645,9 +645,9 @@ def test_a_pattern_that_takes_forever_costs_its_timeout(rehearsed: Callable[...,
     [
         ("my:right", "", (1.0, 1.0), 0.0, ""),
         ("my:right", "", (1.0, 0.5), 0.5, ""),
-        ("my:constant", "", (0.5, 0.5), 0.5, "'4', earns 0.5, as an empty text does, as the completion, and none of the 2"),
-        ("my:strict", "", (0.0, 0.0), None, "'4', earns 0 as the completion, and none of the 2 tried earns more"),
-        ("exact", r"#+ (\d)", (0.0, 0.0), 0.0, "'4', in which reward.answer_pattern finds nothing, earns 0, as an empty text"),
+        ("my:constant", "", (0.5, 0.5), 0.5, "'4' as the completion, earns 0.5, as an empty text does, and none of the 2"),
+        ("my:strict", "", (0.0, 0.0), None, "'4' as the completion, earns 0, and none of the 2 tried earns more"),
+        ("exact", r"#+ (\d)", (0.0, 0.0), 0.0, ", in which reward.answer_pattern finds nothing, earns 0, as an empty text"),
         ("regex", "", (0.0, 0.0), 0.0, ""),  # the reference is a pattern, and none that it matches is known
         ("regex", "", (1.0, 1.0), 1.0, "earns 1, as an empty text does"),
     ],
