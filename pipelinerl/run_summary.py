@@ -80,7 +80,7 @@ class RunTotals:
         self.join_s += [join["join_s"] for join in record.get("joins") or []]
 
     def add_update(self, num_bytes: int, transfer_s: float, stalls_s: Iterable[float]) -> None:
-        """Add the update to a served version. `stalls_s`: seconds without generation because of it, by actor."""
+        """Add one weight update. `stalls_s`: for each actor, the seconds in which it could not generate because of it."""
         self.update_bytes += num_bytes
         self.transfer_s.append(transfer_s)
         self.stall_s.extend(stalls_s)

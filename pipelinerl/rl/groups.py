@@ -330,8 +330,8 @@ def weight_sums(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def effective_sample_size(sums: NDArray[np.float64]) -> float:
-    """Return (Σ w)² / (N Σ w²), in (0, 1] and 1 when on-policy, over all N >= 1 tokens of which `sums` [parts, 4] are the
-    `weight_sums`. Weights are not clamped."""
+    """Return (Σ w)² / (N Σ w²) over all N >= 1 tokens: in (0, 1], and 1 when on-policy. Weights are not clamped. `sums`
+    [parts, 4]: the `weight_sums` of each part of the tokens."""
     tokens, largest, total, squares = sums.T
     scale = np.exp(largest - largest.max())
     return min(1.0, float((total * scale).sum() ** 2 / (tokens.sum() * (squares * scale * scale).sum())))
