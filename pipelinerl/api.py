@@ -1,9 +1,8 @@
 """Train from Python: `pipelinerl.train(...)` and `pipelinerl.start(...)`, for programs and notebooks.
 
-A run is a child process, `pipelinerl run`, in its own session, which keeps the caller clean: the run has its own event loop and
-signal handlers beside those of a notebook, and its logs and environment variables do not reach the caller. Ctrl-C reaches only
-the caller, which then stops the run in order. What `Run` shows is read from the run's folder, so `Run("runs/NAME")` also works
-for a run that was started elsewhere.
+A run is a child process, `pipelinerl run`, in its own session. It shares neither event loop nor signal handlers with the
+caller, and its logs and environment variables stay its own. Ctrl-C reaches only the caller, which then stops the run cleanly.
+What `Run` shows is read from the run's folder, so `Run("runs/NAME")` also works for a run that was started elsewhere.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def train(
     **overrides: Any,
 ) -> Run:
     """Train as `start` does, print the progress, and return the run at its end. An interrupt (Ctrl-C, or the stop button of a
-    notebook) stops the run in order, with a checkpoint, and returns it. Raises `ServiceError` if the run fails."""
+    notebook) stops the run cleanly, with a checkpoint, and returns it. Raises `ServiceError` if the run fails."""
     run = start(recipe, reward, name=name, run_dir=run_dir, **overrides)
     try:
         for line in run.follow():
@@ -77,7 +76,7 @@ def start(
     run_dir: str | Path | None = None,
     **overrides: Any,
 ) -> Run:
-    """Start a run on this machine and return at once. If this program ends first, it stops the run in order.
+    """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
 
     `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, which a
     notebook may define, or its path, `package.module:function` or `file.py:function`. `overrides`: fields of the recipe by
@@ -123,8 +122,8 @@ def start(
 
 
 def _scorer(reward: Reward) -> tuple[str, dict[str, str]]:
-    """Return `reward.scorer` for a function or a path, and the file that it needs by name, unless it can be imported. Raises
-    `FieldError`."""
+    """Return the value of `reward.scorer` for a function or a path, and the text of the file to put beside the recipe, by the
+    file's name. A function that the verifier can import needs no file. Raises `FieldError`."""
     if isinstance(reward, str):
         file, colon, name = reward.rpartition(":")
         if not file.endswith(".py"):
@@ -164,7 +163,7 @@ class Run:
         return self
 
     def stop(self) -> Run:
-        """Stop the run in order, as Ctrl-C does: wait until a checkpoint and the report are written."""
+        """Stop the run cleanly, as Ctrl-C does: wait until a checkpoint and the report are written."""
         process = self._own()
         if process.poll() is None:
             self._stopped = True
@@ -188,7 +187,7 @@ class Run:
 
     @property
     def output(self) -> str:
-        """What the run has printed so far. Empty for a run that was started elsewhere."""
+        """Output of the run so far. Empty for a run that was started elsewhere."""
         return self._output.read_text(encoding="utf-8", errors="replace") if self._output is not None else ""
 
     def _own(self) -> subprocess.Popen[bytes]:
@@ -200,7 +199,7 @@ class Run:
         if self._own().poll() is None:
             self.stop()
 
-    # What any run has.
+    # Members for every run.
 
     @property
     def is_running(self) -> bool:
@@ -216,8 +215,8 @@ class Run:
 
     @property
     def metrics(self) -> Any:
-        """One row for each optimizer step (docs/run-directory.md): a DataFrame if pandas is installed, in which `a.b` is b of
-        a; else a list of mappings."""
+        """One row for each optimizer step (docs/run-directory.md): a DataFrame if pandas is installed, else a list of mappings.
+        In the DataFrame, the key `b` of a mapping `a` is the column `a.b`."""
         rows = read_jsonl(self._dir.metrics)
         if importlib.util.find_spec("pandas") is None:
             return rows
@@ -269,7 +268,7 @@ class Run:
         return f"Run({str(self.path)!r}): {state}, {steps[-1]['step'] if steps else 0} optimizer steps"
 
     def _repr_html_(self) -> str:
-        """Return the live page in a frame, for which a run that starts is given a minute; else a line about the run."""
+        """Return a frame with the live page. Wait up to a minute for it; without a page, return one line about the run."""
         until = time.monotonic() + _PAGE_WITHIN_S
         while (page := self.page) is None and self.is_running and time.monotonic() < until:
             time.sleep(_LOOK_S)

@@ -125,7 +125,7 @@ def _submit(parser: argparse.ArgumentParser) -> None:
         "--values", metavar="FILE", type=Path, action="append", default=[],
         help="file with values of the chart, which override those that this command sets (repeatable)",
     )  # fmt: skip
-    watch = "show the run, fetch its report and checkpoint at its end, and remove the release with its claims"
+    watch = "show the run, fetch its report and checkpoint at its end, and remove the release and its volume claims"
     parser.add_argument("--watch", action="store_true", help=watch)
     parser.add_argument("--attach", metavar="RELEASE", help="do as --watch with a release that was submitted before")
     parser.add_argument("--keep", action="store_true", help="remove nothing after the results were fetched")
@@ -236,7 +236,7 @@ def _server(parser: argparse.ArgumentParser) -> None:
 
 def _cache(parser: argparse.ArgumentParser) -> None:
     clear = parser.add_argument(
-        "--clear", metavar="NAME", nargs="*", help="remove these entries, or all if none is named; a running run needs its own"
+        "--clear", metavar="NAME", nargs="*", help="remove these entries, or all if none is named; keep those of a running run"
     )
     clear.completer = _kept  # type: ignore[attr-defined]
 
@@ -261,8 +261,8 @@ def _init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", metavar="FILE", type=Path, help="your questions and answers, as CSV, TSV, JSONL, JSON or Parquet"
     )
-    parser.add_argument("--question", metavar="COLUMN", help="column of --data with the questions (default: by its name)")
-    parser.add_argument("--answer", metavar="COLUMN", help="column of --data with the answers (default: by its name)")
+    parser.add_argument("--question", metavar="COLUMN", help="column of --data with the questions (default: a usual name)")
+    parser.add_argument("--answer", metavar="COLUMN", help="column of --data with the answers (default: a usual name)")
 
 
 def _example(parser: argparse.ArgumentParser, *lines: str) -> None:

@@ -55,8 +55,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an episode. `correct`: whether a held-out problem counts as solved; None = if the reward reaches
-    `reward.correct`. `metrics` are averaged over episodes."""
+    """The end of an episode. `correct`: whether a held-out problem counts as solved; None: it does if the reward
+    reaches `reward.correct`. `metrics` are averaged over episodes."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class Figure:
     """True if the metric keeps its value at a step without the figure. Otherwise its series ends there."""
     on_page: bool = False
     event: type | None = None
-    """For a figure about events since the previous step: the type whose empty value means that none happened."""
+    """Type of a figure about events since the previous step: `event()` is its value if none happened. None: other figures."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json, with their rules. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
@@ -69,9 +69,9 @@ FIGURES = (
            "weights.", "ess_ratio", on_page=True, summary={"ess.mean": "mean", "ess.min": "smallest"}, trained=True),
     Figure("ess_by_lag", "ESS of the tokens of each lag by themselves, divided by their number. The buckets of lags are "
            "`0`, `1`, `2`, `3-4`, `5-8`, `9-16` and `17+`.", "ess_by_lag_ratio", labels=_LAG),
-    Figure("clip_fraction", "Share of the tokens at which the bound of the loss was active.", "clip_ratio"),
-    Figure("clip_fraction_by_lag", "Share of the tokens of each lag at which the bound of the loss was active, in the same "
-           "buckets.", "clip_by_lag_ratio", labels=_LAG),
+    Figure("clip_fraction", "Share of the tokens at which the loss clipped or bounded the importance weight.", "clip_ratio"),
+    Figure("clip_fraction_by_lag", "Share of the tokens of each lag at which the loss clipped or bounded the importance "
+           "weight, in the same buckets.", "clip_by_lag_ratio", labels=_LAG),
     Figure("clip_range_cut", "Share of the tokens that `ppo_clip`, `grpo` or `gspo` clipped, mean of the last ten steps; null "
            "unless it exceeds a quarter."),
     Figure("value_loss", "Loss of the learned baseline, weighted over tokens like the policy loss, without the factor "

@@ -1,4 +1,4 @@
-"""A trained policy in this process, by transformers. It needs torch and transformers, and is no part of the services."""
+"""Load a trained policy into this process. It needs torch and transformers, and the services do not use it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checkpoint_of(folder: Path, version: int | None = None) -> Path:
         raise FieldError(
             "version",
             version,
-            f"has no checkpoint that checkpoint.keep has kept; there are {', '.join(map(str, sorted(found)))}",
+            f"its checkpoint is not there (checkpoint.keep); use one of {', '.join(map(str, sorted(found)))}",
         )
     return found[version]
 

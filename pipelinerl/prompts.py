@@ -75,7 +75,7 @@ def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
 
 class ControlTokens:
     """A tokenizer for prompts that lets no text become a control token. Control tokens are all special tokens, added tokens
-    with a bar, and added tokens with which the chat template begins or ends a message; in a tool's result, all added tokens.
+    with a `|`, and added tokens with which the chat template begins or ends a message; in a tool's result, all added tokens.
     `has_own_encoder`: the renderer uses another tokenizer, which reads no control tokens in texts."""
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
@@ -125,9 +125,9 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 @lru_cache(maxsize=8)
 def answer_end(tokenizer: Any) -> int | None:
-    """Return the token with which the chat template ends an answer, which a base model's generation config does not name.
-    Return None for the tokenizer's own end token, which engines know, or if the template ends answers with plain text. Raises
-    `FieldError` without a template."""
+    """Return the token with which the chat template ends an answer. A base model's generation config does not name it.
+    Return None if it is the tokenizer's own end token, which engines know, or if the template ends answers with plain text.
+    Raises `FieldError` without a template."""
     if not tokenizer.chat_template:
         fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
         raise FieldError("task.prompt_style", "chat", fix)

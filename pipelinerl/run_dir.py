@@ -74,7 +74,7 @@ class RunDir:
         return self.path / "addresses" / f"{service}.json"
 
     def keep_modules(self, folder: Path | None) -> None:
-        """Replace the copies of the user's modules by the modules and packages in `folder`; None keeps those of before."""
+        """Replace the copies of the user's modules by the modules and packages in `folder`; None keeps the present copies."""
         if folder is not None:
             shutil.rmtree(self.modules, ignore_errors=True)
             copy_modules(folder, self.modules)

@@ -1,4 +1,4 @@
-"""Add up the steps of a run, which are the lines of metrics.jsonl, to its summary.json (docs/run-directory.md).
+"""Add up the steps of a run, which are the lines of metrics.jsonl, for its summary.json (docs/run-directory.md).
 
 The trainer does so step by step and writes the summary at its end. If it could not, the runner adds up metrics.jsonl.
 """
@@ -80,7 +80,7 @@ class RunTotals:
         self.join_s += [join["join_s"] for join in record.get("joins") or []]
 
     def add_update(self, num_bytes: int, transfer_s: float, stalls_s: Iterable[float]) -> None:
-        """Add the update to a served version. `stalls_s`: seconds without generation because of it, by actor."""
+        """Add one weight update. `stalls_s`: for each actor, the seconds in which it could not generate because of it."""
         self.update_bytes += num_bytes
         self.transfer_s.append(transfer_s)
         self.stall_s.extend(stalls_s)

@@ -1,7 +1,7 @@
 """Derive a run's ledger again from its journal, checkpoints and streams, and report every contradiction.
 
-The audit only reads, and trusts no count that the trainer states about itself. A live run moves sequences during the audit. The
-journal is therefore read only up to its length at the start, and the audit is repeated if a sequence seems lost.
+The audit only reads, and trusts none of the trainer's own counts. A live run moves sequences during the audit. The journal is
+therefore read only up to its length at the start, and the audit is repeated if a sequence seems lost.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _some(ids: set[str] | frozenset[str]) -> str:
 
 @dataclass
 class StreamLook:
-    """Contents of SEQUENCES when `info` was read. Messages up to `durable`, the newest checkpoint's position, may be purged."""
+    """Contents of SEQUENCES when `info` was read. The newest checkpoint covers the positions up to `durable`."""
 
     info: StreamInfo
     durable: int
@@ -121,7 +121,7 @@ class StreamLook:
         self.positions.setdefault(sequence_id, position)
 
     def trained_below(self, replay: Replay) -> int:
-        """Return how many messages may be purged: those of trained sequences, up to the newest checkpoint's position."""
+        """Return how many messages are of trained sequences that the newest checkpoint covers. A restart needs none of them."""
         below = (name for name, position in self.positions.items() if position <= self.durable)
         return sum(replay.was_trained(*split_id(sequence_id)) for sequence_id in below)
 
@@ -173,7 +173,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Replay every event that counts. Compare each checkpoint with the replay at the byte where it was written."""
+    """Replay every event that no restart undid. Compare each checkpoint with the replay at the byte where it was written."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque(checkpoint for checkpoint in checkpoints if _counts(checkpoint, history, findings))
@@ -232,7 +232,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 
 
 def _check_tokens(path: Path, audit: Audit) -> None:
-    """Check that the record of each step counts the tokens that were trained in that step according to the journal."""
+    """Check that the token count in each step's record equals the journal's."""
     known = audit.replay.tokens_by_version
     steps = [record for record in read_jsonl(path) if record.get("step") in known]
     if not steps:
@@ -247,7 +247,7 @@ def _check_summary(path: Path, audit: Audit) -> None:
     """Check the summary if the trainer wrote it. A summary by the local runner has no `sequence_reasons`, and is skipped."""
     summary, replay = read_json(path), audit.replay
     if audit.history.end is None or summary.get("sequence_reasons") is None:
-        audit.findings[Check.SUMMARY].skipped = "no trainer has ended and left one"
+        audit.findings[Check.SUMMARY].skipped = "no trainer has written a summary at its end"
         return
     for name, derived in [
         ("sequences", replay.counts.as_dict()),
@@ -355,8 +355,8 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
 def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str]]:
     """Return the sequences in flight that are lost, and those whose group the trainer will publish.
 
-    Both are missing from the streams and the newest checkpoint. The trainer will publish the newest group, which may be on its
-    way to PROMPTS, and at its start every group that is missing.
+    Both kinds are missing from the streams and from the newest checkpoint. A running trainer may be about to publish the
+    newest group, and a trainer that starts publishes every missing group.
     """
     lost: list[str] = []
     waiting: list[str] = []
@@ -479,13 +479,13 @@ def _streams(audit: Audit) -> Iterator[str]:
         return
     yield (
         f"  SEQUENCES holds {number(seen.messages)} messages, positions {number(seen.info.first_position)} to "
-        f"{number(seen.info.last_position)}; durable up to {number(seen.durable)}"
+        f"{number(seen.info.last_position)}; a checkpoint covers them up to {number(seen.durable)}"
     )
     unreadable = ", ".join(map(str, list(seen.unreadable)[:_OUTLIERS]))
     for count, what in [
         (seen.repeated, "of them repeat a sequence, which is trained only once"),
         (len(seen.unreadable), f"of them cannot be read: positions {unreadable}"),
-        (seen.trained_below(audit.replay), "of them may be purged"),
+        (seen.trained_below(audit.replay), "of them are of trained sequences, and the newest checkpoint covers them"),
         (seen.dead_letters, "prompt groups are in the dead-letter stream"),
         (len(audit.waiting), "sequences in flight will be published by the trainer, now or at its next start"),
     ]:

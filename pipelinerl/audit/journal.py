@@ -9,7 +9,7 @@ The field `event` names the kind of event:
     close       outcome, reason, ids          if trained, also the `version` that the step made, the number of `branches`,
                                               and the sampled `tokens` of these branches
     step        version, counts               the ledger's own counts after that step
-    checkpoint  version, position             it is on disk; SEQUENCES up to `position` may be purged
+    checkpoint  version, position             it is on disk, and covers SEQUENCES up to `position`
     position    position                      the streams were created again, and SEQUENCES is read from there
     end         version, finished
 

@@ -29,7 +29,7 @@ class Check(StrEnum):
     ISSUED_FIRST = "no sequence ends that was not issued"
     ENDED_ONCE = "no sequence ends twice"
     TRAINED_ONCE = "no sequence is trained twice into the same weights"
-    EQUATION = "the equation holds at every step, with the trainer's own counts"
+    EQUATION = "the trainer's counts at every step are those of the journal"
     VERSIONS = "every version was made once, in order"
     GROUPS = "group numbers have no gap, and each was reserved first"
     POSITIONS = "positions in the log do not go back"

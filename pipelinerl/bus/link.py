@@ -91,8 +91,8 @@ def redacted(urls: str) -> str:
 
 @contextlib.contextmanager
 def bus_errors(action: str) -> Iterator[None]:
-    """Turn nats-py's errors into a `BusError` whose text starts with `action`. Raise a cancellation again if nats-py swallowed
-    it while it flushed a large message."""
+    """Turn nats-py's errors into a `BusError` whose text starts with `action`. If nats-py swallowed a cancellation while it
+    flushed a large message, raise the cancellation again."""
     task, error = asyncio.current_task(), None
     cancellations = task.cancelling() if task else 0
     try:

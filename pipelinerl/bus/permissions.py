@@ -18,8 +18,8 @@ from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACT
 from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
-"""The users: one per service, and one with full access for people. If several runs share a server, the users of their services
-are named after the run, such as `lr-1-trainer`."""
+"""The users: trainer, actor, and one with full access for people. If several runs share a server, the first two are named after
+the run, such as `lr-1-trainer`."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 
@@ -103,7 +103,7 @@ def _reading(stream: str) -> tuple[str, ...]:
 def main() -> int:
     """Print an `authorization` block for nats-server, with a placeholder for each password."""
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.bus.permissions", description=main.__doc__)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run; the users of several have its name in theirs")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run; with several, it is the prefix of its users")
     runs = parser.parse_args().runs
     try:
         passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in permissions(*runs)}

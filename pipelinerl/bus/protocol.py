@@ -146,7 +146,8 @@ def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
 
 
 def check_control(kind: str, actor: str) -> None:
-    """Raise `FieldError` unless such a message exists: an answer of `actor`, an order to `actor`, or one to all (empty)."""
+    """Raise `FieldError` unless `kind` is known and fits `actor`: the sender of an answer, or the receiver of an order (empty =
+    all actors)."""
     if kind not in FROM_TRAINER + FROM_ACTOR:
         raise FieldError("kind", kind, f"use one of {', '.join(FROM_TRAINER + FROM_ACTOR)}")
     if kind in FROM_ACTOR or (actor and kind in TO_ONE_ACTOR):

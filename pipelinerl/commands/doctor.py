@@ -1,6 +1,6 @@
 """`pipelinerl doctor RECIPE|RUN`: name why a recipe will not learn, or why a run does not, the cause first.
 
-Only trial calls of rewards are made, as by `pipelinerl validate`, and nothing is changed.
+It calls rewards on trial, as `pipelinerl validate` does, and changes nothing.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def init(args: argparse.Namespace) -> int:
 
 
 def data_words(data: Path, question: str | None, answer: str | None) -> dict[str, str]:
-    """Return what the recipe of the template `data` says about a file of questions, by the words to replace. The columns are
-    recognised by common names unless they are given. Raises `FieldError`, or `UserError` for a file that cannot be read."""
+    """Return the replacements, by placeholder, that fit the recipe of the template `data` to a file of questions. Columns that
+    are not given are recognised by common names. Raises `FieldError`, or `UserError` for a file that cannot be read."""
     if not data.is_file() or not known_format(data):
         raise FieldError("--data", str(data), "give a file of questions and answers: CSV, TSV, JSONL, JSON or Parquet")
     rows = [row.values for row in rows_of(TaskConfig(source="jsonl", path=str(data)))]

@@ -260,5 +260,5 @@ def cache(args: argparse.Namespace) -> int:
             except OSError as error:
                 raise FieldError("--clear", name, f"cannot be removed: {error.strerror}") from error
         print(f"{'removed  ' if args.clear is not None else ''}{size / 2**20:9,.1f} MiB  {built}  {name}")
-    print(f"{sum(sizes.values()) / 2**20:,.1f} MiB in {len(sizes)} of {folder}")
+    print(f"{sum(sizes.values()) / 2**20:,.1f} MiB in {counted(len(sizes), 'folder')} of {folder}")
     return 0

@@ -1,7 +1,7 @@
 """`pipelinerl submit` and `pipelinerl runs`: one command for one run in a cluster, and the list of a namespace's runs.
 
-A run is a release of the Helm chart under the run's name. Nothing of it depends on this process: if the command is interrupted,
-the run goes on, and `--attach` watches it again.
+A run is a release of the Helm chart under the run's name. It does not need this process: if the command is interrupted, the run
+goes on, and `--attach` watches it again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLUMNS = ("RELEASE", "RUN", "PHASE", "STEP", "ACCURACY", "LAG", "AGE")
 def submit(args: argparse.Namespace) -> int:
     """Return the exit code. Raises `UserError` for a mistake that is found before anything is installed."""
     if (args.recipe is None) == (args.attach is None):
-        raise FieldError("RECIPE", args.recipe or "", "give either a recipe, or --attach RELEASE to watch what runs already")
+        raise FieldError("RECIPE", args.recipe or "", "give either a recipe, or --attach RELEASE to watch a run in progress")
     recipe = load_recipe(args.recipe, args.overrides) if args.recipe is not None else None
     name = check_run_name(args.attach or args.release or (recipe.name if recipe else ""), "--release")
     folder = args.output or Path("runs", name)
@@ -116,7 +116,7 @@ def _chart(given: str | None) -> str:
 
 
 def runs(args: argparse.Namespace) -> int:
-    """List the runs of a namespace. Raises `KubeError` with the right that is missing."""
+    """List the runs of a namespace. Raises `KubeError`, which names a missing permission."""
 
     async def listed() -> tuple[list[Object], list[Object]]:
         async with _client(args) as client:

@@ -41,7 +41,7 @@ SAMPLES_READ = 64
 
 
 def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Path:
-    """Write `run_dir`/report.html and return its path. `findings`: as for `report_of`. Raises `FieldError` if the folder is not
+    """Write `run_dir`/report.html and return its path. `findings`: see `report_of`. Raises `FieldError` if the folder is not
     a run's."""
     report = run_dir / "report.html"
     write_whole(report, report_of(run_dir, findings=findings))
@@ -50,7 +50,7 @@ def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Pa
 
 def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequence[Finding] | None = None) -> str:
     """Return a page that needs no network, with samples from the first and the last `samples_read` lines of samples.jsonl.
-    `findings`: of `examine_run`; None: examine the run. Raises `FieldError` if the folder is not a run's."""
+    `findings`: results of `examine_run`, which is called if they are None. Raises `FieldError` if the folder is not a run's."""
     recipe_file = run_dir / "recipe.yaml"
     check_folder(run_dir)
     if not recipe_file.is_file():
@@ -147,7 +147,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending, f
         *_figures(summary),
         *_losses(summary),
     ]
-    # The error of a failed run has been printed, and notes are for those who ask.
+    # The error of a failed run has been printed. Notes are only in the report and in `pipelinerl doctor`.
     if told := [one for one in findings if one.gravity != "note" and one.id != "run-failed"]:
         lines.append(f"  {told[0].gravity.upper():<17}  {told[0].brief}")
         lines.append(f"  more               pipelinerl doctor {shlex.quote(str(run_dir.path))}")

@@ -41,7 +41,7 @@ async def follow_trainer(
     on_up: Callable[[ServiceAddress], None],
 ) -> None:
     """Follow the steps and the status of the trainer, and of each process that replaces it after a restart. When a process has
-    written its address, `on_up` is called with it. A trainer that dies is not reported here."""
+    written its address, call `on_up` with that address. A trainer that dies is not reported here."""
     followed: ServiceProcess | None = None
     while True:
         process = service.process

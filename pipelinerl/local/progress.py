@@ -114,7 +114,7 @@ class RunState:
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
         """Record an optimizer step, which was reported `elapsed_s` seconds after the runner's start. If this is None, the step
-        does not count for the pace. A known step was undone by a restart, so it and all later steps are removed first."""
+        does not count for the pace. If the step is known, a restart undid it: it and all later steps are removed first."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)

@@ -98,8 +98,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
-    """Return the seconds after which a stopping process is killed. `left_s`: seconds left of the stop's time limit `within_s`,
-    of which some are reserved for the kinds of processes that stop later."""
+    """Return the seconds after which a stopping process is killed: `left_s`, the rest of the stop's time limit `within_s`,
+    minus the time that is reserved for the kinds of processes that stop later."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
@@ -371,7 +371,7 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
-        """Make cached folders that a service needs again if they were removed. Raises `ServiceError` if that fails."""
+        """If cached folders that a service needs were removed, make them anew. Raises `ServiceError` if that fails."""
         async with self._making_model:  # Several services may start at once.
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)

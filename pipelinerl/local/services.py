@@ -1,6 +1,6 @@
-"""Command, environment and number of threads of each service of a local run. The environment holds a pod's settings.
+"""Command, environment and number of threads of each service of a local run. The variables are those of a pod.
 
-This module also has the folder of the initial policy built, and caches it for later runs.
+This module also starts the process that unpacks or copies the initial policy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
     """Give half of the cores, rounded down, to the trainer and divide the rest among the actors. Each gets at least 1. Numbers
-    above 0 come from the recipe and are kept. If only `engine_threads` does, the trainer gets the rest. If both sides
+    above 0 come from the recipe and are kept. If only `engine_threads` is above 0, the trainer gets the rest. If both sides
     `take_turns`, each gets all cores, but an actor leaves 1 to the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
@@ -157,7 +157,7 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. After a restart, open pages need the HTTP port of its previous address, `again`."""
+        """Return the trainer's launch. For open pages, a restart keeps the HTTP port of the address `again` if it is free."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)

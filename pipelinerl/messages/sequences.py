@@ -510,7 +510,7 @@ def _check_tokens(tokens: Completion, kind: str, prefix: str, turns: tuple[Turn,
             raise MessageError(kind, f"{prefix}turns", problem)
         num_sampled, end = num_sampled + turn.end - turn.start, turn.end
     if turns and end != len(completion):
-        problem = f"end at {end} of {len(completion)} completion tokens, but the last one must end the completion"
+        problem = f"end at {end} of {len(completion)} completion tokens, but the last turn must end the completion"
         raise MessageError(kind, f"{prefix}turns", problem)
     if len(logprobs) != (num_sampled if turns else len(completion)):
         sampled = f"{num_sampled} sampled" if turns else f"{len(completion)} completion"

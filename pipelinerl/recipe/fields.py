@@ -125,7 +125,7 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
     section = section_of(parent.annotation) if parent else model
     if parent and (item := listed_section(parent.annotation)) is not None:
         if not path[-2].isdecimal():
-            return f"no such field of a list; give a position, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
+            return f"a list has no such field; give a position, from 0: {'.'.join(path[:-1])}.0.{path[-1]}"
         section = item
     if section is None:
         return f"no such field; {'.'.join(path[:-1])} is a single value"
@@ -738,7 +738,7 @@ class WeightUpdateConfig(Section):
         False, description="End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."
     )
     join_timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Seconds for all actors to register while none is starting, and for one to serve a version."
+        600.0, gt=0, description="Seconds for all actors to register, unless one still loads, then for one to serve a version."
     )
 
 
@@ -886,4 +886,4 @@ class Recipe(Section):
 
 
 RULES: list[Callable[[Recipe], None]] = []
-"""Checks of every recipe. Each may raise `ValueError`. The package adds the one of `rules`, which imports this module."""
+"""Checks of every recipe. Each may raise `ValueError`. The package adds the check in `rules`, which imports this module."""

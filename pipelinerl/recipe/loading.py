@@ -178,8 +178,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a recipe's data with `folder`, that of its file, added to the paths of problems, agents' programs and a chat
-    template that exist there. Other paths stay relative to the current folder."""
+    """Return a recipe's data, with `folder` put before each path that exists in it. `folder` holds the recipe's file, and paths
+    name problems, agents' programs or a chat template. Other paths stay relative to the current folder."""
 
     def found(path: Any) -> Any:
         if not isinstance(path, str) or not path or "\0" in path or is_template(path):
@@ -227,7 +227,7 @@ def modules_beside(recipe: Recipe, file: Path) -> Path | None:
 
 
 def recipe_of_run(path: Path) -> Recipe:
-    """Return the recipe that a run has written. An error of its content suggests the version that wrote it."""
+    """Return the recipe that a run has written. For invalid content, the error suggests the version that wrote it."""
     try:
         return recipe_from_data(read_recipe(path), str(path))
     except RecipeError as error:

@@ -78,7 +78,7 @@ def active_share(model: ModelConfig, parameters: float) -> float:
         return min(1.0, 1e9 * float(named[1]) / parameters) if named and parameters else 1.0
     try:
         config = _text_config(path)
-    except (ValueError, TypeError, AttributeError):  # `problems_in` says so
+    except (ValueError, TypeError, AttributeError):  # `problems_in` reports it
         return 1.0
 
     def number(*names: str) -> int:

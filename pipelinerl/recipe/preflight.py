@@ -87,7 +87,7 @@ sys.exit({_IMPORTED})
 def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
     """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
     the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, and `UserError` otherwise."""
+    `config` is `task.config` as JSON. Raises `UserError`: `MissingPackage` if a module is not installed here."""
     command = [sys.executable, "-c", code, path, field, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -127,8 +127,8 @@ def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
 
 @contextmanager
 def importable(modules: Path | None) -> Iterator[None]:
-    """Have child processes, in which `examine` imports the user's code, look for modules in this folder first, as the verifier
-    does, and in the current folder last."""
+    """Make child processes look for modules in this folder first, as the verifier does, and in the current folder last.
+    `examine` imports the user's code in child processes."""
     names = ("PYTHONPATH", "PYTHONSAFEPATH")
     before = {name: os.environ[name] for name in names if name in os.environ}
     if modules is not None:

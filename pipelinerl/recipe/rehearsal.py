@@ -156,7 +156,7 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
     """Yield an error for each set whose reward fails. A reference that cannot be scored is a mistake in its row, so it counts
-    only if no reference can be scored. Empty completions are left out there, because a scorer may then ignore the reference."""
+    only if no reference can be scored. For this, empty completions do not count: a scorer may ignore the reference for them."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -195,9 +195,9 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
     is_same = len(earned) == 1 and len(answers) < len(good)
     takes_answers = scorer in _BARE or ":" in scorer
     if answers and ((is_same and (takes_answers or any(earned))) or (takes_answers and max(c.reward for c in answers) <= 0)):
-        first, same = answers[0], ", as an empty text does," if is_same else ""
+        first, same = answers[0], ", as an empty text does" if is_same else ""
         lost = ", in which reward.answer_pattern finds nothing" if share.reward.answer_pattern and not first.answer else ""
-        told = f"task {share.name}: {first}, {first.completion!r:.60}{lost}, earns {first.reward:g}{same} as the completion"
+        told = f"task {share.name}: {first}, {first.completion!r:.60} as the completion{lost}, earns {first.reward:g}{same}"
         fix = "correct the reward, its pattern or the answers, unless the reward needs more than the bare answer"
         yield FieldError(f"{place}reward.scorer", scorer, f"{told}, and none of the {len(answers)} tried earns more; {fix}")
 

@@ -179,7 +179,7 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
     if task.source in ("environment", "verifiers"):
         own = f"the environment gives the reward (task.source = {task.source!r})"
         if reward.scorer != "task":
-            yield "scorer", f"{own}; use task here, if necessary in a section reward for this task alone"
+            yield "scorer", f"{own}; use the scorer task, if necessary in a section reward of this task alone"
         yield from ((name, f"is ignored: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
     for name, scorer in _OF_SCORER.items():
         if name in told and reward.scorer != scorer:
@@ -221,7 +221,7 @@ def _schedule(recipe: Recipe) -> Broken:
     elif trainer.schedule == "wsd" and not 1 <= decay <= left:
         yield "trainer.decay_steps", f"{schedule} needs 1 to {left} here: at most all steps after warm-up"
     if trainer.schedule != "wsd" and decay:
-        yield "trainer.decay_steps", f"{schedule} has no such phase; use 0 here, or the schedule wsd"
+        yield "trainer.decay_steps", f"{schedule} does not use this field; use 0 here, or the schedule wsd"
     if trainer.schedule == "constant" and trainer.final_learning_rate:
         yield "trainer.final_learning_rate", f"{schedule} does not decay; use 0 here, or another schedule"
     if trainer.schedule == "inverse_sqrt" and not trainer.warmup_steps:
@@ -233,7 +233,7 @@ def _others(recipe: Recipe) -> Broken:
     if recipe.mode == "conventional" and max_lag is not None and max_lag < last_lag:
         yield "algorithm.max_lag", f"would drop all data of step {last_lag + 1} of each phase; use null, or at least {last_lag}"
     if recipe.actor.colocate and recipe.mode != "conventional":
-        yield "actor.colocate", f"needs turns, and mode = {recipe.mode!r} generates while it trains; use conventional there"
+        yield "actor.colocate", "needs mode = 'conventional', in which actor and trainer take turns; set that, or use false"
     for name in ("actor.count", "actor.engine.tensor_parallel_size", "trainer.nproc") if recipe.actor.colocate else ():
         if value_at(recipe, name) not in (None, 1):
             yield name, "actor.colocate is for one actor and one rank on one GPU; use 1 here, or false there"

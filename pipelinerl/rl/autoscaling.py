@@ -3,9 +3,9 @@
 **Consumption.** A step uses up n sequences (trained, dropped or failed) in s seconds, without waits for sequences. The trainer
 could thus consume `C = n / s` a second. C is the median over the last steps.
 
-**Production.** The rate P of a full actor is measured while nearly all H slots are in use. The value is kept until the slots
-are full again, because a lower rate then only means that the lag bound gives the actor less work. Until the actors have once
-been full, P is estimated from the rate p at a share `o` of used slots. P is between p (already saturated) and p / o (batching
+**Production.** The rate P of a full actor is measured while nearly all H slots are in use. While slots are empty, the last such
+value is kept, because a lower rate only means that the lag bound gives the actor less work. Until the actors have been full
+once, P is estimated from the rate p at a share `o` of used slots. P is between p (already saturated) and p / o (batching
 costs nothing); the estimate is their geometric mean, `p / sqrt(o)`.
 
 **Replicas.** `C / P` actors keep up with the trainer, and at least one is wanted. More than `ceil(M / H)` would leave slots
@@ -37,9 +37,9 @@ Production = NDArray[np.float64]
 
 
 def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:
-    """Return the sequences per second of a busy actor, and its mean sequences in progress. Only the newest entries
-    count, as few as add up to `fewest` sequences and `FEWEST_BUSY_S` busy seconds. Older entries are removed. Return None if
-    all entries together do not reach these minima."""
+    """Return the sequences per second of a busy actor, and its mean sequences in progress. Just enough of the newest
+    entries are used to reach `fewest` sequences and `FEWEST_BUSY_S` busy seconds; older entries are removed. Return None if
+    all entries together do not reach both minima."""
     total = np.zeros(3)
     for number, one in enumerate(reversed(produced), start=1):
         total += one

@@ -5,7 +5,7 @@ then another one is issued instead. Let N(v) be the groups issued and not lost. 
 would loosen with every failed sample.
 
 With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
-number `(v + 1 + max_lag) * K` in order of issue. A trainer that consumes in that order uses the group in step `v + max_lag` or
+number `(v + 1 + max_lag) * K` in order of issue. A trainer that consumes in that order uses it at version `v + max_lag` or
 before, so its tokens have lag <= max_lag. Groups finish out of order, so the trainer checks the lag of every sequence. A group
 that is too old is lost and leaves N, so the bound never starves the trainer. v is the oldest version that any actor serves.
 
@@ -222,7 +222,7 @@ def stale_reason(
     spans: tuple[VersionSpan, ...], version: int, algorithm: AlgorithmConfig, lineage: Lineage = FIRST_INCARNATION
 ) -> StaleReason | None:
     """Return why a sequence must not be trained on at policy version `version`, or None if it may be. It is stale if its lag
-    (see `max_lag_of`) is above `algorithm.max_lag`, or if a restart undid one of its versions or this run has not made it."""
+    (see `max_lag_of`) is above `algorithm.max_lag`, or if a restart undid one of its versions or this run never made one."""
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
         if reason is not None:
@@ -330,8 +330,8 @@ def weight_sums(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def effective_sample_size(sums: NDArray[np.float64]) -> float:
-    """Return (Σ w)² / (N Σ w²), in (0, 1] and 1 when on-policy, over all N >= 1 tokens of which `sums` [parts, 4] are the
-    `weight_sums`. Weights are not clamped."""
+    """Return (Σ w)² / (N Σ w²) over all N >= 1 tokens: in (0, 1], and 1 when on-policy. Weights are not clamped. `sums`
+    [parts, 4]: the `weight_sums` of each part of the tokens."""
     tokens, largest, total, squares = sums.T
     scale = np.exp(largest - largest.max())
     return min(1.0, float((total * scale).sum() ** 2 / (tokens.sum() * (squares * scale * scale).sum())))

@@ -197,7 +197,7 @@ class SequenceTracker:
         return samples
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
-        """Close the other sequences of a group that is not trained on, and count the group as lost."""
+        """Close the sequences of a group that are still open, and count the group as lost, because none is trained on."""
         self.close(sequences, outcome, reason)
         self.lost_groups += 1
 
@@ -212,8 +212,8 @@ class SequenceTracker:
         return tuple(sequence for group in self.open_groups.values() for sequence in group.members.values())
 
     def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
-        """Return the published open groups that PROMPTS no longer has, because it holds `first_position` to `last_position`. A
-        position above the last one belongs to an earlier queue that was lost."""
+        """Return the published open groups that PROMPTS no longer holds. It holds positions from `first_position` to
+        `last_position`. A group with a higher position was in an earlier queue that was lost."""
         published = {name: group.queue_position for name, group in self.open_groups.items() if group.queue_position is not None}
         return [name for name, position in published.items() if not first_position <= position <= last_position]
 
@@ -315,7 +315,7 @@ MEANINGS = {
     "version_spans": "vLLM's version spans do not cover the tokens",
     "prompt_too_long": "the prompt leaves no room in the context",
     "engine": "vLLM refused or failed this request",
-    "invalid": "the finished sequence fails its own checks",
+    "invalid": "the finished sequence is not a valid message",
     "too_large": "the sequence is larger than NATS's max_payload",
     "redelivered_too_often": "the group was delivered more than five times, and is kept as a dead letter",
     "unreadable_group": "the prompt group is inconsistent, but names its samples",

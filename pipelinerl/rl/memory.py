@@ -70,7 +70,7 @@ class Model:
 
     @property
     def layer_bytes(self) -> float:
-        """Estimated bytes of a decoder layer. A model of 7.6B has 28; the number grows with the cube root of the size."""
+        """Estimated bytes of a decoder layer. A 7.6B model has 28 layers; their number grows with the cube root of its size."""
         layers = 28 * math.cbrt(self.parameters / 7.6e9) / (2 if self.active_share < 1 else 1)
         return self.weights_bytes / max(1.0, layers)
 
@@ -333,5 +333,5 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def accelerator_named(device_name: str) -> Accelerator | None:
-    """Return the data sheet for plans of the device with torch's `device_name`, or None."""
+    """Return the data sheet of the device with torch's `device_name`; None without one that is complete enough for a plan."""
     return next((device for device in _rows(device_name) if device.name), None)

@@ -98,7 +98,7 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
 
 
 def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_share: float = 1.0) -> Placed:
-    """Divide the GPUs. `parameters`: number of the model's parameters; 0 = unknown, and then no memory is calculated.
+    """Divide the GPUs. `parameters`: number of the model's parameters; if it is 0 (unknown), memory is not checked.
     `active_share`: see `Model`. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
     model = Model.of(recipe, parameters, active_share=active_share) if parameters else None
     free = [device for device in devices if device.free_bytes >= FREE_SHARE * device.total_bytes]
@@ -308,8 +308,8 @@ class _Room:
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if a turn lacks
-    room."""
+    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if the
+    trainer does not fit beside the sleeping engine."""
     total, free = device.total_bytes / GIB, device.free_bytes / GIB
     turn = free - ENGINE_GIB if recipe.actor.colocate else 0.0
     if model is None:

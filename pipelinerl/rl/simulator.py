@@ -216,7 +216,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the end of this decode step if a sequence or version waits, else of a sequence."""
+        """Schedule the actor's next event: the end of this step if a sequence or version waits, else the next sequence's."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)

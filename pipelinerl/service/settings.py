@@ -1,5 +1,5 @@
-"""Settings of a run's processes, from environment variables `PIPELINERL_<FIELD>`. Also `host:port` texts, and the address file,
-in which a process reports the ports that it got."""
+"""Settings of a run's processes, from environment variables `PIPELINERL_<FIELD>`. This module also reads and writes `host:port`
+texts and the address file, in which a process reports the ports that it got."""
 
 from __future__ import annotations
 

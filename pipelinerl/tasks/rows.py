@@ -159,7 +159,7 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
 def _whole(path: Path, stream: io.BufferedIOBase) -> bytes:
     content = stream.read(LARGEST_WHOLE + 1)
     if len(content) > LARGEST_WHOLE:
-        raise UserError(f"{path}: holds more than {LARGEST_WHOLE:,} bytes, too many for its format; use JSONL or plain Parquet")
+        raise UserError(f"{path}: more than {LARGEST_WHOLE:,} bytes, but this format is read whole; use JSONL or plain Parquet")
     return content
 
 

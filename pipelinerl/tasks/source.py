@@ -110,7 +110,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems of an environment, which draws them from the episode's seed. One of `verifiers` selects them by number."""
+    """Problems of an environment, which draws them from the episode's seed. `verifiers` selects them by number."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems

@@ -36,7 +36,7 @@ def checksum(chunk: Tensor) -> int:
     """Return 56 bits over a contiguous uint8 tensor: XXH3 in host memory, `device_checksum` elsewhere. Releases the GIL.
 
     The two give different numbers, so both ends of a group must hold its chunks on the same kind of device. XXH3 is much faster
-    on a host, but would need every byte of a device's memory there.
+    on a host, but a device would have to copy every byte there first.
     """
     if chunk.device.type != "cpu":
         return device_checksum(chunk)

@@ -248,7 +248,7 @@ def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
     assert checkpoint_of(tmp_path) == checkpoint_of(tmp_path, 25) == checkpoint_of(final) == final
     assert checkpoint_of(tmp_path, 10).name == "step-10"
     with pytest.raises(
-        FieldError, match=r"version = 5: has no checkpoint that checkpoint\.keep has kept; there are 10, 20, 25"
+        FieldError, match=r"version = 5: its checkpoint is not there \(checkpoint\.keep\); use one of 10, 20, 25"
     ):
         checkpoint_of(tmp_path, 5)
 

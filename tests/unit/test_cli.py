@@ -262,7 +262,7 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     for pattern, is_doubtful in ((r"(\d)", True), ("", False)):  # cuts the program out of the answer
         _, printed, _ = pipelinerl("validate", "there.yaml", *programs, "--set", f"reward.answer_pattern={pattern}")
         assert f"reference answers (1) earn {int(not is_doubtful)};" in printed
-        assert ("'print(1)', earns 0, as an empty text does, as the completion" in printed) is is_doubtful
+        assert ("'print(1)' as the completion, earns 0, as an empty text does" in printed) is is_doubtful
     short = ("--set", "model.max_context=16", "--set", "sampling.max_tokens=4", "--set", "task.instruction=" + "a " * 12)
     _, printed, _ = pipelinerl("validate", "there.yaml", "--set", file, *short)
     assert "its longest prompt, 18 tokens, leaves no room for an answer in model.max_context (16)" in printed
@@ -315,10 +315,10 @@ def test_what_the_cache_keeps_is_listed_and_cleared(
     (compiled / "kernel.so").write_bytes(bytes(2**20))
     listed = pipelinerl("cache")[1].splitlines()
     assert [line.split()[0] + line.split()[-1] for line in listed[:3]] == ["1.5smollm2-2", "1.5tiny-abc", "1.0inductor"]
-    assert listed[3] == f"4.0 MiB in 3 of {tmp_path}"
+    assert listed[3] == f"4.0 MiB in 3 folders of {tmp_path}"
     assert "removed        1.5 MiB" in pipelinerl("cache", "--clear", "tiny-abc")[1]
-    assert "2.5 MiB in 2 of" in pipelinerl("cache", "--clear")[1]
-    assert pipelinerl("cache")[1] == f"0.0 MiB in 0 of {tmp_path}\n"
+    assert "2.5 MiB in 2 folders of" in pipelinerl("cache", "--clear")[1]
+    assert pipelinerl("cache")[1] == f"0.0 MiB in 0 folders of {tmp_path}\n"
     assert [*(tmp_path / "models").iterdir()] == [under_way], "of a run that builds it now"
     assert not [*compiled.iterdir()], "the folder is there for a run that goes on"
 
