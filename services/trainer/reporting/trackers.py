@@ -52,6 +52,7 @@ FLUSH_S, FLUSH_STOPPED_S = 20.0, 1.5
 PROJECT = "pipelinerl"
 """Default name of MLflow's experiment and W&B's project; environment variables override it."""
 STEP, HELDOUT_VERSION = "step", "heldout/version"
+TABLES = {STEP: "samples", HELDOUT_VERSION: "heldout/samples"}
 MOST_TABLES, MOST_ROWS, MOST_CHARACTERS = 40, 8, 2000
 """Limits of the tables of samples: about this many per run and axis, newest samples per table, and characters kept per cell."""
 _UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -350,10 +351,6 @@ def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
     return made
 
 
-def _table_name(axis: str) -> str:
-    return "heldout/samples" if axis == HELDOUT_VERSION else "samples"
-
-
 def _silence(*loggers: str) -> None:
     for name in loggers:
         logger = logging.getLogger(name)
@@ -386,7 +383,7 @@ class TensorBoardTracker:
     def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
         """Write the rows as indented text, which Markdown leaves as it is."""
         lines = (line for row in rows for name, value in row.items() for line in [f"{name}:", *f"    {value}".splitlines()])
-        self._writer.add_text(_table_name(axis), "\n".join(f"    {line}" for line in lines), position)
+        self._writer.add_text(TABLES[axis], "\n".join(f"    {line}" for line in lines), position)
         self._writer.flush()
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
@@ -433,7 +430,7 @@ class MlflowTracker:
     def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
         """Write a file for each table. To append, MLflow would read the file with pandas, which turns texts into numbers."""
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        self._client.log_table(self._run_id, columns, f"{_table_name(axis)}/{self._incarnation}-{position:06}.json")
+        self._client.log_table(self._run_id, columns, f"{TABLES[axis]}/{self._incarnation}-{position:06}.json")
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         self.log(STEP, step, time.time(), figures)
@@ -499,7 +496,7 @@ class WandbTracker:
 
     def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
         table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self._run.log({axis: position, _table_name(axis): table})
+        self._run.log({axis: position, TABLES[axis]: table})
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         self._run.summary.update(dict(figures))
