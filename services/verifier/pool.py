@@ -217,9 +217,7 @@ class RewardPool:
         if task in self._in_vain:
             self._in_vain[task] += 1
             if self._in_vain[task] == ROUNDS_IN_VAIN * self._most_up:
-                problem = (
-                    f"not called, as the first {self._in_vain[task]} rewards took more than {timeout_s:g} s (reward.timeout_s)"
-                )
+                problem = f"not called: the first {self._in_vain[task]} took more than {timeout_s:g} s (reward.timeout_s)"
                 for job in [job for job in self._jobs if job.item.task == task]:
                     job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem)
 

@@ -260,7 +260,7 @@ async def test_once_all_first_rewards_have_timed_out_the_waiting_items_fail(
     first = await pool.score(item("fast" if index == fast_at else "slow", index) for index in range(20))
     later = await pool.score(item("slow", index) for index in range(20))
     slot.cancel()
-    told = "not called, as the first 8 rewards took more than 3 s (reward.timeout_s)"
+    told = "not called: the first 8 took more than 3 s (reward.timeout_s)"
     assert [result.message == told for result in first] == [index >= num_called for index in range(20)]
     assert all("was killed" in result.message for result in later), "an outage may have ended, so later items are tried"
 

@@ -183,7 +183,6 @@ class RunTrackers:
         """`steps`: number of optimizer steps of the whole run."""
         self._trackers, self._last_step, self._steps = trackers or [], version, steps
         self._samples = {axis: deque[Sample](maxlen=MOST_ROWS) for axis in (STEP, HELDOUT_VERSION)}
-        """Newest samples since the last table, by axis."""
         self._table_due_at = dict.fromkeys(self._samples, 0)
         self._abandon_at_s: float | None = None
 
