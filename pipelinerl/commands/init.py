@@ -148,4 +148,4 @@ def _column(option: str, given: str | None, columns: list[str], usual: tuple[str
     known = {column.strip().lower(): column for column in columns}
     if found := next((known[name] for name in usual if name in known), None):
         return found
-    raise FieldError(option, None, f"name the column; the file has {', '.join(columns)}")
+    raise UserError(f"{option} is missing: no column is called {one_of(usual)}; name the column, {one_of(columns)}")

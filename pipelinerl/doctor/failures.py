@@ -92,7 +92,7 @@ def run_failed(run: RunRecords) -> Verdict:
 
 @rule("errors.md#when-services-start")
 def no_steps(run: RunRecords) -> Verdict:
-    """The run ended without an optimizer step: and it was not stopped by hand."""
+    """The run ended without an optimizer step: and it was not stopped by hand. Runs younger than 10 minutes may still go on."""
     is_dead = not run.steps and not run.is_running and not run.summary.get("interrupted")
     return is_dead and Found("grave", run.last_error or "no error in the logs", "logs", "read what the services waited for")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ Record = Mapping[str, Any]
 Reasons = Mapping[str, Mapping[str, int]]
 _SAMPLES_READ, _LOG_BYTES = 200, 65_536
 _WIDEST, _NARROWEST = 20, 3
+YOUNG_S = 600.0
+"""A run that began at most so long ago and has no summary may still run, perhaps on another machine."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, 
     has them."""
     run_dir, journal = RunDir(folder, ""), folder / JOURNAL
     summary = {} if is_running else read_json(run_dir.summary)  # it may be of an earlier start
+    is_running = is_running or (not summary and time.time() - run_dir.recipe.stat().st_mtime < YOUNG_S)
     steps = read_jsonl(run_dir.metrics)
     grown = [path.stat().st_size for path in (run_dir.metrics, run_dir.samples, journal) if path.is_file()]
     reasons = reasons if reasons is not None else summary.get("sequence_reasons")

@@ -16,7 +16,7 @@ from typing import Any
 from pipelinerl.doctor.findings import Finding
 from pipelinerl.doctor.runs import examine_run
 from pipelinerl.errors import FieldError, PipelineRLError, counted
-from pipelinerl.local.processes import ServiceDied
+from pipelinerl.local.processes import ServiceDied, living_names
 from pipelinerl.local.progress import duration, number, percent
 from pipelinerl.page import REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
@@ -60,7 +60,9 @@ def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequenc
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     text = recipe_file.read_text(encoding="utf-8")
     data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
-    found = [one.to_json() | {"sample": None} for one in (examine_run(run_dir, recipe) if findings is None else findings)]
+    if findings is None:
+        findings = examine_run(run_dir, recipe, is_running=bool(living_names(RunDir(run_dir, ""))))
+    found = [one.to_json() | {"sample": None} for one in findings]
     changes = recipe_changes_of(run_dir)
     return report_html({**data, "starts": trainer_starts(run_dir), "changes": changes, "findings": found})
 

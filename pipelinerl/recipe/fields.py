@@ -790,6 +790,9 @@ class Recipe(Section):
     ] = Field(
         default_factory=list, description="Trackers that also get the run's metrics. Each needs its package (docs/trackers.md)."
     )
+    tracker_samples: Changeable[bool] = Field(
+        True, description="Trackers also get tables of prompts and completions. Turn it off if these are confidential."
+    )
     model: ModelConfig
     task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` lists several.")
     reward: RewardConfig = RewardConfig()

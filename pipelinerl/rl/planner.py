@@ -147,7 +147,7 @@ def misfits(
     recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None = None
 ) -> list[FieldError]:
     """Return an error for each resource that is too small for an actor or the trainer. `h`: sequences in progress, if given."""
-    fewest, most = fewest_ranks(recipe, model, machine.memory_gib), most_in_progress(recipe, model, machine, lengths)
+    fewest, most = _fewest_ranks(recipe, model, machine), most_in_progress(recipe, model, machine, lengths)
     too_large = actor_problem(recipe, model, machine.memory_gib) if machine.name in ACCELERATORS else None
     found = [too_large] if too_large else []
     if not too_large and not most:
@@ -200,6 +200,10 @@ def make_plan(
     )
     kv_used_gib = h * held * model.kv_bytes / GIB
     state_gib = state_bytes(recipe, model) / GIB / chosen.num_trainers
+    unused = num_accelerators - chosen.num_generators * machine.per_actor - chosen.num_trainers
+    takes = (
+        f"actors take {machine.per_actor} each, and trainer.context_parallel or shard_ranks a multiple of {rank_unit(recipe)}"
+    )
     reasons = (
         _why_this_split(chosen, max(splits, key=lambda one: one.rate), max_lag),
         _why_this_h(h, sequences_in_progress, most),
@@ -209,6 +213,7 @@ def make_plan(
         f"it may hold {machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} must share them",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waits for a group, for a batch and for "
         f"{update_s:.2g} s of each weight update add to it",
+        *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes}"] if unused else []),
         *_warnings(recipe, machine, chosen, fewest, update_s),
     )
     conventional, steps = phase * lengths.mean / phase_s, recipe.trainer.steps
@@ -220,13 +225,23 @@ def possible_splits(
 ) -> list[Split]:
     """Return the splits to try, with `h` sequences in progress; None = with all of `IN_PROGRESS` that fit."""
     most = most_in_progress(recipe, model, machine, lengths)
-    most_actors = (num_accelerators - fewest_ranks(recipe, model, machine.memory_gib)) // machine.per_actor
+    most_actors = (num_accelerators - _fewest_ranks(recipe, model, machine)) // machine.per_actor
     workload, sent = (machine.decode, machine.training, lengths, recipe.trainer.batch_size), sent_bytes(recipe, model)
     return [
-        split(*workload, one, actors, num_accelerators - actors * machine.per_actor, weight_update_s(sent, actors))
+        split(*workload, one, actors, left - left % rank_unit(recipe), weight_update_s(sent, actors))
         for one in ([h] if h else [candidate for candidate in IN_PROGRESS if candidate <= most])
         for actors in range(1, most_actors + 1, max(1, most_actors // _MOST_SPLITS))
+        for left in [num_accelerators - actors * machine.per_actor]
     ]
+
+
+def rank_unit(recipe: Recipe) -> int:
+    """Return the number that must divide the number of trainer ranks."""
+    return math.lcm(recipe.trainer.context_parallel, recipe.trainer.shard_ranks or 1)
+
+
+def _fewest_ranks(recipe: Recipe, model: Model, machine: Machine) -> int:
+    return -(-fewest_ranks(recipe, model, machine.memory_gib) // rank_unit(recipe)) * rank_unit(recipe)
 
 
 def best_split(splits: list[Split]) -> Split:

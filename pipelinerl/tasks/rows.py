@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -166,16 +166,27 @@ def _whole(path: Path, stream: io.BufferedIOBase) -> bytes:
 def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
     for number, line in enumerate(_lines(path, stream), start=1):
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            text = _decoded(line, number).strip()
             if not text:
                 continue
             row = json.loads(text)
-        except UnicodeDecodeError as error:
-            row = BadRow(f"not UTF-8: {error.reason} at byte {error.start + 1}")
+        except BadRow as error:
+            row = error
         except (ValueError, RecursionError) as error:
             at = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
             row = BadRow(f"not JSON: {at}")
         yield number, _object(row)
+
+
+def _decoded(line: bytes, number: int = 1) -> str:
+    """Return the text of a file's line `number`. Raises `BadRow`, which names the first wrong byte, for another encoding."""
+    try:
+        text = line.decode()
+        return text.removeprefix("\ufeff") if number == 1 else text
+    except UnicodeDecodeError as error:
+        guess = "UTF-16" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else "WINDOWS-1252"
+        found = f"{error.reason} (0x{line[error.start]:02x}) at byte {error.start + 1}"
+        raise BadRow(f"not UTF-8: {found}; save it as UTF-8, or convert it: iconv -f {guess} -t UTF-8") from None
 
 
 def _object(row: Any) -> Values | BadRow:
@@ -191,27 +202,24 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
         yield from _jsonl_rows(path, io.BytesIO(content))
         return
     try:
-        rows = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+        rows = json.loads(_decoded(content))
+    except (BadRow, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a JSON array: {error}") from error
     yield from ((number, _object(row)) for number, row in enumerate(rows, start=1))
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read rows under a header. A row's number is that of its first line, because a quoted value may span several lines."""
-
-    def lines() -> Iterator[str]:
-        for number, line in enumerate(_lines(path, stream), start=1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}, line {number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
-
+    """Read rows under a header. The separator is the one that gives the first line the most columns. A row's number is that of
+    its first line, because a quoted value may span several lines."""
     csv.field_size_limit(LONGEST_LINE)
-    delimiter = "\t" if known_format(path) == ".tsv" else ","
-    reader, first = csv.reader(lines(), delimiter=delimiter, strict=True), 1
+    lines = map(_decoded, _lines(path, stream), count(1))
+    reader, first = csv.reader(()), 1
     header: list[str] | None = None
     try:
+        top = next(lines, "")
+        separators = "\t,;|" if known_format(path) == ".tsv" else ",;\t|"
+        delimiter = max(separators, key=lambda one: len(next(csv.reader([top], delimiter=one), ())))
+        reader = csv.reader(chain([top], lines), delimiter=delimiter, strict=True)
         for values in reader:
             if header is None:
                 header = values
@@ -220,10 +228,13 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
             elif len(values) == len(header):
                 yield first, dict(zip(header, values, strict=True))
             elif values:
-                yield first, BadRow(f"has {len(values)} values, but the header has {len(header)} columns; quote its commas")
+                fix = f"quote values that contain the separator {delimiter!r}"
+                yield first, BadRow(f"has {len(values)} values, but the header has {len(header)} columns; {fix}")
             first = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+    except BadRow as error:
+        raise UserError(f"{path}, line {reader.line_num + 1}: {error}") from None
 
 
 def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:

@@ -63,7 +63,7 @@ async def serve(
         verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
-        trackers = await stack.enter_async_context(run_trackers(recipe, settings, start))
+        trackers = await stack.enter_async_context(run_trackers(recipe, settings, start, http_port))
         recorder = Recorder(
             recipe,
             files,

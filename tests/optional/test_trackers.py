@@ -4,6 +4,7 @@ Run by `make test-trackers`, with the packages beside the environment and not in
 """
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ for package in ("tensorboard", "mlflow", "wandb"):
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
+PAGE_KEY = "page-0123456789"
+ODD = "a\0\ud800 | <b>\n# 007"
+SAMPLE = {"version": 0, "prompt": "12+7=", "terms": {"math": 1.0}, "spans": [[0, 0, 5]]}
+"""Parts of a line of samples.jsonl."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +47,15 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
 async def track(run_dir: Path, recipe: Recipe, start: Any, steps: range, *, finished: bool) -> None:
     """A trainer's life: `steps`, an evaluation of the last one's version, the end."""
-    settings = TrainerSettings(
-        run="tiny-1", recipe=run_dir / "recipe.yaml", instance="trainer", verifier="nowhere:1", run_dir=run_dir
-    )
-    async with run_trackers.run_trackers(recipe, settings, start) as trackers:
+    (run_dir / "page-key").write_text(PAGE_KEY)
+    own = {"run_dir": run_dir, "recipe": run_dir / "recipe.yaml", "page_key": run_dir / "page-key"}
+    settings = TrainerSettings(run="tiny-1", instance="trainer", verifier="nowhere:1", page=True, **own)  # type: ignore[arg-type]
+    async with run_trackers.run_trackers(recipe, settings, start, 8000) as trackers:
         for step in steps:
+            for completion, reward in ((ODD, 1.0), ("x" * 2**20, 0.0)):
+                trackers.sample(SAMPLE | {"step": step, "heldout": False, "completion": completion, "reward": reward})
             trackers.step({"step": step, "ess": 1 / step, "ess_by_lag": {"17+": 0.5}, "mfu": None})
+        trackers.sample(SAMPLE | {"step": steps[-1], "heldout": True, "completion": "007", "reward": None})
         trackers.heldout(HeldoutResult(steps[-1], accuracy_at(0.75, 0.6, 1), num_tokens=9, samples=()))
         trackers.end({"steps": steps[-1], "interrupted": not finished}, finished=finished)
 
@@ -73,9 +81,17 @@ async def test_tensorboard_has_each_step_once_after_a_restart(tmp_path: Path) ->
     assert {"ess_by_lag/17-up", "summary/steps"} < set(read.Tags()["scalars"])
     text = read.Tensors("recipe/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "| `trainer.steps` | 6 |" in text
+    assert '| `live_page` | "http://127.0.0.1:8000/" |' in text
+    tables = read.Tensors("samples/text_summary")
+    assert {table.step for table in tables} == {1, 2, 3, 4, 5, 6}
+    text = tables[-1].tensor_proto.string_val[0].decode()
+    assert "    completion:\n        a\ufffd\ufffd | <b>\n    # 007\n" in text
+    assert len(text) < 3000
+    *_, heldout = read.Tensors("heldout/samples/text_summary")
+    assert (heldout.step, "    reward:\n        None\n" in heldout.tensor_proto.string_val[0].decode()) == (6, True)
 
 
-async def test_mlflow_goes_on_with_its_run(tmp_path: Path) -> None:
+async def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 
     await twice(tmp_path, "mlflow")
@@ -91,6 +107,28 @@ async def test_mlflow_goes_on_with_its_run(tmp_path: Path) -> None:
     assert run.data.params["trainer.batch_size"] == "4"
     assert run.data.tags["trainer.steps of incarnation 2"] == "6"
     assert run.data.tags["mlflow.note.content"] == "a small run"
+    assert run.data.tags["live_page"] == "http://127.0.0.1:8000/"
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples/2-000006.json", str(tmp_path))).read_text())
+    odd, long = (dict(zip(table["columns"], row, strict=True)) for row in table["data"])
+    assert odd == {
+        "step": 6,
+        "version": 0,
+        "problem": "12+7=",
+        "completion": "a\ufffd\ufffd | <b>\n# 007",
+        "reward": 1.0,
+        "reward_terms": '{"math": 1.0}',
+        "lag": 0,
+        "length": 5,
+    }
+    assert len(long["completion"]) < 2100
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")  # the library reads tables with it alone
+    (heldout,) = client.load_table(run.info.experiment_id, "heldout/samples/2-000006.json").to_dict("records")
+    assert heldout["length"] == 5
+    assert math.isnan(heldout["reward"])
+    tables = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert [table["path"] for table in tables if table["path"].startswith("samples/")] == [
+        f"samples/{start}-00000{step}.json" for start, steps in ((1, range(1, 6)), (2, range(4, 7))) for step in steps
+    ]
 
 
 async def test_wandb_keeps_one_run_for_later_sending(tmp_path: Path) -> None:
@@ -104,10 +142,20 @@ async def test_wandb_keeps_one_run_for_later_sending(tmp_path: Path) -> None:
     assert steps == [(step, pytest.approx(1 / step), 1) for step in range(1, 6)] + [
         (step, pytest.approx(1 / step), 2) for step in range(4, 7)
     ]
-    evaluated = [(row["heldout/version"], row["heldout/accuracy"]) for row in rows if "heldout/version" in row]
+    evaluated = [(row["heldout/version"], row["heldout/accuracy"]) for row in rows if "heldout/accuracy" in row]
     assert evaluated == [(5, 0.75), (6, 0.75)]
+    logged = [(row["step"], row["samples/_type"], row["samples/nrows"]) for row in rows if "samples/_type" in row]
+    assert logged == [(step, "table-file", 2) for step in (*range(1, 6), *range(4, 7))]
+    paths = [folder / "files" / row["samples/path"] for folder in folders for row in rows if "samples/path" in row]
+    tables = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    assert [table["columns"] for table in tables] == [tables[0]["columns"]] * 8
+    odd, long = (dict(zip(tables[0]["columns"], row, strict=True)) for row in tables[0]["data"])
+    assert (odd["completion"], odd["reward_terms"], odd["length"]) == ("a\ufffd\ufffd | <b>\n# 007", '{"math": 1.0}', 5)
+    assert len(long["completion"]) < 2100
     files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+    assert [path for path in files if PAGE_KEY.encode() in path.read_bytes()] == []
+    assert any(b"http://127.0.0.1:8000/" in path.read_bytes() for path in files)
 
 
 def history(path: Path) -> list[dict[str, Any]]:

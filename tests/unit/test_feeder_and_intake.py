@@ -16,7 +16,7 @@ from pipelinerl.rl.ledger import Outcome
 from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.data.feeder import EncodedProblem, encode
-from services.trainer.data.intake import Quarantine
+from services.trainer.data.intake import HeldSequences, Quarantine
 from services.trainer.learn.meter import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, bound_of
 from services.verifier.rewards.compose import ComposedReward
 from services.verifier.rewards.item import Score
@@ -327,8 +327,14 @@ FILTERED = {"filter_equal_rewards": True, "max_lag": 1}
             r"last 6 prompt groups.* episode_crashed \(12 of 12\).*correct the environment.*trainer.give_up_after_groups",
             6,
         ),
+        (
+            {},
+            "reward_timeout: the reward took more than 5 s (reward.timeout_s) and was killed",
+            r"^reward\.timeout_s = 5\.0: the first 16 calls of 'task' for chain_sum took longer; make it faster, or raise this",
+            7,
+        ),
     ],
-    ids=["reward raises", "always equal", "setting"],
+    ids=["reward raises", "always equal", "setting", "reward times out"],
 )
 async def test_groups_that_are_lost_without_end_end_the_run(
     sections: dict[str, object], failure: str, told: str, num_lost: int
@@ -338,6 +344,23 @@ async def test_groups_that_are_lost_without_end_end_the_run(
             await answer_until_it_ends(one, (0.0, 0.0), failure)
         assert one.tracker.lost_groups == num_lost
         assert list(one.intake.failures.values()) == ([failure] if failure else [])
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_a_reward_that_timed_out_only_for_a_while_ends_no_run_early(resumed: bool) -> None:
+    """Its first answer came in time, or the run goes on from a checkpoint, perhaps during an outage."""
+    async with desk("feeder", trainer={**TRAINER, "give_up_after_groups": 12}) as one:
+        late = "reward_timeout: the reward took more than 5 s"
+        if resumed:
+            one.intake.restore(HeldSequences(), 0)
+        else:
+            first, *others = await one.take_issued()
+            await one.answer(first)
+            for group in others:
+                for index in range(2):
+                    await one.publish(make_sequence(group, index, failure=late))
+        with pytest.raises(UserError, match="the last 12 prompt groups were all lost"):
+            await answer_until_it_ends(one, (0.0, 0.0), late)
 
 
 async def test_a_good_group_between_lost_ones_and_stale_ones_keep_the_run_alive() -> None:

@@ -72,7 +72,7 @@ def test_a_template_is_valid_and_passes_its_own_test(pipelinerl: Command, workpl
 
 
 def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path) -> None:  # noqa: F811
-    (workplace / "mine.csv").write_text(CSV)
+    (workplace / "mine.csv").write_text(CSV.replace(",", ";"), encoding="utf-8-sig")
     assert pipelinerl("init", "first", "--data", "mine.csv")[0] == 0
     task = load_recipe("first/recipe.yaml").task
     assert task is not None
@@ -108,7 +108,11 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("full", "DIR = 'full': is not an empty folder; name a new one"),
         ("new --data none.csv", "--data = 'none.csv': give a file of questions and answers: CSV"),
         ("new --data full/mine.csv --answer nr", "--answer = 'nr': is no column of the file; use Nr, Question or Answer"),
-        ("new --data full/other.jsonl", "--question = None: name the column; the file has a"),
+        (
+            "new --data full/other.jsonl",
+            "--question is missing: no column is called question, prompt, problem, input, query or instruction; name the "
+            "column, a or b",
+        ),
         ("new --data full/one.jsonl", "has 1 rows; at least 2 are needed"),
         ("new --data full/bad.jsonl", "full/bad.jsonl: not JSON"),
         ("new --question a", "--question = 'a': applies only to --data FILE; leave it out"),
@@ -119,7 +123,7 @@ def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplac
     (workplace / "full").mkdir()
     for name, text in {
         "mine.csv": CSV,
-        "other.jsonl": '{"a": 1}\n' * 3,
+        "other.jsonl": '{"a": 1, "b": 2}\n' * 3,
         "one.jsonl": '{"a": 1}\n',
         "bad.jsonl": "x\ny\n",
     }.items():

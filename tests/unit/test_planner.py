@@ -112,6 +112,18 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     told = [str(one) for one in misfits(recipe_with(3), model, machine, lengths, 1, 50000)]
     assert re.search(r"--sequences-in-progress = 50000: .* holds \d+ sequences", told[0])
     assert told[1:] == ["--accelerators = 1: an actor needs 1 of them and the trainer 1; give more"]
+    parts = recipe_with(None).model_copy(
+        update={"trainer": recipe_with(None).trainer.model_copy(update={"context_parallel": 2, "shard_ranks": 4})}
+    )
+    uneven = make_plan(parts, model, replace(machine, per_actor=3), lengths, 9, sequences_in_progress=16)
+    assert (uneven.split.num_generators, uneven.split.num_trainers) == (1, 4)
+    assert (
+        "unused: 2 accelerators of 9, because actors take 3 each, and trainer.context_parallel or shard_ranks a multiple of 4"
+        in (uneven.reasons)
+    )
+    assert [str(one) for one in misfits(parts, model, replace(machine, per_actor=3), lengths, 6)] == [
+        "--accelerators = 6: an actor needs 3 of them and the trainer 4; give more"
+    ]
     two = 2.5 * tokens_held(lengths, longest_prompt(recipe_with(None))) * model.kv_bytes / GIB
     tight = make_plan(recipe_with(None), model, replace(machine, kv_gib=two), lengths, 9)
     assert tight.split.sequences_in_progress == 2

@@ -22,11 +22,12 @@ from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.samples import MOST_WITH_TOKENS, has_tokens
+from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.weight_sync.coordinator import EvictionCause, Member
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
 from tests.support.learner import letters_tokenizer
 from tests.unit.builders import accuracy_at, make_episode, make_group, make_recipe, make_sequence
-from tests.unit.trainer_fakes import run_view, step_figures
+from tests.unit.trainer_fakes import Tracked, run_view, step_figures
 
 TWO_VERSIONS = (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2))
 
@@ -216,6 +217,19 @@ def test_the_page_gets_the_tokens_that_a_long_runs_file_leaves_out(tmp_path: Pat
     written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [one["tokens"] for one in written] == [["a", "b"], None]
     assert [one["tokens"] for one in board._samples] == [["a", "b"]] * 2
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_trackers_get_samples_unless_the_recipe_says_otherwise(tmp_path: Path, wanted: bool) -> None:
+    tracked, recipe = Tracked(), make_recipe(tracker_samples=wanted)
+    answer = replace(make_sequence(make_group(), 0), prompt_text="12+7=", completion_text="19")
+    with RunFiles(tmp_path) as files:
+        trackers = RunTrackers([tracked])  # type: ignore[list-item]
+        recorder = Recorder(recipe, files, TrainerMetrics(CollectorRegistry()), trackers=trackers)
+        recorder.heldout(HeldoutResult(0, accuracy_at(1.0, 1.0, 0), 2, (answer,)))
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == len(tracked.points) == 1
+    sent = [(axis, at, [(row["problem"], row["completion"]) for row in rows]) for axis, at, rows in tracked.tables]
+    assert sent == ([("heldout/version", 0, [("12+7=", "19")])] if wanted else [])
 
 
 async def test_the_page_says_why_a_run_does_not_learn(desk: Desk) -> None:

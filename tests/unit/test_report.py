@@ -2,9 +2,11 @@
 
 import html.parser
 import json
+import os
 import re
 import shutil
 import subprocess
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from renderers.base import build_trajectory_step
 
+from pipelinerl.doctor.run_records import YOUNG_S
 from pipelinerl.figures import ON_PAGE
 from pipelinerl.local.ending import report_html, script_json, write_report
 from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
@@ -155,6 +158,20 @@ def test_a_report_of_a_run_that_still_goes_on_and_of_one_without_a_single_step(t
     assert shown["recipe"] == (tmp_path / "recipe.yaml").read_text()
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).unlink()
+    (tmp_path / "summary.json").unlink(missing_ok=True)
+
+    def found() -> list[str]:
+        return [one["id"] for one in embedded(write_report(tmp_path).read_text())["findings"]]
+
+    assert found() == [], "it began just now"
+    began = time.time() - YOUNG_S - 60
+    os.utime(tmp_path / "recipe.yaml", (began, began))
+    assert found() == ["no-steps"]
+    with subprocess.Popen(["sleep", "60"], env={"RECIPE": str(tmp_path / "recipe.yaml")}) as trainer:
+        (tmp_path / "pids.json").write_text(json.dumps({"trainer": trainer.pid}))
+        assert found() == [], "its trainer lives"
+        trainer.kill()
+    (tmp_path / "pids.json").unlink()
     (tmp_path / "summary.json").write_text('{"error": "actor-0 died"}')
     bare = embedded(write_report(tmp_path).read_text())
     assert (bare["records"], [(one["id"], one["evidence"]) for one in bare["findings"]][:1]) == (

@@ -254,6 +254,9 @@ MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number i
     [
         ("p.csv", as_csv(MULTILINE)),
         ("p.tsv", as_csv(MULTILINE).replace(b'","', b'"\t"').replace(b"t,a", b"t\ta")),
+        ("semicolons.csv", as_csv(MULTILINE).replace(b'","', b'";"').replace(b"t,a", b"t;a")),
+        ("tabs.csv", as_csv(MULTILINE).replace(b'","', b'"\t"').replace(b"t,a", b"t\ta")),
+        ("commas.tsv", as_csv(MULTILINE)),
         ("p.json", json.dumps(MULTILINE).encode()),
         ("lines.json", as_jsonl(MULTILINE)),
         ("p.ndjson", as_jsonl(MULTILINE)),
@@ -272,9 +275,26 @@ def test_files_of_other_forms_hold_the_same_problems(name: str, content: bytes, 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("p.csv", b"prompt,answer\nq,1\nq,1,2\n", "p.csv, line 3: has 3 values, but the header has 2 columns"),
+        (
+            "p.csv",
+            b"prompt;answer\nq;1\nq;1;2\n",
+            "p.csv, line 3: has 3 values, but the header has 2 columns; quote values that contain the separator ';'",
+        ),
         ("p.csv", b'prompt,answer\n"a\nb",1\nq\n', "p.csv, line 4: has 1 values, but the header has 2 columns"),
-        ("p.csv", b"prompt,answer\n\xe9,1\n", "p.csv, line 2: not UTF-8"),
+        (
+            "p.csv",
+            b"prompt,answer\n\xe9,1\n",
+            "p.csv, line 2: not UTF-8: invalid continuation byte (0xe9) at byte 1; save it as UTF-8, or convert it: iconv -f "
+            "WINDOWS-1252 -t UTF-8",
+        ),
+        ("p.csv", b"\xef\xbb\xbfpr\xe9,answer\n", "p.csv, line 1: not UTF-8: invalid continuation byte (0xe9) at byte 6; save"),
+        (
+            "p.csv",
+            "prompt,answer\nq,1\n".encode("utf-16"),
+            "p.csv, line 1: not UTF-8: invalid start byte (0xff) at byte 1; save",
+        ),
+        ("p.jsonl", '{"prompt": "q"}\n'.encode("utf-16"), "or convert it: iconv -f UTF-16 -t UTF-8"),
+        ("p.json", b'[{"prompt": "\xe9"}]', "p.json: not a JSON array: not UTF-8: invalid continuation byte (0xe9) at byte 14"),
         ("p.csv", b"prompt,prompt\nq,1\n", "p.csv: its header has a column twice: prompt, prompt"),
         ("p.csv", b'prompt,answer\n"q,1\n', "p.csv, line 2: not CSV: unexpected end of data"),
         ("p.json", b'[{"prompt": "q", "answer": "a"}, 7]', "p.json, entry 2: int instead of an object"),

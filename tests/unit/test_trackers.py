@@ -16,6 +16,7 @@ from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.reporting import trackers as trackers_module
 from services.trainer.reporting.trackers import (
     STEP,
+    Row,
     RunTrackers,
     TrackedRun,
     TrackerThread,
@@ -23,9 +24,11 @@ from services.trainer.reporting.trackers import (
     kept_id,
     recipe_params,
     run_trackers,
+    sample_row,
     step_figures,
 )
 from tests.unit.builders import accuracy_at, make_recipe
+from tests.unit.trainer_fakes import Tracked
 
 RUN = TrackedRun("tiny", "", Path("/runs/tiny"), {}, incarnation=1, version=0)
 
@@ -66,6 +69,50 @@ def test_a_recipe_becomes_one_parameter_for_each_field() -> None:
     assert not any(isinstance(value, dict | list) for value in params.values())
 
 
+SAMPLE = {
+    "step": 8,
+    "version": 7,
+    "heldout": False,
+    "prompt": "12+7=",
+    "completion": "19",
+    "reward": 1.0,
+    "terms": {"math": 1.0},
+    "spans": [[4, 0, 3], [6, 3, 5]],
+}
+"""Parts of a line of samples.jsonl."""
+
+
+def test_a_sample_becomes_a_row_with_short_and_harmless_texts() -> None:
+    expected = {"step": 8, "version": 7, "problem": "12+7=", "completion": "19", "reward": 1.0}
+    assert sample_row(SAMPLE) == {**expected, "reward_terms": '{"math": 1.0}', "lag": 3, "length": 5}
+    branches = [{"spans": [[5, 0, 2], [7, 4, 9]]}, {"spans": [[6, 0, 4]]}]
+    episode = sample_row({**SAMPLE, "spans": [], "branches": branches})
+    assert (episode["lag"], episode["length"]) == (2, 13)
+    failed = sample_row({**SAMPLE, "spans": [], "reward": None, "terms": {"\ud800": 0.0}})
+    assert (failed["reward"], failed["lag"], failed["length"], failed["reward_terms"]) == (None, 0, 0, '{"\ufffd": 0.0}')
+    odd = sample_row({**SAMPLE, "completion": "a\0b\ud800c\x1b[2Jd\te\r\n"})["completion"]
+    assert odd == "a\ufffdb\ufffdc\ufffd[2Jd\te\r\n"
+    long = sample_row({**SAMPLE, "completion": "x" * 500_000 + "\0" * 500_000})["completion"]
+    assert long == "x" * 1000 + " … 998,000 characters left out … " + "\ufffd" * 1000
+
+
+def test_tables_of_samples_are_few_and_short() -> None:
+    tracked = Tracked()
+    trackers = RunTrackers([tracked], steps=100)  # type: ignore[list-item]
+    for step in range(1, 101):
+        for _ in range(4):
+            trackers.sample({**SAMPLE, "step": step})
+        trackers.step({"step": step})
+        if step % 5 == 0:
+            trackers.sample({**SAMPLE, "step": step, "heldout": True})
+            trackers.heldout(evaluation(step))
+    tables = {axis: {at: rows for of, at, rows in tracked.tables if of == axis} for axis in (STEP, "heldout/version")}
+    assert list(tables[STEP]) == list(range(1, 101, 3)), "a table every ⌈100 / 40⌉ steps"
+    assert [row["step"] for row in tables[STEP][10]] == [9] * 4 + [10] * 4, "the newest 8 of 12 samples"
+    assert list(tables["heldout/version"]) == list(range(5, 101, 5))
+    assert {len(rows) for rows in tables["heldout/version"].values()} == {1}
+
+
 @pytest.mark.parametrize(
     ("text", "logged"),
     [
@@ -86,12 +133,13 @@ class FakeTracker:
     """Cannot be opened `refusals` times, raises `error` at each step, and takes nothing before `go`."""
 
     def __init__(self, refusals: int = 0, error: BaseException | None = None) -> None:
-        self.refusals, self.error, self.took = refusals, error, list[object]()
+        self.refusals, self.error, self.took, self.run = refusals, error, list[object](), RUN
         self.called, self.go = threading.Event(), threading.Event()
         self.go.set()
 
     def start(self, run: TrackedRun) -> None:
         self._take("start")
+        self.run = run
         if self.refusals:
             self.refusals -= 1
             raise ConnectionError("nobody there")
@@ -100,6 +148,11 @@ class FakeTracker:
         if axis == STEP and self.error is not None:
             raise self.error
         self._take(position if axis == STEP else f"{axis} {position}")
+
+    def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
+        if self.error is not None:
+            raise self.error
+        self._take(f"{len(rows)} samples of {axis} {position}")
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         self._take(f"end at {step}, {finished}")
@@ -141,7 +194,8 @@ async def test_a_tracker_that_hangs_holds_nobody_up_and_is_abandoned_at_the_end(
     tracker.go.clear()
     with thread_of(tracker) as (thread, trackers):
         await asyncio.to_thread(tracker.called.wait, 60)
-        for step in range(500):
+        for step in range(250):
+            trackers.sample(SAMPLE)
             trackers.step({"step": step})
         await trackers.close()
         assert (thread.lost, tracker.took) == (500, [])
@@ -180,13 +234,14 @@ async def test_a_tracker_that_fails_is_warned_of_once_without_secrets(
     with thread_of(tracker) as (thread, trackers):
         for step in range(3):
             trackers.step({"step": step})
+        trackers.sample({**SAMPLE, "heldout": True})
         trackers.heldout(evaluation(3))
         trackers.end({}, finished=True)
         await trackers.close()
-        assert (thread.lost, tracker.took) == (3, ["start", "heldout/version 3", "end at 2, True"])
+        assert (thread.lost, tracker.took) == (4, ["start", "heldout/version 3", "end at 2, True"])
         first, last = warnings(caplog)
     assert f"tracker fake failed: {error.__name__}: https://***@tracker refused ***; training goes on" in first
-    assert last == "tracker fake: 3 of 4 points did not reach it"
+    assert last == "tracker fake: 4 of 5 points did not reach it"
     assert "hidden" not in caplog.text
 
 
@@ -223,13 +278,16 @@ async def test_what_libraries_log_on_a_trackers_thread_is_dropped(
         return tracker
 
     monkeypatch.setattr(trackers_module, "open_tracker", opened)
-    async with run_trackers(make_recipe(trackers=["wandb"]), settings_in(tmp_path), Start()) as trackers:
+    (tmp_path / "page-key").write_text("secret-key")
+    settings = settings_in(tmp_path).model_copy(update={"page": True, "page_key": tmp_path / "page-key"})
+    async with run_trackers(make_recipe(trackers=["wandb"]), settings, Start(), 8000) as trackers:
         trackers.step({"step": 1})
         trackers.end({}, finished=True)
     logging.getLogger("urllib3.connectionpool").warning("of another thread")
     assert "secret" not in caplog.text
     assert "of another thread" in caplog.text
     assert "tracker wandb failed: OSError: away" in caplog.text
+    assert tracker.run.page == "http://127.0.0.1:8000/", "the live page's address without its key"
 
 
 def test_a_runs_identity_outlives_its_trainer(tmp_path: Path) -> None:

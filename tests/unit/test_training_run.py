@@ -62,6 +62,8 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
     assert (tmp_path / "checkpoint" / "config.json").is_file()
     assert not (tmp_path / "checkpoint" / "resume").exists()
     (tracked,) = run.recorder._trackers._trackers
+    ((axis, at, (row, *_)),) = tracked.tables  # type: ignore[attr-defined]
+    assert (axis, at, row["step"], row["version"], row["length"]) == ("step", 2, 2, 1, 2)
     heldout, (step, figures), (_, told) = tracked.points  # type: ignore[attr-defined]
     assert heldout == (1, {"heldout/accuracy": 0.75, "heldout/accuracy_lower_bound": 0.6, "heldout/unanswered": 1.0})
     assert (step, figures["sequences/trained"]) == (2, 2.0)

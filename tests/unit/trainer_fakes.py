@@ -327,6 +327,7 @@ class Tracked:
 
     def __init__(self) -> None:
         self.points: list[tuple[int, dict[str, float]]] = []
+        self.tables: list[tuple[str, int, list[Any]]] = []
         self.finished: bool | None = None
 
     def send(self, call: Callable[[Tracked], None]) -> None:
@@ -334,6 +335,9 @@ class Tracked:
 
     def log(self, axis: str, position: int, time_s: float, figures: dict[str, float]) -> None:
         self.points.append((position, figures))
+
+    def log_samples(self, axis: str, position: int, rows: list[Any]) -> None:
+        self.tables.append((axis, position, rows))
 
     def end(self, call_or_step: Any, figures: Any = None, *, finished: bool | None = None) -> None:
         if finished is None:

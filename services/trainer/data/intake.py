@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry
-from pipelinerl.errors import MessageError, UserError
+from pipelinerl.errors import FieldError, MessageError, UserError
 from pipelinerl.messages.sequences import FinishReason, Sequence, decode_sequence, remains_of_sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl import groups
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Default of `trainer.give_up_after_groups`: the groups of `STEPS_IN_A_ROW` optimizer steps, but at least `FEWEST_IN_A_ROW`."""
+MOST_IN_VAIN = 16
+"""Number of first rewards of a task in a run that may time out. Then the run ends."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
@@ -112,6 +114,8 @@ class Intake:
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
         """The first message for each short reason for which a sequence failed."""
+        # Number of timeouts of each task of which no reward has arrived in time.
+        self._in_vain = {name: 0 for name, share in recipe.mixture.items() if share.reward.judge is None}
         self.quarantine = Quarantine(recipe.weights.verify_logprobs)
 
     async def run(self) -> None:
@@ -157,6 +161,7 @@ class Intake:
 
     def restore(self, held: HeldSequences, position: int) -> None:
         """Take over the sequences of an earlier intake. Restore the tracker first."""
+        self._in_vain.clear()  # an outage, from which a running run recovers, must not end it
         self._phase, self.position = list(held.taken), position
         self.ready.extend(held.ready)
         for sequence in held.open:
@@ -221,11 +226,23 @@ class Intake:
             log.warning("sequence %s failed: %s", sequence.sequence_id, sequence.failure)
             if len(self.failures) < MOST_REASONS:
                 self.failures.setdefault(short_reason(sequence.failure), sequence.failure)
+        self._count_timeout(sequence)
         if samples and (good := self._good(samples)):
             async with self._changed:
                 self.ready.append(good)
                 self._changed.notify_all()
         self._feeder.look_again()
+
+    def _count_timeout(self, sequence: Sequence) -> None:
+        """Raise `FieldError` if the first rewards of the sequence's task have all timed out."""
+        if not sequence.failure:
+            self._in_vain.pop(sequence.task, None)
+        elif sequence.failure.startswith("reward_timeout") and sequence.task in self._in_vain:
+            self._in_vain[sequence.task] += 1
+            if self._in_vain[sequence.task] >= MOST_IN_VAIN:
+                place, share = next((at, one) for at, one in self._recipe.tasks_by_place.items() if one.name == sequence.task)
+                slow = f"the first {MOST_IN_VAIN} calls of {share.reward.scorer!r} for {share.name} took longer; make it faster"
+                raise FieldError(f"{place}reward.timeout_s", share.reward.timeout_s, f"{slow}, or raise this limit")
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
         """Return a complete group's trainable samples; empty if the group is lost. Raises `UserError` after too many losses."""

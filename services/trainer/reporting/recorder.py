@@ -353,10 +353,12 @@ class Recorder:
         self._warned.add(problem.field)
 
     def _sample(self, sample: Sample) -> None:
-        """Pass a sample to the page and the file. The file gets the tokens only at some steps, to stay small."""
+        """Pass a sample to page, trackers and file. The file gets the tokens only at some steps, to stay small."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
         self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))
+        if self._recipe.tracker_samples:
+            self._trackers.sample(sample)
 
     def _actor_busy_fraction(self) -> float | None:
         uptime_s = sum(load.uptime_s for load in self._loads.values())

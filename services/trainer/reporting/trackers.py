@@ -4,8 +4,8 @@ The trainer queues points and never waits for a tracker's import, server or uplo
 lost. If it fails, one warning is logged. Only the end of the run waits for trackers, and for a bounded time.
 
 Each client is configured by its library's own environment variables. Unused libraries need not be installed. The libraries'
-logs and output are silenced, since they may contain secrets. Code, console output, artifacts and machine statistics are not
-sent.
+logs and output are silenced, since they may contain secrets. Code, console output, checkpoints and machine statistics are not
+sent. Completions are sent only in a few tables of samples, whose number and size are bounded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import threading
 import time
@@ -34,9 +35,10 @@ from pipelinerl.rl.groups import LAG_BUCKETS, lag_bucket
 from pipelinerl.run_dir import write_json
 from pipelinerl.run_summary import StepRecord
 from pipelinerl.service.logs import without_secrets
-from pipelinerl.service.settings import TrainerSettings
+from pipelinerl.service.settings import TrainerSettings, host_port
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.data.evaluation import HeldoutResult
+from services.trainer.reporting.samples import Sample
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,10 @@ FLUSH_S, FLUSH_STOPPED_S = 20.0, 1.5
 PROJECT = "pipelinerl"
 """Default name of MLflow's experiment and W&B's project; environment variables override it."""
 STEP, HELDOUT_VERSION = "step", "heldout/version"
+TABLES = {STEP: "samples", HELDOUT_VERSION: "heldout/samples"}
+MOST_TABLES, MOST_ROWS, MOST_CHARACTERS = 40, 8, 2000
+"""Limits of the tables of samples: about this many per run and axis, newest samples per table, and characters kept per cell."""
+_UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 THREAD = "tracker "
 """Name prefix of the trackers' threads."""
@@ -58,7 +64,7 @@ THREAD = "tracker "
 @dataclass(frozen=True)
 class TrackedRun:
     """A run as trackers see it. `params`: the recipe's fields by dotted path. `version`: policy version at which this trainer
-    starts. `incarnation`: number of this trainer's start, from 1."""
+    starts. `incarnation`: number of this trainer's start, from 1. `page`: the live page's address without its key, or empty."""
 
     name: str
     description: str
@@ -66,6 +72,11 @@ class TrackedRun:
     params: Mapping[str, str | int | float | bool]
     incarnation: int
     version: int
+    page: str = ""
+
+
+Row = dict[str, str | int | float | None]
+"""A row of a table of samples, by column. docs/trackers.md documents the columns."""
 
 
 class Tracker(Protocol):
@@ -76,6 +87,9 @@ class Tracker(Protocol):
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
         """Log figures at `position` on `axis`, `STEP` or `HELDOUT_VERSION`. The latter may be older than the last step."""
+
+    def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
+        """Log a table of samples at `position` on `axis`: of training on `STEP`, held-out ones on `HELDOUT_VERSION`."""
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         """Log the run's summary at its last step, and send unsent points. `finished`: the run was not stopped early."""
@@ -165,14 +179,22 @@ class TrackerThread:
 
 
 class RunTrackers:
-    def __init__(self, trackers: list[TrackerThread] | None = None, version: int = 0) -> None:
-        self._trackers, self._last_step = trackers or [], version
+    def __init__(self, trackers: list[TrackerThread] | None = None, version: int = 0, steps: int = 1) -> None:
+        """`steps`: number of optimizer steps of the whole run."""
+        self._trackers, self._last_step, self._steps = trackers or [], version, steps
+        self._samples = {axis: deque[Sample](maxlen=MOST_ROWS) for axis in (STEP, HELDOUT_VERSION)}
+        self._table_due_at = dict.fromkeys(self._samples, 0)
         self._abandon_at_s: float | None = None
+
+    def sample(self, sample: Sample) -> None:
+        """Keep a sample for the next table."""
+        self._samples[HELDOUT_VERSION if sample["heldout"] else STEP].append(sample)
 
     def step(self, record: StepRecord) -> None:
         self._last_step, time_s = record["step"], time.time()
         for tracker in self._trackers:
             tracker.send(lambda to: to.log(STEP, record["step"], time_s, step_figures(record)))
+        self._send_samples(STEP, record["step"])
 
     def heldout(self, result: HeldoutResult) -> None:
         time_s = time.time()
@@ -184,6 +206,16 @@ class RunTrackers:
         }
         for tracker in self._trackers:
             tracker.send(lambda to: to.log(HELDOUT_VERSION, result.version, time_s, figures))
+        self._send_samples(HELDOUT_VERSION, result.version)
+
+    def _send_samples(self, axis: str, position: int) -> None:
+        """Queue the next table if one is due: at the first and the last position, and about `MOST_TABLES` times in between."""
+        if self._samples[axis] and (position >= self._table_due_at[axis] or position == self._steps):
+            self._table_due_at[axis] = position + -(-self._steps // MOST_TABLES)
+            rows = [sample_row(sample) for sample in self._samples[axis]]
+            self._samples[axis].clear()
+            for tracker in self._trackers:
+                tracker.send(lambda to: to.log_samples(axis, position, rows))
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
         """Queue the end call of every tracker. Later points are lost."""
@@ -202,7 +234,7 @@ class RunTrackers:
 
 
 @asynccontextmanager
-async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) -> AsyncIterator[RunTrackers]:
+async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start, http_port: int) -> AsyncIterator[RunTrackers]:
     run = TrackedRun(
         name=settings.run,
         description=recipe.description,
@@ -210,11 +242,12 @@ async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start) 
         params=recipe_params(recipe),
         incarnation=start.lineage.incarnation,
         version=start.version,
+        page=f"http://{host_port(settings.advertise_host, http_port)}/" if settings.page else "",
     )
     for handler in logging.root.handlers:
         handler.addFilter(is_not_of_a_library)
     threads = [TrackerThread(name, run, partial(open_tracker, name)) for name in recipe.trackers]
-    trackers = RunTrackers(threads, start.version)
+    trackers = RunTrackers(threads, start.version, recipe.trainer.steps)
     try:
         yield trackers
     finally:
@@ -248,6 +281,31 @@ def flat(values: Mapping[str, Any]) -> dict[str, float]:
         for path, value in _leaves(values, "/")
         if isinstance(value, bool | int | float | np.bool_ | np.number) and math.isfinite(float(value))
     }
+
+
+def sample_row(sample: Sample) -> Row:
+    """Return the row of a sample. Pure. `lag` is that of its oldest token; `length` counts the tokens of all branches, for an
+    episode with observations."""
+    spans = [branch["spans"] for branch in sample.get("branches") or [sample]]
+    oldest = min((version for of in spans for version, _, _ in of), default=sample["version"])
+    return {
+        "step": sample["step"],
+        "version": sample["version"],
+        "problem": _cell(sample["prompt"]),
+        "completion": _cell(sample["completion"]),
+        "reward": sample["reward"],
+        "reward_terms": _cell(json.dumps(sample["terms"], ensure_ascii=False)),
+        "lag": max(0, sample["version"] - oldest),
+        "length": sum(of[-1][2] for of in spans if of),
+    }
+
+
+def _cell(text: str) -> str:
+    """Return a text that every library accepts: without control characters and lone surrogates, and of a long one both ends."""
+    half = MOST_CHARACTERS // 2
+    if len(text) > MOST_CHARACTERS:
+        text = f"{text[:half]} … {len(text) - 2 * half:,} characters left out … {text[-half:]}"
+    return _UNFIT.sub("\ufffd", text)
 
 
 def recipe_params(recipe: Recipe) -> dict[str, str | int | float | bool]:
@@ -311,13 +369,20 @@ class TensorBoardTracker:
         """Open the writer. Hide an earlier trainer's points after `run.version`, since the restart undid those steps."""
         purged = run.version + 1 if run.incarnation > 1 else None
         self._writer = self._open(str(run.run_dir / "tensorboard"), purge_step=purged)
-        rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in run.params.items()]
+        told = {**run.params, "live_page": run.page}
+        rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in told.items()]
         self._writer.add_text("recipe", "\n".join(["| field | value |", "|---|---|", *rows]), run.version)
         self._writer.flush()
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, position, walltime=time_s)
+        self._writer.flush()
+
+    def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
+        """Write the rows as indented text, which Markdown leaves as it is."""
+        lines = (line for row in rows for name, value in row.items() for line in [f"{name}:", *f"    {value}".splitlines()])
+        self._writer.add_text(TABLES[axis], "\n".join(f"    {line}" for line in lines), position)
         self._writer.flush()
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
@@ -339,17 +404,21 @@ class MlflowTracker:
 
         _silence("mlflow", "alembic", "sqlalchemy", "sqlalchemy.engine", "huey")
         self._entities, self._open = entities, MlflowClient
-        self._run_id = ""
+        self._run_id, self._incarnation = "", 1
 
     def start(self, run: TrackedRun) -> None:
-        self._client = self._open(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.run_dir}/mlflow.db")
+        self._incarnation = run.incarnation
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = self._open(server or f"sqlite:///{run.run_dir}/mlflow.db")
 
         def create() -> str:
             tags = {"mlflow.note.content": run.description} if run.description else {}
-            return str(self._client.create_run(self._experiment(), run_name=run.name, tags=tags).info.run_id)
+            experiment = self._experiment(None if server else f"{run.run_dir}/mlflow-artifacts")
+            return str(self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id)
 
         self._run_id = kept_id(run.run_dir, "mlflow", create)
         self._client.update_run(self._run_id, status="RUNNING")  # an earlier trainer may have ended it
+        self._client.set_tag(self._run_id, "live_page", run.page)
         self._log_params(run)
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
@@ -357,16 +426,22 @@ class MlflowTracker:
         metrics = [self._entities.Metric(name, value, at_ms, position) for name, value in figures.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
+    def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
+        """Write a file for each table. To append, MLflow would read the file with pandas, which turns texts into numbers."""
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        self._client.log_table(self._run_id, columns, f"{TABLES[axis]}/{self._incarnation}-{position:06}.json")
+
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         self.log(STEP, step, time.time(), figures)
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
-    def _experiment(self) -> str:
+    def _experiment(self, artifacts: str | None) -> str:
+        """Return the experiment's id. A new one gets the folder `artifacts`, or the server's own if that is None."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self._client.create_experiment(name))
+        return str(found.experiment_id if found else self._client.create_experiment(name, artifacts))
 
     def _log_params(self, run: TrackedRun) -> None:
         """Log the recipe. MLflow cannot change a parameter, so a value that changed since an earlier trainer becomes a tag."""
@@ -405,7 +480,7 @@ class WandbTracker:
             name=run.name,
             notes=run.description or None,
             dir=str(run.run_dir),
-            config=dict(run.params),
+            config={**run.params, "live_page": run.page},
             allow_val_change=True,
             settings=self._wandb.Settings(**quiet, **figures_only, **unstoppable),
         )
@@ -417,6 +492,10 @@ class WandbTracker:
         """Log the position as a figure: W&B's own step can only grow, but a restarted trainer repeats steps."""
         incarnation = {"incarnation": self._incarnation} if axis == STEP else {}
         self._run.log({axis: position, **incarnation, **figures})
+
+    def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
+        table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({axis: position, TABLES[axis]: table})
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         self._run.summary.update(dict(figures))
