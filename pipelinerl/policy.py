@@ -36,8 +36,9 @@ class Policy:
         except (OSError, ValueError, ImportError, torch.OutOfMemoryError) as error:
             raise FieldError("RUN", str(path), f"transformers cannot load it: {first_line(error)}") from error
         file, style = run_of(path) / "recipe.yaml", "chat" if self.tokenizer.chat_template else "plain"
-        without: dict[str, Any] = {"task": {"prompt_style": style}, "sampling": {"max_tokens": 512}}
-        recipe = recipe_of_run(file) if file.is_file() else recipe_from_data({"name": "none", "model": {}, **without}, "none")
+        usual = {"name": "none", "model": {"source": "path", "name": str(path)}, "sampling": {"max_tokens": 512}}
+        usual["task"] = {"prompt_style": style}
+        recipe = recipe_of_run(file) if file.is_file() else recipe_from_data(usual, str(path))
         share = next(iter(recipe.mixture.values()))
         self.max_tokens, self.temperature, self._stop = share.max_tokens, recipe.evaluation.temperature, recipe.sampling.stop
         self.task = share.task.model_copy(update={"prompt_style": style}) if share.task.is_episodic else share.task

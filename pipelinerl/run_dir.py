@@ -300,7 +300,7 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 
 def run_of(folder: Path) -> Path:
     """Return the folder of the run in which a checkpoint or an adapter lies; the folder itself if there is none."""
-    return next((one for one in folder.resolve().parents[:3] if (one / "recipe.yaml").is_file()), folder)
+    return next((one for one in Path(os.path.abspath(folder)).parents[:3] if (one / "recipe.yaml").is_file()), folder)
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
@@ -326,7 +326,7 @@ def checkpoint_of(folder: Path, version: int | None = None) -> Path:
     check_folder(folder, "RUN")
     found = policies_of(folder)
     if not found:
-        fix = "holds no checkpoint; give a run that has written one (checkpoint.every_steps), or the folder of a checkpoint"
+        fix = "has no checkpoint yet; give a run that has one (checkpoint.every_steps), or the folder of a checkpoint"
         raise FieldError("RUN", str(folder), fix)
     if version is not None and version not in found:
         fix = f"has no checkpoint that checkpoint.keep has kept; there are {', '.join(map(str, found))}"

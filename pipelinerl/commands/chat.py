@@ -65,7 +65,7 @@ class Conversation:
         style = policy.task.prompt_style
         if system is not None:
             if style != "chat":
-                raise FieldError("--system", system, f"has no place in prompts of the style {style}; leave it out")
+                raise FieldError("--system", system, f"has no place in prompts of task.prompt_style {style}; leave it out")
             policy.task = policy.task.model_copy(update={"system_prompt": system})
         self._policy, self._in_chat = policy, style == "chat"
         self._name = "policy" if policy.version is None else f"v{policy.version}"
