@@ -172,8 +172,7 @@ def _validate(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "examples:\n  pipelinerl doctor my.yaml --set trainer.steps=500\n  pipelinerl doctor runs/try"
+    _example(parser, "pipelinerl doctor my.yaml --set trainer.steps=500", "pipelinerl doctor runs/try")
     parser.add_argument("subject", metavar="RECIPE|RUN", help="recipe file or name, or the folder of a run, finished or not")
     parser.add_argument("--set", dest="overrides", metavar="a.b=c", action="append", default=[], help="override a field")
     parser.add_argument(
@@ -189,9 +188,7 @@ def _policy(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
-    _example(
-        parser, "pipelinerl chat runs/try", 'pipelinerl chat runs/try --version 20 "12+7="      # prints only the completion'
-    )
+    _example(parser, "pipelinerl chat runs/try", 'pipelinerl chat runs/try "12+7="      # prints only the completion')
     _policy(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="complete this, or the text on standard input, and end")
     parser.add_argument("--system", metavar="TEXT", help="system message (default: the recipe's)")

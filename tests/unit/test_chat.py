@@ -51,7 +51,7 @@ class Talker:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.version = folder, int(folder.name.removeprefix("step-"))
-        self.max_tokens, self.temperature = 7, 0.25
+        self.name, self.max_tokens, self.temperature = f"v{self.version}", 7, 0.25
         self.task = TaskConfig(prompt_style="chat", system_prompt="Be brief.")
 
     def prompt(self, question: str, messages: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -68,7 +68,7 @@ class Talker:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "recipe.yaml").touch()
+    (tmp_path / "run.json").write_text('{"run": "my-run"}')
     for version in (10, 20):
         state = tmp_path / "checkpoints" / f"step-{version}" / "resume" / "run.json"
         state.parent.mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_a_conversation_goes_on_over_a_stopped_answer_a_mistake_and_another_vers
     assert main(["chat", run]) == 0
     printed, errors = capsys.readouterr()
     assert printed.splitlines()[:3] == [
-        f"v20 of {run}/checkpoints/step-20, with the chat template. /help lists the commands.",
+        f"v20 of {run}/checkpoints/step-20; /help lists the commands",
         f"v20> {SHOWN}",
         "v20> 10 20",
     ]
@@ -138,7 +138,6 @@ def test_vllm_is_given_the_checkpoint_or_base_and_adapter_under_the_runs_name(
     run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat.importlib.util, "find_spec", lambda _: None)
-    (Path(run) / "run.json").write_text('{"run": "my-run"}')
     checkpoint = Path(run) / "checkpoints" / "step-20"
     ours = ["--host", "127.0.0.1"]
     assert chat.serve_command(checkpoint, ["--port", "1"]) == [
@@ -147,10 +146,10 @@ def test_vllm_is_given_the_checkpoint_or_base_and_adapter_under_the_runs_name(
     adapter = checkpoint / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 24, "base_model_name_or_path": "org/base"}))
-    (checkpoint / "chat_template.jinja").touch()
+    (checkpoint / "config.json").write_text('{"dtype": "float32"}')
     assert chat.serve_command(adapter, []) == [
         *("vllm", "serve", "org/base", "--tokenizer", str(checkpoint), "--enable-lora", "--max-lora-rank", "32"),
-        *("--lora-modules", f"my-run={adapter}", "--chat-template", str(checkpoint / "chat_template.jinja"), *ours),
+        *("--lora-modules", f"my-run={adapter}", "--dtype", "float32", *ours),
     ]
     assert main(["serve", run, "--version", "10", "--print", "--", "--port", "1"]) == 0
     assert capsys.readouterr().out.endswith("step-10 --served-model-name my-run --host 127.0.0.1 --port 1\n")
@@ -180,6 +179,7 @@ def test_a_policy_answers_token_by_token_until_an_end_of_the_recipe_and_within_i
     def answer(**sampling: Any) -> str:
         recipe = {"name": "r", "model": {"source": "path", "name": "m"}, "task": {"prompt_style": "chat"}, "sampling": sampling}
         (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+        (tmp_path / "lineage.json").touch()
         trained = policy.Policy(tmp_path)
         return "".join(trained.stream(trained.prompt("1+2="), 40, 0.0))
 

@@ -160,7 +160,10 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("chat there 1+2= --max-tokens 0", "--max-tokens = 0: give 1 or more"),
         ("chat there 1+2= --temperature nan", "--temperature = nan: give 0 or more"),
         ("chat there 1+2=", "RUN = 'there': transformers cannot load it: "),
-        ("serve s3://bucket/first -- --port 1", "is in an object store; copy it to this machine; give the folder of a run"),
+        (
+            "serve s3://bucket/first -- --port 1",
+            "is in an object store; copy it to this machine, and give the folder of the copy",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
