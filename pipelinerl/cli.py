@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argcomplete.autocomplete(parser)
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if given[:1] == ["serve"] and "--" in given else len(given)
-    args = parser.parse_args(given[:end], argparse.Namespace(passed_on=given[end + 1 :]))
+    args, others = parser.parse_known_args(given[:end], argparse.Namespace(passed_on=given[end + 1 :]))
+    if others[:1] and args.command == "chat" and args.prompt is None and not others[0].startswith("-"):
+        args.prompt = others.pop(0)  # argparse of Python 3.11 finds no optional argument behind options
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     module, _, function = args.execute.partition(":")
     try:
         code = getattr(importlib.import_module(f"pipelinerl.commands.{module}"), function)(args)

@@ -746,7 +746,7 @@ def answers_in_a_terminal_and_in_a_pipe(run_dir: Path) -> None:
     with torch.inference_mode():
         tokens = policy.model.generate(prompt, do_sample=False, max_new_tokens=policy.max_tokens)[0][prompt.shape[1] :]
     expected = policy.tokenizer.decode(tokens, skip_special_tokens=True)
-    command = [PROGRAM, "chat", str(run_dir)]
+    command = [PROGRAM, "chat", str(run_dir), "--temperature", "0"]
     done = subprocess.run(command, input="1+2=\n", capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     assert (done.returncode, done.stdout) == (0, f"{expected}\n"), done.stderr
     with terminal(*command) as shown:

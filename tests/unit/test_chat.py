@@ -86,7 +86,7 @@ def contents(prompt: list[dict[str, str]]) -> list[str]:
 def test_one_prompt_gives_one_completion_whose_control_characters_do_not_reach_the_terminal(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["chat", run, "hi", "--system", "", "--max-tokens", "3", "--temperature", "0", "--version", "10"]) == 0
+    assert main(["chat", run, "--system", "", "--max-tokens", "3", "--temperature", "0", "--version", "10", "hi"]) == 0
     assert capsys.readouterr() == (f"{SHOWN}\n", "")
     assert [(version, contents(prompt), *rest) for version, prompt, *rest in Talker.asked] == [(10, ["", "hi"], 3, 0.0)]
 

@@ -159,6 +159,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("chat there 1+2= --version 5", "version = 5: has no checkpoint that checkpoint.keep has kept; there are 0"),
         ("chat there 1+2= --max-tokens 0", "--max-tokens = 0: give 1 or more"),
         ("chat there 1+2= --temperature nan", "--temperature = nan: give 0 or more"),
+        ("chat there --temprature 1", "unrecognized arguments: --temprature 1"),
+        ("chat there 1+ 2=", "unrecognized arguments: 2="),
         ("chat there 1+2=", "RUN = 'there': transformers cannot load it: "),
         (
             "serve s3://bucket/first -- --port 1",
