@@ -81,8 +81,9 @@ def _hold(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # `input` then lets the user edit the line
     policy, messages = _policy(args, args.version), list[dict[str, str]]()
-    alone = "" if policy.task.prompt_style == "chat" else "no chat template, as in training: each line is a prompt by itself; "
-    print(f"{policy.name} of {printable(str(policy.path))}; {alone}/help lists the commands")
+    style = policy.task.prompt_style
+    how = "the chat template" if style == "chat" else f"no chat template ({style} prompts, each line by itself)"
+    print(f"{policy.name} of {printable(str(policy.path))} with {how}; /help lists the commands")
     while True:
         try:
             line = input("> ").strip()

@@ -750,7 +750,7 @@ def answers_in_a_terminal_and_in_a_pipe(run_dir: Path) -> None:
     done = subprocess.run(command, input="1+2=\n", capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     assert (done.returncode, done.stdout) == (0, f"{expected}\n"), done.stderr
     with terminal(*command) as shown:
-        assert f"v{last} of {run_dir}/checkpoint; no chat template" in shown.until("\n> ")
+        assert f"v{last} of {run_dir}/checkpoint with no chat template (plain prompts" in shown.until("\n> ")
         for typed, answer in (
             ("1+2=", f"v{last}> {expected}"),
             ("/versions", f"{earlier} {last}"),

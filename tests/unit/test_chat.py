@@ -107,7 +107,7 @@ def test_a_conversation_goes_on_over_a_stopped_answer_a_mistake_and_another_vers
     assert main(["chat", run]) == 0
     printed, errors = capsys.readouterr()
     assert printed.splitlines()[:3] == [
-        f"v20 of {run}/checkpoints/step-20; /help lists the commands",
+        f"v20 of {run}/checkpoints/step-20 with the chat template; /help lists the commands",
         f"v20> {SHOWN}",
         "v20> 10 20",
     ]
