@@ -37,7 +37,7 @@ def terminal(*command: str) -> Iterator[Terminal]:
     """Without line editing, whose escape sequences depend on the machine."""
     environment = {**os.environ, "TERM": "dumb"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", _IN_TERMINAL, *command], env=environment, **pipes) as process:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, "-c", _IN_TERMINAL, *command], env=environment, **pipes) as process:
         try:
             yield Terminal(process)
         finally:
