@@ -35,19 +35,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Return the arguments. Those of `serve` behind `--` are `passed_on`. Raises `SystemExit` for a mistake."""
+    end = argv.index("--") if argv[:1] == ["serve"] and "--" in argv else len(argv)
+    args, others = parser.parse_known_args(argv[:end], argparse.Namespace(passed_on=argv[end + 1 :]))
+    if others and args.command == "chat" and args.prompt is None and not others[0].startswith("-"):
+        args.prompt = others.pop(0)  # argparse of Python 3.11 finds no optional argument behind options
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser, code = build_parser(), UNREAD
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    given = list(sys.argv[1:] if argv is None else argv)
-    end = given.index("--") if given[:1] == ["serve"] and "--" in given else len(given)
-    args, others = parser.parse_known_args(given[:end], argparse.Namespace(passed_on=given[end + 1 :]))
-    if others[:1] and args.command == "chat" and args.prompt is None and not others[0].startswith("-"):
-        args.prompt = others.pop(0)  # argparse of Python 3.11 finds no optional argument behind options
-    if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    args = parsed(parser, list(sys.argv[1:] if argv is None else argv))
     module, _, function = args.execute.partition(":")
     try:
         code = getattr(importlib.import_module(f"pipelinerl.commands.{module}"), function)(args)
