@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pipelinerl.errors import FieldError, MissingPackage, ServiceError
@@ -259,8 +258,7 @@ class Run:
     def policy(self, version: int | None = None) -> Any:
         """Load the newest policy, or that of a version, with transformers (`pipelinerl.policy.Policy`). Raises `FieldError`
         if there is no such checkpoint."""
-        policies: ModuleType = importlib.import_module("pipelinerl.policy")
-        return policies.Policy(policies.checkpoint_of(self._dir.path, version))
+        return importlib.import_module("pipelinerl.policy").Policy(self._dir.path, version)
 
     def __repr__(self) -> str:
         steps = read_jsonl(self._dir.metrics)

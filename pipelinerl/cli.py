@@ -35,13 +35,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Return the arguments. Those of `serve` behind `--` are `passed_on`. Raises `SystemExit` for a mistake."""
+    end = argv.index("--") if argv[:1] == ["serve"] and "--" in argv else len(argv)
+    args, others = parser.parse_known_args(argv[:end], argparse.Namespace(passed_on=argv[end + 1 :]))
+    if others and args.command == "chat" and args.prompt is None and not others[0].startswith("-"):
+        args.prompt = others.pop(0)  # argparse of Python 3.11 finds no optional argument behind options
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser, code = build_parser(), UNREAD
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    args = parser.parse_args(argv)
+    args = parsed(parser, list(sys.argv[1:] if argv is None else argv))
     module, _, function = args.execute.partition(":")
     try:
         code = getattr(importlib.import_module(f"pipelinerl.commands.{module}"), function)(args)
@@ -170,8 +181,7 @@ def _validate(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "examples:\n  pipelinerl doctor my.yaml --set trainer.steps=500\n  pipelinerl doctor runs/try"
+    _example(parser, "pipelinerl doctor my.yaml --set trainer.steps=500", "pipelinerl doctor runs/try")
     parser.add_argument("subject", metavar="RECIPE|RUN", help="recipe file or name, or the folder of a run, finished or not")
     parser.add_argument("--set", dest="overrides", metavar="a.b=c", action="append", default=[], help="override a field")
     parser.add_argument(
@@ -179,6 +189,27 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80GiB, to check that a recipe fits")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("subject", metavar="RUN|CHECKPOINT", type=Path, help="folder of a run, a checkpoint or an adapter")
+    parser.add_argument("--version", metavar="N", type=int, help="version of the run's policy (default: the newest)")
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    _example(parser, "pipelinerl chat runs/try", 'pipelinerl chat runs/try "12+7="      # prints only the completion')
+    _policy(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="complete this, or the text on standard input, and end")
+    parser.add_argument("--system", metavar="TEXT", help="system message (default: the recipe's)")
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: evaluation.temperature)")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="limit of an answer (default: the recipe's, or else 512)")
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    _example(parser, "pipelinerl serve runs/try --version 20 -- --port 8001")
+    _policy(parser)
+    parser.add_argument("--print", action="store_true", help="print the command of vLLM, and end")
+    parser.usage = "%(prog)s [-h] [--version N] [--print] RUN|CHECKPOINT [-- ARGUMENT_OF_VLLM ...]"
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -285,6 +316,8 @@ COMMANDS = {
     "scale": ("change the number of actors of a running local run (in a cluster: kubectl scale)", _scale, "run:scale"),
     "validate": ("check a recipe and print a summary of it", _validate, "validate:validate"),
     "doctor": ("say why a recipe will not learn, or why a run does not", _doctor, "doctor:doctor"),
+    "chat": ("talk to a trained policy in the terminal", _chat, "chat:chat"),
+    "serve": ("serve a trained policy by vLLM, with OpenAI's API", _serve, "chat:serve"),
     "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", _plan, "plan:plan"),
     "report": ("rebuild report.html of a run", _report, "run_folder:report"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", _audit, "run_folder:audit"),

@@ -2,62 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from threading import Thread
+from sys import maxsize
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipelinerl.errors import FieldError
-from pipelinerl.prompts import control_tokens, encoded_prompt
-from pipelinerl.recipe.fields import TaskConfig
-from pipelinerl.recipe.loading import recipe_of_run
-from pipelinerl.run_dir import read_json, resumable
+from pipelinerl.errors import FieldError, first_line
+from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
+from pipelinerl.recipe.loading import recipe_from_data, recipe_of_run
+from pipelinerl.run_dir import ABOUT, checkpoint_of, read_json, run_of, tokenizer_of
 from pipelinerl.tasks.source import Problem
-
-_INFO = "pipelinerl.json"
-
-
-def checkpoint_of(folder: Path, version: int | None = None) -> Path:
-    """Return the folder of a policy: `folder` if it is a checkpoint, else the checkpoint of a version (None: the newest) in
-    the folder of a run. Raises `FieldError` if there is none."""
-    if (folder / "config.json").is_file() and version is None:
-        return folder
-    found = {number: path.parents[1] for number, path in resumable(folder).items()}
-    final = folder / "checkpoint"
-    if (final / "config.json").is_file():
-        found[int(read_json(final / _INFO).get("policy_version") or max(found, default=0))] = final
-    if not found:
-        raise FieldError("RUN", str(folder), "has no checkpoint yet; give a run that has one, or the folder of a checkpoint")
-    if version is None:
-        return found[max(found)]
-    if version not in found:
-        raise FieldError(
-            "version",
-            version,
-            f"its checkpoint is not there (checkpoint.keep); use one of {', '.join(map(str, sorted(found)))}",
-        )
-    return found[version]
 
 
 class Policy:
-    """A checkpoint with the prompts of its task. Attributes: `path`, `version` (None if unknown), `model`, `tokenizer`."""
+    """A checkpoint with the prompts of its task. Attributes: `path`, `version` (None if unknown), `name` such as `v20`, `task`,
+    `temperature` and `max_tokens` (those of held-out answers), `model`, `tokenizer`."""
 
-    def __init__(self, path: Path) -> None:
-        """Load a checkpoint. Its task is the first one of the run's recipe; without a recipe, prompts are chats."""
-        self.path, self.version = path, read_json(path / _INFO).get("policy_version")
-        files = (folder / "recipe.yaml" for folder in path.resolve().parents[:2])
-        recipe = next((recipe_of_run(file) for file in files if file.is_file()), None)
-        task = next(iter(recipe.mixture.values())).task if recipe is not None else TaskConfig(prompt_style="chat")
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self.task = (
-            task.model_copy(update={"prompt_style": "chat"}) if task.is_episodic and self.tokenizer.chat_template else task
-        )
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForCausalLM.from_pretrained(path)
-        self.model = model.to(device).eval()
+    def __init__(self, folder: Path, version: int | None = None) -> None:
+        """Load a checkpoint, or an adapter onto its base model; of a run, load the newest checkpoint or that of a version. The
+        task is the first one of the run's recipe. Raises `FieldError` if there is no such checkpoint or it does not load."""
+        path = self.path = checkpoint_of(folder, version)
+        self.version = read_json(tokenizer_of(path) / ABOUT).get("policy_version")
+        self.name = "policy" if self.version is None else f"v{self.version}"
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_of(path))
+            model: Any = AutoModelForCausalLM.from_pretrained(path)
+            self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        except (OSError, ValueError, ImportError, torch.OutOfMemoryError) as error:
+            raise FieldError("RUN", str(path), f"transformers cannot load it: {first_line(error)}") from error
+        file, style = run_of(path) / "recipe.yaml", "chat" if self.tokenizer.chat_template else "plain"
+        usual = {"name": "none", "model": {"source": "path", "name": str(path)}, "sampling": {"max_tokens": 512}}
+        usual["task"] = {"prompt_style": style}
+        recipe = recipe_of_run(file) if file.is_file() else recipe_from_data(usual, str(path))
+        share = next(iter(recipe.mixture.values()))
+        self.max_tokens, self.temperature, self._stop = share.max_tokens, recipe.evaluation.temperature, recipe.sampling.stop
+        self.task = share.task.model_copy(update={"prompt_style": style}) if share.task.is_episodic else share.task
+        named = self.model.generation_config.eos_token_id
+        self._ends = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+        self._ends |= {
+            *recipe.sampling.stop_token_ids,
+            answer_end(self.tokenizer) if self.task.prompt_style == "chat" else None,
+        }
 
     def prompt(self, question: str, messages: list[dict[str, str]] | None = None) -> list[int]:
         """Return the tokens of a question, or of a conversation that ends with it, as the policy saw them in training."""
@@ -70,12 +58,36 @@ class Policy:
         return ["".join(self.stream(self.prompt(question), max_tokens, temperature)) for question in questions]
 
     def stream(self, prompt: list[int], max_tokens: int, temperature: float) -> Iterator[str]:
-        """Yield the completion of a prompt in pieces, without special tokens."""
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        tokens = torch.tensor([prompt], device=self.model.device)
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        asked = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "max_new_tokens": max_tokens, **sampling}
-        generating = Thread(target=self.model.generate, kwargs={**asked, "streamer": streamer}, daemon=True)
-        generating.start()
-        yield from streamer
-        generating.join()
+        """Yield the completion of a prompt in pieces, without special tokens and stop texts. Raises `FieldError` if the prompt
+        fills the model's context."""
+        return pieces(self._texts(prompt, max_tokens, temperature), self._stop)
+
+    @torch.inference_mode()
+    def _texts(self, prompt: list[int], max_tokens: int, temperature: float) -> Iterator[str]:
+        """Yield the completion after each token, sampled as in training, without the model's own top_p and top_k."""
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or maxsize
+        if len(prompt) >= context:
+            raise FieldError("prompt", f"{len(prompt)} tokens", f"the model's context has {context}; shorten it")
+        tokens, cache, inputs = list[int](), None, torch.tensor([prompt], device=self.model.device)
+        while len(tokens) < min(max_tokens, context - len(prompt)):
+            output = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits, cache = output.logits[0, -1].float(), output.past_key_values
+            chances = (logits / max(temperature, 1e-5)).softmax(-1)  # of a smaller temperature, they would overflow
+            inputs = (torch.multinomial(chances, 1) if temperature > 0 else logits.argmax()).view(1, 1)
+            if int(inputs) in self._ends:
+                return
+            tokens.append(int(inputs))
+            yield self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def pieces(texts: Iterable[str], stops: list[str]) -> Iterator[str]:
+    """Yield the growth from text to text, until a text contains a stop text, of which no part is yielded. Pure."""
+    text, told, held_back = "", 0, max(map(len, stops), default=1) - 1
+    for text in texts:
+        if found := [at for stop in stops if (at := text.find(stop)) >= 0]:
+            text = text[: min(found)]
+            break
+        if len(text) - held_back > told and not text.endswith("\ufffd"):  # else within a character
+            told, begin = len(text) - held_back, told
+            yield text[begin:told]
+    yield text[told:]

@@ -25,6 +25,9 @@ MOST_ACTORS = 64
 LINEAGE, CHECKPOINTS, CHANGES = "lineage.json", "checkpoints", "changes"
 RUN_STATE = Path("resume", "run.json")
 """Path within a checkpoint. A run cannot continue from a checkpoint without this file."""
+ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
+"""Files of a checkpoint, with its version, and of a LoRA adapter."""
+MODEL_IN = ("config.json", ADAPTER)
 STATE_FORMAT = 3
 """Version of a checkpoint's training state. A run cannot continue from a checkpoint with another version."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
@@ -186,7 +189,8 @@ def check_folder(folder: Path, option: str = "RUN_DIR") -> None:
     """Raise `FieldError` unless the folder exists."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "there is no such folder"
-        raise FieldError(option, str(folder), f"{what}; give the folder of a run")
+        store = "is in an object store; copy it to this machine, and give the folder of the copy"
+        raise FieldError(option, str(folder), store if ":/" in str(folder) else f"{what}; give the folder of a run")
 
 
 def run_name(folder: Path, option: str = "RUN_DIR") -> str:
@@ -292,6 +296,43 @@ def resumable(run_dir: Path) -> dict[int, Path]:
 def newest_checkpoint(run_dir: Path) -> int | None:
     """Return the version of the newest checkpoint that a trainer can continue from; None if there is none."""
     return max(resumable(run_dir), default=None)
+
+
+def run_of(folder: Path) -> Path:
+    """Return the folder of the run in which a checkpoint or an adapter lies; the folder itself if it is a run or in none."""
+    near = (folder, *Path(os.path.abspath(folder)).parents[:3])
+    return next((one for one in near if any((one / file).is_file() for file in NAMED_IN)), folder)
+
+
+def tokenizer_of(checkpoint: Path) -> Path:
+    """Return the folder with a checkpoint's tokenizer and version. A run's adapter lies in the checkpoint that has them."""
+    return checkpoint if (checkpoint / "tokenizer_config.json").is_file() else checkpoint.parent
+
+
+def policies_of(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run, or of the run in which a checkpoint lies, by version, the newest last."""
+    run = run_of(folder)
+    found = {number: path.parents[1] for number, path in resumable(run).items()}
+    for one in (run / "checkpoint", run):  # the latter is a model outside a run
+        if any((one / file).is_file() for file in MODEL_IN):
+            found[int(read_json(one / ABOUT).get("policy_version") or max(found, default=0))] = one
+    return dict(sorted(found.items()))
+
+
+def checkpoint_of(folder: Path, version: int | None = None) -> Path:
+    """Return the folder of a policy. Without a version, this is `folder` if it is a checkpoint or an adapter, and else the
+    newest checkpoint of the run. Raises `FieldError` if there is no such checkpoint."""
+    if version is None and any((folder / file).is_file() for file in MODEL_IN):
+        return folder
+    check_folder(folder, "RUN")
+    found = policies_of(folder)
+    if not found:
+        fix = "has no checkpoint yet; give a run that has one (checkpoint.every_steps), or the folder of a checkpoint"
+        raise FieldError("RUN", str(folder), fix)
+    if version is not None and version not in found:
+        fix = f"has no checkpoint that checkpoint.keep has kept; there are {', '.join(map(str, found))}"
+        raise FieldError("version", version, fix)
+    return found[max(found) if version is None else version]
 
 
 def newest_state(run_dir: Path) -> Mapping[str, Any] | None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import table
 from deploy.tools import recipe_reference as reference
-from pipelinerl.cli import build_parser
+from pipelinerl.cli import build_parser, parsed
 from pipelinerl.local.progress import RunState, rows
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.fields import Recipe, section_of
@@ -82,9 +82,9 @@ def test_commands_are_known_and_their_recipes_and_settings_valid() -> None:
         line for document in DOCUMENTS for line in _COMMAND.findall(document.read_text(encoding="utf-8").replace("\\\n", ""))
     ]
     shipped = {path.stem for path in ROOT.glob("recipes/*.yaml")}
-    parsed = [build_parser().parse_args(shlex.split(line)) for line in lines if "SIZE" not in line]
+    commands = [parsed(build_parser(), shlex.split(line)) for line in lines if "SIZE" not in line]
     named = [
-        args for args in parsed if (name := getattr(args, "recipe", None)) in shipped or (name and (ROOT / name).is_file())
+        args for args in commands if (name := getattr(args, "recipe", None)) in shipped or (name and (ROOT / name).is_file())
     ]
     assert len(named) > 8
     for args in named:

@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -48,7 +49,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.prometheus_server import Prometheus, prometheus_server, run_targets
 from deploy.dashboards.all import BOARDS
 from deploy.dashboards.board import Board
-from pipelinerl.run_dir import RunDir
+from pipelinerl.api import Run
+from pipelinerl.run_dir import RunDir, policies_of
 from pipelinerl.service.settings import read_address
 from tests.chart.rendering import NAMESPACE
 from tests.faults.slow import talks
@@ -58,6 +60,7 @@ from tests.support.browser import OpenPage, barriers, chromium, opened
 from tests.support.collector import Collector, collecting
 from tests.support.runs import (
     PARITY_NATS,
+    PROGRAM,
     RUN_TIMEOUT_S,
     RunningCommand,
     audit,
@@ -67,6 +70,7 @@ from tests.support.runs import (
     started_run,
     write_tiny_recipe,
 )
+from tests.support.terminal import terminal
 from tests.support.tools import tool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
@@ -733,15 +737,60 @@ async def test_transformers_and_vllm_load_the_checkpoint_and_agree(resumed: Resu
     assert np.abs(served - expected).max() <= PARITY_NATS
 
 
-async def test_a_folder_that_init_wrote_trains_as_it_is_with_its_own_reward(tmp_path: Path) -> None:
+def answers_in_a_terminal_and_in_a_pipe(run_dir: Path) -> None:
+    """`pipelinerl chat` answers as transformers generates, with each version; `serve` names the run and its checkpoint."""
+    import torch
+
+    (earlier, last), policy = sorted(policies_of(run_dir)), Run(run_dir).policy()
+    prompt = torch.tensor([policy.prompt("1+2=")])
+    with torch.inference_mode():
+        tokens = policy.model.generate(prompt, do_sample=False, max_new_tokens=policy.max_tokens)[0][prompt.shape[1] :]
+    expected = policy.tokenizer.decode(tokens, skip_special_tokens=True)
+    command = [PROGRAM, "chat", str(run_dir), "--temperature", "0"]
+    done = subprocess.run(command, input="1+2=\n", capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{expected}\n"), done.stderr
+    with terminal(*command) as shown:
+        assert f"v{last} of {run_dir}/checkpoint with no chat template (plain prompts" in shown.until("\n> ")
+        for typed, answer in (
+            ("1+2=", f"v{last}> {expected}"),
+            ("/versions", f"{earlier} {last}"),
+            (f"/version {earlier}", f"v{earlier} of {run_dir}/checkpoints/step-{earlier}"),
+        ):
+            shown.say(f"{typed}\n")
+            assert shown.until("\n> ") == f"{typed}\n{answer}\n> "
+        shown.say("1+2=\n")
+        shown.until(f"v{earlier}> ")
+        shown.say("\x03")  # the answer may end before, which changes nothing
+        shown.until("\n> ")
+        shown.say("\x04")
+        assert shown.process.wait() == 0
+    served = pipelinerl("serve", str(run_dir), "--print", "--", "--port", "1")
+    name = json.loads((run_dir / "run.json").read_text())["run"]
+    model = [
+        str(run_dir / "checkpoint"),
+        "--served-model-name",
+        name,
+        "--dtype",
+        "float32",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "1",
+    ]
+    assert shlex.split(served.stdout)[-len(model) :] == model, served.stderr
+
+
+async def test_a_folder_that_init_wrote_trains_as_it_is_with_its_own_reward_and_its_policy_answers(tmp_path: Path) -> None:
     assert pipelinerl("init", str(tmp_path / "my-task")).returncode == 0
-    with started_run(tmp_path / "my-task" / "recipe.yaml", tmp_path / "run", *settings(trainer__steps=4)) as run:
+    shorter = settings(trainer__steps=4, checkpoint__every_steps=2)
+    with started_run(tmp_path / "my-task" / "recipe.yaml", tmp_path / "run", *shorter) as run:
         assert await run.ended() == 0, run.said
     assert run.summary()["steps"] == 4
     rewards = {json.loads(line)["reward"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()}
     assert 0.1 in rewards <= {0.0, 0.1, 1.0}, "only the folder's reward gives a tenth"
     assert (tmp_path / "run" / "modules" / "reward.py").is_file()
     audit(tmp_path / "run")
+    await asyncio.to_thread(answers_in_a_terminal_and_in_a_pipe, tmp_path / "run")
 
 
 async def test_the_notebook_in_examples_runs(tmp_path: Path) -> None:

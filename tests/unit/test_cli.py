@@ -48,7 +48,7 @@ def pipelinerl(capsys: pytest.CaptureFixture[str]) -> Command:
 def test_help_and_version_are_told_without_importing_anything_heavy() -> None:
     code = (
         "import sys\nfrom pipelinerl.cli import main\n"
-        "for arguments in (['--help'], ['run', '--help'], ['validate', '--help'], ['plan', '--help'], ['--version']):\n"
+        "for arguments in (['--help'], ['run', '--help'], ['validate', '--help'], ['chat', '--help'], ['--version']):\n"
         "    try: main(arguments)\n    except SystemExit as end: assert end.code == 0, end.code\n"
         "print('loaded', *sys.modules, file=sys.stderr)"
     )
@@ -154,6 +154,18 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("scale actors 2 --run-dir ended", "the run has ended"),
         ("scale actors 2 --run-dir gone", "--run-dir = 'gone': there is no such folder; give the folder of a run"),
         ("scale actors 2 --run-dir p.jsonl", "--run-dir = 'p.jsonl': is a file; give the folder of a run"),
+        ("chat ended 1+2=", "RUN = 'ended': has no checkpoint yet; give a run that has one (checkpoint.every_steps)"),
+        ("chat nosuch 1+2=", "RUN = 'nosuch': there is no such folder"),
+        ("chat there 1+2= --version 5", "version = 5: has no checkpoint that checkpoint.keep has kept; there are 0"),
+        ("chat there 1+2= --max-tokens 0", "--max-tokens = 0: give 1 or more"),
+        ("chat there 1+2= --temperature nan", "--temperature = nan: give 0 or more"),
+        ("chat there --temprature 1", "unrecognized arguments: --temprature 1"),
+        ("chat there 1+ 2=", "unrecognized arguments: 2="),
+        ("chat there 1+2=", "RUN = 'there': transformers cannot load it: "),
+        (
+            "serve s3://bucket/first -- --port 1",
+            "is in an object store; copy it to this machine, and give the folder of the copy",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
