@@ -330,7 +330,7 @@ def checkpoint_of(folder: Path, version: int | None = None) -> Path:
         fix = "has no checkpoint yet; give a run that has one (checkpoint.every_steps), or the folder of a checkpoint"
         raise FieldError("RUN", str(folder), fix)
     if version is not None and version not in found:
-        fix = f"has no checkpoint that checkpoint.keep has kept; there are {', '.join(map(str, found))}"
+        fix = f"its checkpoint is not there (checkpoint.keep); use one of {', '.join(map(str, found))}"
         raise FieldError("version", version, fix)
     return found[max(found) if version is None else version]
 
