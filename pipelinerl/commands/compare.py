@@ -51,7 +51,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 @dataclass(frozen=True)
 class ComparedRun:
     """A run as its folder shows it. `fields`: of the recipe, and other facts, by dotted name. `steps`: by number. `seconds`
-    since training began, and `evaluations`, by version. `results`: texts by label. `intervals` of the last accuracies."""
+    since training began, and `evaluations`, by version. `results`: texts by label. `accuracies`: the last ones."""
 
     name: str
     fields: Record
@@ -59,7 +59,7 @@ class ComparedRun:
     seconds: Mapping[int, float | None]
     evaluations: Mapping[int, Record]
     results: Mapping[str, str]
-    intervals: Mapping[str, tuple[float, float]]
+    accuracies: Mapping[str, Sequence[float]]
     samples: Sequence[Record]
     changes: Sequence[str]
 
@@ -97,13 +97,15 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         raise FieldError("RUN", str(folder), f"cannot be read ({error}); make its files readable") from error
     fields, steps = dotted(records.recipe.model_dump(mode="json")) | _facts(run_dir), readable_steps(records)
     seconds = {0: 0.0, **{step: number_at(record, "time_s") for step, record in steps.items()}}
-    told = (one for one in records.evaluations if isinstance(one, Mapping) and isinstance(one.get("version"), int))
-    evaluations = {one["version"]: one for one in told}
-    accuracies, intervals = accuracies_of(evaluations)
-    starts, changes = len(trainer_starts(folder)), recipe_changes_of(folder)
-    results = accuracies | results_of(records, steps, seconds)
+    known = (one for one in records.evaluations if isinstance(one, Mapping) and isinstance(one.get("version"), int))
+    evaluations = {one["version"]: one for one in known}
+    version, starts, changes = max(evaluations, default=0), len(trainer_starts(folder)), recipe_changes_of(folder)
+    accuracies = accuracies_of(evaluations.get(version, {}))
+    shown = {label: [percent(one) for one in ends] for label, ends in accuracies.items()}
+    results = {label: f"{one} ({low} to {high}), version {version}" for label, (one, low, high) in shown.items()}
+    results |= results_of(records, steps, seconds)
     results["Outcome"] = _outcome(records) + (f"; {starts} starts of the trainer" if starts > 1 else "")
-    return ComparedRun(name, fields, steps, seconds, evaluations, results, intervals, records.samples, changes)
+    return ComparedRun(name, fields, steps, seconds, evaluations, results, accuracies, records.samples, changes)
 
 
 def _facts(run_dir: RunDir) -> dict[str, Any]:
@@ -133,18 +135,12 @@ def readable_steps(records: RunRecords) -> dict[int, Record]:
     return dict(sorted(steps.items()))
 
 
-def accuracies_of(evaluations: Mapping[int, Record]) -> tuple[dict[str, str], dict[str, tuple[float, float]]]:
-    """Return the last accuracy on each set of problems as text, and its 95 % interval, by label."""
-    version, texts, intervals = max(evaluations, default=0), dict[str, str](), dict[str, tuple[float, float]]()
-    sets = evaluations.get(version, {}).get("sets")
-    for name, one in sets.items() if isinstance(sets, Mapping) else ():
-        value, low, high = (number_at(one, f"accuracy.{end}") for end in ("value", "low", "high"))
-        if value is not None and low is not None and high is not None:
-            texts[label := f"Held-out accuracy, {name}"] = (
-                f"{percent(value)} ({percent(low)} to {percent(high)}), version {version}"
-            )
-            intervals[label] = (low, high)
-    return texts, intervals
+def accuracies_of(evaluation: Record) -> dict[str, list[float]]:
+    """Return the accuracy on each set of problems, and the ends of its 95 % interval, by label."""
+    sets, keys = evaluation.get("sets"), ("accuracy.value", "accuracy.low", "accuracy.high")
+    items = sets.items() if isinstance(sets, Mapping) else ()
+    read = {name: [end for key in keys if (end := number_at(one, key)) is not None] for name, one in items}
+    return {f"Held-out accuracy, {name}": ends for name, ends in read.items() if len(ends) == len(keys)}
 
 
 def results_of(records: RunRecords, steps: Mapping[int, Record], seconds: Mapping[int, float | None]) -> dict[str, str]:
@@ -186,8 +182,7 @@ def differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
 def results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """Return the results, the accuracies first, each with its text for each run."""
-    accuracies = dict.fromkeys(label for run in runs for label in run.intervals)
-    labels = [*accuracies, *(label for label in runs[0].results if label not in accuracies)]
+    labels = dict.fromkeys([*(label for run in runs for label in run.accuracies), *runs[0].results])
     return [(label, [run.results.get(label, "-") for run in runs]) for label in labels]
 
 
@@ -196,9 +191,9 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
     differing = [field for field, _ in differences(runs) if field.startswith(_MEASURES) and "heldout_problems" not in field]
     named, lettered = ", ".join(differing[:4]) + (", …" if differing[4:] else ""), list(zip(LETTERS, runs, strict=False))
     told = [f"The runs differ in {named}, so rewards and accuracies may not measure the same."] if differing else []
-    for label in dict.fromkeys(label for run in runs for label in run.intervals):
-        pairs = list(combinations([(letter, *run.intervals[label]) for letter, run in lettered if label in run.intervals], 2))
-        overlap = [f"{a} and {b}" for (a, low, high), (b, low_b, high_b) in pairs if low <= high_b and low_b <= high]
+    for label in dict.fromkeys(label for run in runs for label in run.accuracies):
+        pairs = list(combinations([(letter, run.accuracies[label]) for letter, run in lettered if label in run.accuracies], 2))
+        overlap = [f"{a} and {b}" for (a, (_, low, high)), (b, (_, least, most)) in pairs if low <= most and least <= high]
         if overlap:
             told.append(f"{label}: the 95 % intervals of {'; '.join(overlap)} overlap, so the difference may be chance.")
         elif pairs:

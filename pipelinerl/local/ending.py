@@ -76,7 +76,7 @@ def report_html(data: Mapping[str, Any], draw: str = "PrlReport.report", scripts
 
 
 def script_json(data: Mapping[str, Any]) -> str:
-    """Return strict JSON for a <script> element. It contains no `<`, so that model output can neither end the element nor add one."""
+    """Return JSON for a <script> element. It contains no `<`, so that model output can neither end the element nor add one."""
     return to_json(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -46,7 +46,7 @@ const PrlComparison = (() => {
         const { dots, ...chart } = CHARTS[figure];
         const series = data.curves[figure].map((points, i) => {
           const own = points.map(([step, seconds, value]) => [time ? seconds : step, value]);
-          return { name: `${letter(i)} ${data.runs[i]}`, label: letter(i), ...look(i), dots: dots && own.length < 40, points: dots ? own : smooth(own) };
+          return { name: data.runs.length > COLORS ? letter(i) : `${letter(i)} ${data.runs[i]}`, label: letter(i), ...look(i), dots: dots && own.length < 40, points: dots ? own : smooth(own) };
         });
         lines(places[at], { ...chart, series, xName: time ? "seconds" : "step", xRange, hold: true, emptyText: "No run recorded it" });
       });

@@ -270,7 +270,7 @@ def test_damaged_records_are_left_out_and_break_nothing(tmp_path: Path, compared
     assert (code, [line for line in errors.splitlines() if "rule" not in line]) == (0, [])
     shown = embedded((tmp_path / "page.html").read_text())
     assert dict(shown["results"])["Optimizer steps"] == ["3 of 100", "11 of 100", "0 of 100", "0 of 100"]
-    assert [len(one) for one in shown["curves"]["reward_mean"]] == [3, 3, 0, 0]
+    assert [len(one) for one in shown["curves"]["reward_mean"]] == [3, 2, 0, 0], "of steps 2 and 3"
     assert [run for run, _ in shown["problems"][0]] == [0, 1]
     assert [row["run"] for row in csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text()))].count("whole") == 3
 
