@@ -13,7 +13,7 @@ import operator
 import sys
 import webbrowser
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -50,14 +50,12 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run as its folder shows it. `fields`: of the recipe, and other facts, by dotted name. `steps`: by number. `seconds`
-    since training began, and `evaluations`, by version. `results`: texts by label. `accuracies`: the last ones."""
+    """A run as its folder shows it. `fields`: of the recipe, and other facts, by dotted name. `rows`: see `rows_of`. `results`:
+    texts by label. `accuracies`: the last ones, see `accuracies_of`. `changes`: of the recipe, when the run was resumed."""
 
     name: str
     fields: Record
-    steps: Mapping[int, Record]
-    seconds: Mapping[int, float | None]
-    evaluations: Mapping[int, Record]
+    rows: Sequence[dict[str, Any]]
     results: Mapping[str, str]
     accuracies: Mapping[str, Sequence[float]]
     samples: Sequence[Record]
@@ -76,7 +74,7 @@ def compare(args: argparse.Namespace) -> int:
     names = Counter(path.name for path in folders)
     runs = [read_run(given, path.name if names[path.name] == 1 else str(given)) for path, given in folders.items()]
     if args.csv:
-        _write(args.csv, "--csv", as_csv(list(tidy(runs))))
+        _write(args.csv, "--csv", as_csv(runs))
     if page:
         _write(page, "--out", report_html(comparison(runs), "PrlComparison.draw", COMPARISON_SCRIPTS))
         print(f"{_as_text(runs)}\n\npage: {page}", file=sys.stderr if str(args.csv) == "-" else sys.stdout)
@@ -96,16 +94,15 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     except OSError as error:
         raise FieldError("RUN", str(folder), f"cannot be read ({error}); make its files readable") from error
     fields, steps = dotted(records.recipe.model_dump(mode="json")) | _facts(run_dir), readable_steps(records)
-    seconds = {0: 0.0, **{step: number_at(record, "time_s") for step, record in steps.items()}}
     known = (one for one in records.evaluations if isinstance(one, Mapping) and isinstance(one.get("version"), int))
     evaluations = {one["version"]: one for one in known}
-    version, starts, changes = max(evaluations, default=0), len(trainer_starts(folder)), recipe_changes_of(folder)
+    rows, version, starts = rows_of(steps, evaluations), max(evaluations, default=0), len(trainer_starts(folder))
     accuracies = accuracies_of(evaluations.get(version, {}))
     shown = {label: [percent(one) for one in ends] for label, ends in accuracies.items()}
     results = {label: f"{one} ({low} to {high}), version {version}" for label, (one, low, high) in shown.items()}
-    results |= results_of(records, steps, seconds)
-    results["Outcome"] = _outcome(records) + (f"; {starts} starts of the trainer" if starts > 1 else "")
-    return ComparedRun(name, fields, steps, seconds, evaluations, results, accuracies, records.samples, changes)
+    results |= results_of(records, steps)
+    results["Outcome"] += f"; {starts} starts of the trainer" if starts > 1 else ""
+    return ComparedRun(name, fields, rows, results, accuracies, records.samples, recipe_changes_of(folder))
 
 
 def _facts(run_dir: RunDir) -> dict[str, Any]:
@@ -143,29 +140,38 @@ def accuracies_of(evaluation: Record) -> dict[str, list[float]]:
     return {f"Held-out accuracy, {name}": ends for name, ends in read.items() if len(ends) == len(keys)}
 
 
-def results_of(records: RunRecords, steps: Mapping[int, Record], seconds: Mapping[int, float | None]) -> dict[str, str]:
+def results_of(records: RunRecords, steps: Mapping[int, Record]) -> dict[str, str]:
     summary, found = summary_from_metrics(records.recipe, [dict(one) for one in steps.values()]), apply(RUN_RULES, records)
     counts = ", ".join(f"{gravity} {count}" for gravity, count in Counter(one.gravity for one in found).items())
-    wall_s = max(filter(None, seconds.values()), default=None)
+    wall_s = max((number_at(one, "time_s") or 0.0 for one in steps.values()), default=0.0) or None
+    error, interrupted = records.summary.get("error"), records.summary.get("interrupted")
+    ended = f"failed: {error}" if error else "interrupted" if interrupted else "finished"
     return {
         "Optimizer steps": f"{number(max(steps, default=0))} of {number(records.recipe.trainer.steps)}",
         "Seconds": number(wall_s, 1),
         "Tokens trained per second": number(wall_s and summary["tokens_trained"] / wall_s),
         **{label: number(number_at(summary, key), digits) for label, (key, digits) in _TOTALS.items()},
         "Doctor": f"{counts}: {found[0].meaning}" if found else "nothing found",
+        "Outcome": "running" if records.is_running else ended if records.summary else "ended without a summary",
     }
 
 
-def _outcome(records: RunRecords) -> str:
-    if records.is_running or not records.summary:
-        return "running" if records.is_running else "ended without a summary"
-    error, interrupted = records.summary.get("error"), records.summary.get("interrupted")
-    return f"failed: {error}" if error else "interrupted" if interrupted else "finished"
+def rows_of(steps: Mapping[int, Record], evaluations: Mapping[int, Record]) -> list[dict[str, Any]]:
+    """Return a row for each version: `step`, `seconds`, `version`, and each figure that is a number by its name, `a.b` for b
+    in figure a. An evaluation is in the row of the version that it measured."""
+    keys, rows = [one.key for one in FIGURES if one.key not in ("step", "policy_version", "time_s", "heldout_version")], []
+    for version in sorted(steps.keys() | evaluations.keys()):
+        measured = {f"heldout_{key}": evaluations.get(version, {}).get(name) for name, key in HELDOUT_KEYS.items()}
+        told = {**steps.get(version, {}), **measured}
+        figures = dotted({key: told.get(key) for key in keys}).items()
+        numbers = {name: value for name, value in figures if number_at({"": value}, "") is not None}
+        rows.append({"step": version, "seconds": number_at(told, "time_s") if version else 0.0, "version": version} | numbers)
+    return rows
 
 
 def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return the object that comparison.js draws."""
-    curves = {key: [curve(run, key) for run in runs] for key in CURVES}
+    curves = {key: [curve(run.rows, key) for run in runs] for key in CURVES}
     tables = {"differences": differences(runs), "results": results(runs), "notes": notes(runs)}
     names = [run.name for run in runs]
     return {"run": f"{len(runs)} runs", "runs": names, **tables, "curves": curves, "problems": problems(runs)}
@@ -201,11 +207,10 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
     return told + [f"The recipe of {letter} changed at {change}." for letter, run in lettered for change in run.changes]
 
 
-def curve(run: ComparedRun, key: str) -> list[list[float]]:
-    """Return [step, seconds, value] of about `_POINTS` steps. A held-out accuracy is at the version that it measured."""
-    source, name = run.evaluations if key == "heldout_accuracy" else run.steps, key.removeprefix("heldout_")
-    read = ((step, run.seconds.get(step), number_at(one, name)) for step, one in source.items())
-    points = [[step, round(at, 1), float(f"{value:.4g}")] for step, at, value in read if at is not None and value is not None]
+def curve(rows: Sequence[dict[str, Any]], key: str) -> list[list[float]]:
+    """Return [step, seconds, value] of about `_POINTS` rows, the last one included."""
+    known = (row for row in rows if key in row and row["seconds"] is not None)
+    points = [[row["step"], round(row["seconds"], 1), float(f"{row[key]:.4g}")] for row in known]
     return points[: -1 : len(points) // _POINTS + 1] + points[-1:]
 
 
@@ -224,22 +229,8 @@ def problems(runs: Sequence[ComparedRun]) -> list[list[tuple[int, dict[str, Any]
     return [sorted(found.items()) for found in shared[:MOST_PROBLEMS]]
 
 
-def tidy(runs: Sequence[ComparedRun]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each version of each run: `run`, `step`, `seconds`, `version`, and each figure that is a number by its
-    name, `a.b` for key b of figure a. An evaluation is in the row of the version that it measured."""
-    keys = [one.key for one in FIGURES if one.key not in ("step", "policy_version", "time_s", "heldout_version")]
-    for run in runs:
-        for version in sorted(run.steps.keys() | run.evaluations.keys()):
-            measured = run.evaluations.get(version, {})
-            heldout = {f"heldout_{key}": measured.get(name) for name, key in HELDOUT_KEYS.items()}
-            told = {**run.steps.get(version, {}), **heldout}
-            figures = dotted({key: told.get(key) for key in keys}).items()
-            numbers = {name: value for name, value in figures if number_at({"": value}, "") is not None}
-            yield {"run": run.name, "step": version, "seconds": run.seconds.get(version), "version": version} | numbers
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
+def as_csv(runs: Sequence[ComparedRun]) -> str:
+    rows, text = [{"run": run.name} | row for run in runs for row in run.rows], io.StringIO()
     writer = csv.DictWriter(text, [*dict.fromkeys(name for row in rows for name in row)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -28,7 +28,6 @@ from pipelinerl.commands.compare import (
     dotted,
     notes,
     read_run,
-    tidy,
 )
 from pipelinerl.figures import FIGURES
 from pipelinerl.page import asset
@@ -168,7 +167,7 @@ def test_a_running_run_has_no_end_yet_and_a_resumed_one_tells_its_starts(
     (folder / "lineage.json").write_text('{"starts": [0, 2]}')
     monkeypatch.setattr("pipelinerl.commands.compare.living_names", lambda _: ("trainer",))
     run = read_run(folder, "run")
-    assert (run.results["Outcome"], run.evaluations) == ("running; 2 starts of the trainer", {})
+    assert (run.results["Outcome"], run.accuracies) == ("running; 2 starts of the trainer", {})
 
 
 def test_curves_are_thinned_with_their_last_step_and_an_accuracy_is_at_its_version(tmp_path: Path) -> None:
@@ -176,12 +175,12 @@ def test_curves_are_thinned_with_their_last_step_and_an_accuracy_is_at_its_versi
     run = read_run(
         run_in(tmp_path / "run", steps=1000, summary={"heldout": [evaluation(0, sums=(0.5, 0.4, 0.6)), last]}), "run"
     )
-    reward = curve(run, "reward_mean")
+    reward = curve(run.rows, "reward_mean")
     assert _POINTS / 2 < len(reward) <= _POINTS + 1
     assert (reward[0], reward[-1]) == ([1, 2.0, 0.1], [1000, 2000.0, 100.0])
-    assert curve(run, "lag.mean")[0] == [1, 2.0, 1.0]
-    assert curve(run, "heldout_accuracy") == [[0, 0.0, 0.5], [1000, 2000.0, 0.7]]
-    assert curve(run, "entropy") == []
+    assert curve(run.rows, "lag.mean")[0] == [1, 2.0, 1.0]
+    assert curve(run.rows, "heldout_accuracy") == [[0, 0.0, 0.5], [1000, 2000.0, 0.7]]
+    assert curve(run.rows, "entropy") == []
 
 
 def test_samples_of_the_same_problem_stand_side_by_side_with_the_newest_version_and_held_out_ones_first(tmp_path: Path) -> None:
@@ -201,9 +200,9 @@ def test_samples_of_the_same_problem_stand_side_by_side_with_the_newest_version_
 
 def test_the_rows_have_the_figures_names_and_an_evaluation_is_in_the_row_of_its_version(tmp_path: Path) -> None:
     summary = {"heldout": [evaluation(0, sums=(0.5, 0.4, 0.6)), evaluation(4, sums=(0.7, 0.6, 0.8))]}
-    rows = list(tidy([read_run(run_in(tmp_path / "run", summary=summary), "run")]))
-    assert [(row["run"], row["step"], row["version"], row["seconds"]) for row in rows] == [
-        ("run", 0, 0, 0.0), ("run", 1, 1, 2.0), ("run", 2, 2, 4.0), ("run", 3, 3, 6.0), ("run", 4, 4, None),
+    rows = read_run(run_in(tmp_path / "run", summary=summary), "run").rows
+    assert [(row["step"], row["version"], row["seconds"]) for row in rows] == [
+        (0, 0, 0.0), (1, 1, 2.0), (2, 2, 4.0), (3, 3, 6.0), (4, 4, None),
     ]  # fmt: skip
     assert [row.get("heldout_accuracy") for row in rows] == [0.5, None, None, None, 0.7]
     assert (rows[0]["heldout_sets.sums.accuracy.low"], rows[0]["heldout_accuracy_lower_bound"]) == (0.4, 0.1)
@@ -213,9 +212,9 @@ def test_the_rows_have_the_figures_names_and_an_evaluation_is_in_the_row_of_its_
         8,
         0.5,
     )
-    known = {figure.key for figure in FIGURES} | {"run", "seconds", "version"}
+    known = {figure.key for figure in FIGURES} | {"seconds", "version"}
     assert {name.partition(".")[0] for row in rows for name in row} <= known
-    assert all(isinstance(value, int | float | None) for row in rows for name, value in row.items() if name != "run")
+    assert all(isinstance(value, int | float | None) for row in rows for value in row.values())
 
 
 # The command
