@@ -34,7 +34,7 @@ from pipelinerl.page import COMPARISON_SCRIPTS
 from pipelinerl.page.data import Record, shown_sample
 from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.run_dir import RunDir, check_folder, read_json, recipe_changes_of, trainer_starts, write_whole
-from pipelinerl.run_summary import HELDOUT_KEYS, summary_from_metrics
+from pipelinerl.run_summary import HELDOUT_KEYS, RunTotals, summary_from_metrics
 
 MOST_RUNS, MOST_PROBLEMS, _POINTS, _MOST_TEXT, _CELL, _ROWS = 12, 8, 300, 2000, 36, 20
 """Limits of the page: runs, which colour and dash can tell apart, problems, points of a curve, characters of a field. Limits of
@@ -127,7 +127,9 @@ def readable_steps(records: RunRecords) -> dict[int, Record]:
     steps: dict[int, Record] = {}
     for line in records.steps:
         with suppress(*_DAMAGED):
-            summary_from_metrics(records.recipe, [dict(line)])
+            totals, _ = RunTotals(), dict(line.get("sequences") or {})
+            totals.add_step(line)
+            totals.add_events(line)
             steps[operator.index(line["step"])] = line
     return dict(sorted(steps.items()))
 
@@ -164,7 +166,7 @@ def rows_of(steps: Mapping[int, Record], evaluations: Mapping[int, Record]) -> l
         measured = {f"heldout_{key}": evaluations.get(version, {}).get(name) for name, key in HELDOUT_KEYS.items()}
         told = {**steps.get(version, {}), **measured}
         figures = dotted({key: told.get(key) for key in keys}).items()
-        numbers = {name: value for name, value in figures if number_at({"": value}, "") is not None}
+        numbers = {name: one for name, one in figures if isinstance(one, int | float) and abs(one) <= sys.float_info.max}
         rows.append({"step": version, "seconds": number_at(told, "time_s") if version else 0.0, "version": version} | numbers)
     return rows
 
@@ -244,7 +246,7 @@ def _as_text(runs: Sequence[ComparedRun]) -> str:
     rows = [("", [*letters]), *fields[:_ROWS], *more, ("", blank), *results(runs)]
     cells = table([tuple(one_line(cell, _CELL) for cell in (label, *texts)) for label, texts in rows])
     named = (f"{letter}  {one_line(run.name, 100)}" for letter, run in zip(letters, runs, strict=True))
-    return "\n".join([*named, "", cells, "", *(one_line(note, 500) for note in notes(runs))])
+    return as_unicode("\n".join([*named, "", cells, "", *(one_line(note, 500) for note in notes(runs))]))
 
 
 def _write(path: Path, option: str, text: str) -> None:

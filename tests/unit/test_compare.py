@@ -222,9 +222,9 @@ def test_the_rows_have_the_figures_names_and_an_evaluation_is_in_the_row_of_its_
 
 def test_the_page_holds_model_output_as_text_and_its_owner_alone_reads_it(tmp_path: Path, compared: Callable[..., Any]) -> None:
     for name in ("<b>$a", "b"):
-        run_in(tmp_path / name, samples=[sample(1, EVIL, EVIL)], summary={"error": f"\x1b[31m{EVIL}"})
+        run_in(tmp_path / name, samples=[sample(1, EVIL, EVIL)], summary={"error": f"\ud800\x1b[31m{EVIL}"})
     code, said, _ = compared("<b>$a", "b")
-    assert (code, said.splitlines()[-1], "\x1b" in said) == (0, "page: compare.html", False)
+    assert (code, said.splitlines()[-1], "\x1b" in said, "\ud800" in said) == (0, "page: compare.html", False, False)
     page = (tmp_path / "compare.html").read_text()
     tags = Tags()
     tags.feed(page)
