@@ -182,7 +182,8 @@ def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 def differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """Return the fields and facts that are not equal in all runs, each with its value in each run."""
     told = [
-        {name: one if isinstance(one, str) and one else json.dumps(one) for name, one in run.fields.items()} for run in runs
+        {name: one if isinstance(one, str) and one else json.dumps(one, ensure_ascii=False) for name, one in run.fields.items()}
+        for run in runs
     ]
     rows = [(name, [one.get(name, "-") for one in told]) for name in dict.fromkeys(name for one in told for name in one)]
     return [(name, [text[:_MOST_TEXT] for text in texts]) for name, texts in rows if len(set(texts)) > 1]
@@ -251,7 +252,10 @@ def _as_text(runs: Sequence[ComparedRun]) -> str:
 
 def _write(path: Path, option: str, text: str) -> None:
     """Write a file that only its owner can read, like the folder of a run; `-` is the standard output."""
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
     try:
-        sys.stdout.write(text) if str(path) == "-" else write_whole(path, text, mode=0o600)
+        write_whole(path, text, mode=0o600)
     except OSError as error:
         raise FieldError(option, str(path), f"cannot be written: {error.strerror}; give another file") from error
