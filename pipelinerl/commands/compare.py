@@ -167,7 +167,8 @@ def rows_of(steps: Mapping[int, Record], evaluations: Mapping[int, Record]) -> l
         told = {**steps.get(version, {}), **measured}
         figures = dotted({key: told.get(key) for key in keys}).items()
         numbers = {name: one for name, one in figures if isinstance(one, int | float) and abs(one) <= sys.float_info.max}
-        rows.append({"step": version, "seconds": number_at(told, "time_s") if version else 0.0, "version": version} | numbers)
+        seconds = number_at(told, "time_s") if version else 0.0
+        rows.append({"step": version, "seconds": seconds, "version": version, **numbers})
     return rows
 
 
