@@ -240,6 +240,14 @@ def _report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run, finished or not")
 
 
+def _compare(parser: argparse.ArgumentParser) -> None:
+    _example(parser, "pipelinerl compare runs/low-rate runs/high-rate --open")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of two or more runs, finished or not")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="file of the page (default: compare.html, or none with --csv)")
+    parser.add_argument("--csv", metavar="FILE|-", type=Path, help="file for a row per step with all figures (- for stdout)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
 def _audit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a current, finished or crashed run")
     _server(parser)
@@ -320,6 +328,7 @@ COMMANDS = {
     "serve": ("serve a trained policy by vLLM, with OpenAI's API", _serve, "chat:serve"),
     "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", _plan, "plan:plan"),
     "report": ("rebuild report.html of a run", _report, "run_folder:report"),
+    "compare": ("compare runs: recipes, accuracies with intervals, curves, samples", _compare, "compare:compare"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", _audit, "run_folder:audit"),
     "dead-letters": ("list a run's abandoned prompt groups", _dead_letters, "run_folder:dead_letters"),
     "cache": ("list or remove files kept for the next run, such as initial models", _cache, "run:cache"),

@@ -131,13 +131,16 @@ def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[
     }
 
 
+HELDOUT_KEYS = {"accuracy": "accuracy", "unanswered": "unanswered", "lower_bound": "accuracy_lower_bound", "sets": "sets"}
+"""Key in metrics.jsonl after `heldout_`, by the key in an evaluation of summary.json."""
+
+
 def evaluation_of(record: Record) -> dict[str, Any] | None:
     """Return a record's evaluation in the form of summary.json, or None without one."""
     if record.get("heldout_accuracy") is None:
         return None
-    keys = {"accuracy": "accuracy", "unanswered": "unanswered", "lower_bound": "accuracy_lower_bound", "sets": "sets"}
     version = record.get("heldout_version", record.get("step"))
-    return {"version": version, **{name: record.get(f"heldout_{key}") for name, key in keys.items()}}
+    return {"version": version, **{name: record.get(f"heldout_{key}") for name, key in HELDOUT_KEYS.items()}}
 
 
 def add_ended(ended: dict[str, list[int]], record: Record) -> None:

@@ -114,12 +114,13 @@ def _date(at_s: float) -> str:
 
 
 def _row(letter: dict[str, Any]) -> tuple[str, ...]:
-    prompt = _cut(letter.get("prompt_text", f"({letter['bytes']} bytes, unreadable)"), _PROMPT_CHARACTERS)
-    reason = _cut(letter["reason"], _REASON_CHARACTERS)
+    prompt = one_line(letter.get("prompt_text", f"({letter['bytes']} bytes, unreadable)"), _PROMPT_CHARACTERS)
+    reason = one_line(letter["reason"], _REASON_CHARACTERS)
     return (letter["time"], letter["group_id"] or "?", str(letter["deliveries"]), letter["actor"], reason, prompt)
 
 
-def _cut(text: str, length: int) -> str:
+def one_line(text: str, length: int) -> str:
+    """Return a text as one line of at most `length` characters, without control characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= length else line[: length - 1] + "…"
 

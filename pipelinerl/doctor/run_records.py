@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,8 @@ class RunRecords:
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         told = self.summary.get("heldout")
-        return list(told) if told else [one for step in self.steps if (one := evaluation_of(step)) is not None]
+        known = told if isinstance(told, list) else []
+        return known or [one for step in self.steps if (one := evaluation_of(step)) is not None]
 
     @property
     def heldout_change(self) -> int:
@@ -129,7 +131,7 @@ def number_at(record: Record, key: str) -> float | None:
     value: Any = record
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, is_running: bool = False) -> RunRecords:
@@ -147,7 +149,7 @@ def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, 
         samples=[one for one in jsonl_ends(run_dir.samples, _SAMPLES_READ) if isinstance(one.get("terms"), dict | None)],
         summary=summary,
         reasons=_reasons_in(journal) if reasons is None else reasons,
-        undone=len({one.get("step") for one in read_jsonl(folder / "metrics-undone.jsonl")}),
+        undone=len({str(one.get("step")) for one in read_jsonl(folder / "metrics-undone.jsonl")}),
         is_running=is_running,
         free_bytes=free_bytes(folder),
         bytes_per_step=sum(grown) / max(1, len(steps)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from pipelinerl.run_dir import (
     write_json,
     write_whole,
 )
-from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics
+from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics, to_json
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 SAMPLES_READ = 64
@@ -67,19 +66,20 @@ def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequenc
     return report_html({**data, "starts": trainer_starts(run_dir), "changes": changes, "findings": found})
 
 
-def report_html(data: Mapping[str, Any]) -> str:
+def report_html(data: Mapping[str, Any], draw: str = "PrlReport.report", scripts: Sequence[str] = REPORT_SCRIPTS) -> str:
+    """Return a page that needs no network. The function `draw` in one of the `scripts` draws `data` with the title in `run`."""
     return Template(asset("report.html")).substitute(
         title=html.escape(f"{data['run']} - PipelineRL"),
         css=asset("page.css"),
         data=script_json(data),
-        scripts="".join(asset(name) for name in REPORT_SCRIPTS),
+        scripts="".join(asset(name) for name in scripts),
+        draw=draw,
     )
 
 
 def script_json(data: Mapping[str, Any]) -> str:
     """Return JSON for a <script> element. It contains no `<`, so that model output can neither end the element nor add one."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return to_json(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 _REASONS_SHOWN = 3

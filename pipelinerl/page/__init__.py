@@ -9,7 +9,8 @@ from importlib.resources import files
 LIVE_ASSETS = ("page.css", "charts.js", "flow.js", "samples.js", "views.js", "live.js")
 """Files that live.html loads, in this order."""
 REPORT_SCRIPTS = ("charts.js", "flow.js", "samples.js", "views.js", "report.js")
-"""Scripts inlined in report.html."""
+"""Scripts inlined in report.html of a run."""
+COMPARISON_SCRIPTS = ("charts.js", "samples.js", "views.js", "comparison.js")
 
 
 def asset(name: str) -> str:

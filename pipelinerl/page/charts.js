@@ -66,9 +66,13 @@ const PrlCharts = (() => {
     return root.appendChild(node("figure", { class: "chart" }, caption));
   }
 
+  /* Return the style of a short line in the colour and dash of a series. */
+  const keyStyle = ({ color, dash }) => (dash ? `width:24px;height:0;border-top:3px ${dash} ${color}` : `background:${color}`);
+  const DASHES = { dashed: "9 5", dotted: "1 5" };
+
   function legend(figure, series) {
     if (series.length < 2) return;
-    const key = (one) => node("span", { class: "key", style: `background:${one.color};opacity:${one.faint ? 0.35 : 1}` });
+    const key = (one) => node("span", { class: "key", style: `${keyStyle(one)};opacity:${one.faint ? 0.35 : 1}` });
     figure.append(node("div", { class: "legend" }, ...series.map((one) => node("span", {}, key(one), one.name))));
   }
 
@@ -125,9 +129,9 @@ const PrlCharts = (() => {
       cross.setAttribute("x1", x);
       cross.setAttribute("x2", x);
       cross.setAttribute("visibility", "visible");
-      const style = "display:inline-block;width:10px;height:3px;margin-right:6px;vertical-align:middle;background:";
-      tip.replaceChildren(node("div", { class: "at" }, at), ...lines.map(({ name, color, text }) =>
-        node("div", {}, color ? node("span", { class: "key", style: style + color }) : null, `${name ? name + " " : ""}${text}`)));
+      const style = "display:inline-block;width:10px;height:3px;margin-right:6px;vertical-align:middle;";
+      tip.replaceChildren(node("div", { class: "at" }, at), ...lines.map((one) =>
+        node("div", {}, one.color ? node("span", { class: "key", style: style + keyStyle(one) }) : null, `${one.name ? one.name + " " : ""}${one.text}`)));
       tip.hidden = false;
       const scale = svg.getBoundingClientRect().width / width;
       const left = svg.offsetLeft || 14;
@@ -185,7 +189,9 @@ const PrlCharts = (() => {
     return { low, high, marks: [low, ...inner, high] };
   }
 
-  /* Draw lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots}]. yLow and yHigh fix the range of y. */
+  /* Draw lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots, dash, label}]. `dash`: "dashed" or
+   * "dotted". `label`: a letter at the line's end. `hold`: the readout also has the last value of each line before its position.
+   * yLow and yHigh fix the range of y; xRange, its ends, is the least range of x. */
   function lines(root, options) {
     const format = options.format || number;
     const series = options.series.filter((one) => one.points.some((point) => isKnown(point[1])));
@@ -193,7 +199,7 @@ const PrlCharts = (() => {
     if (!series.length) return empty(figure, options.emptyText);
     legend(figure, series);
     const known = series.map((one) => one.points.filter((point) => isKnown(point[1])));
-    const places = [...new Set(known.flat().map((point) => point[0]))];
+    const places = [...new Set([...(options.xRange || []), ...known.flat().map((point) => point[0])])];
     const [yLow, yHigh] = extent(known.flat().map((point) => point[1]), options.yLow, options.yHigh);
     responsive(figure, `${options.title}: ${summary(known, series, format)}`, (svg, width) => {
       const { low, high, marks } = across(places, width);
@@ -204,15 +210,43 @@ const PrlCharts = (() => {
         svg.append(shape("text", { x: x(tick), y: HEIGHT - PAD.bottom + 16, "text-anchor": "middle" }, placeText(tick)));
       xLabel(svg, width, options.xName || "");
       series.forEach((one, index) => drawSeries(svg, one, known[index], x, y));
-      readout(figure, svg, width, positionsOf(series, known, x, format, options.xName || ""));
+      labelEnds(svg, series, known.map((points) => points[points.length - 1]).map(([px, py]) => [x(px), y(py)]));
+      const told = options.hold ? known.map((points) => held(points, places)) : known;
+      readout(figure, svg, width, positionsOf(series, told, x, format, options.xName || ""));
     });
   }
 
   function drawSeries(svg, one, points, x, y) {
     const path = points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join("");
-    svg.append(shape("path", { d: path, fill: "none", stroke: one.color, "stroke-width": 2, "stroke-linejoin": "round", "stroke-opacity": one.faint ? 0.35 : 1 }));
+    svg.append(shape("path", { d: path, fill: "none", stroke: one.color, "stroke-width": 2, "stroke-linejoin": "round", "stroke-linecap": "round", "stroke-dasharray": DASHES[one.dash] || "none", "stroke-opacity": one.faint ? 0.35 : 1 }));
     if (one.dots || points.length < 8)
       for (const p of points) svg.append(shape("circle", { cx: x(p[0]), cy: y(p[1]), r: 4, fill: one.color, stroke: "var(--card)", "stroke-width": 2 }));
+  }
+
+  const LABEL = 12;
+
+  /* Return the heights of labels at `ends`, [x, y] in pixels, so that labels next to each other do not overlap. */
+  function spreadEnds(ends, bottom) {
+    const heights = ends.map(([, y]) => y), order = ends.map((_, i) => i).sort((a, b) => heights[a] - heights[b]);
+    const near = (i, j) => Math.abs(ends[i][0] - ends[j][0]) < LABEL;
+    order.forEach((i, at) => order.slice(0, at).forEach((j) => { if (near(i, j)) heights[i] = Math.max(heights[i], heights[j] + LABEL); }));
+    [...order].reverse().forEach((i, at, down) => {
+      const below = down.slice(0, at).filter((j) => near(i, j)).map((j) => heights[j] - LABEL);
+      heights[i] = Math.min(heights[i], bottom, ...below);
+    });
+    return heights;
+  }
+
+  function labelEnds(svg, series, ends) {
+    const heights = spreadEnds(ends, HEIGHT - PAD.bottom);
+    series.forEach(({ label }, i) => { if (label) svg.append(shape("text", { class: "end", x: ends[i][0] + 4, y: heights[i] + 4 }, label)); });
+  }
+
+  /* Return for each of `places` between the first and the last of `points` the newest point up to there. */
+  function held(points, places) {
+    let at = -1;
+    const sorted = [...places].sort((a, b) => a - b).filter((place) => place <= points[points.length - 1][0]);
+    return sorted.flatMap((place) => { while (at + 1 < points.length && points[at + 1][0] <= place) at++; return at < 0 ? [] : [[place, points[at][1]]]; });
   }
 
   function positionsOf(series, known, x, format, xName) {
@@ -220,7 +254,8 @@ const PrlCharts = (() => {
     known.forEach((points, index) => {
       for (const [px, py] of points) {
         if (!at.has(px)) at.set(px, []);
-        at.get(px).push({ name: series.length > 1 ? series[index].name : "", color: series[index].color, text: format(py) });
+        const { name, color, dash } = series[index];
+        at.get(px).push({ name: series.length > 1 ? name : "", color, dash, text: format(py) });
       }
     });
     return [...at.entries()].sort((a, b) => a[0] - b[0]).map(([px, found]) => ({ x: x(px), lines: found, at: `${xName} ${placeText(px)}` }));
@@ -289,5 +324,5 @@ const PrlCharts = (() => {
     });
   }
 
-  return { isKnown, node, shape, number, frame, empty, responsive, lines, bars, heat, scales: { ticks, extent, across } };
+  return { isKnown, node, shape, number, frame, empty, responsive, lines, bars, heat, keyStyle, scales: { ticks, extent, across, spreadEnds, held } };
 })();

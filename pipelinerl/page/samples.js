@@ -231,5 +231,5 @@ const PrlSamples = (() => {
     root.append(node("div", { class: "table" }, table));
   }
 
-  return { samples, LEGEND, parts: { messages, calls } };
+  return { samples, completion, earned, plain, LEGEND, parts: { messages, calls } };
 })();

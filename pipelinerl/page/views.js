@@ -235,8 +235,9 @@ const PrlViews = (() => {
     root.append(node("details", {}, node("summary", {}, title), node("pre", { class: "scroll", tabindex: 0 }, text)));
   }
 
-  function axisChoice(root, changed) {
-    const choices = [["step", "optimizer step"], ["time", "minutes"]].map(([value, text], i) => {
+  /* Add a choice of the horizontal axis; the first one is chosen. */
+  function axisChoice(root, changed, axes = [["step", "optimizer step"], ["time", "minutes"]]) {
+    const choices = axes.map(([value, text], i) => {
       const input = node("input", { type: "radio", name: "axis", value });
       input.checked = i === 0;
       input.onchange = () => changed(value === "time");
@@ -245,5 +246,5 @@ const PrlViews = (() => {
     root.append(node("fieldset", { class: "controls" }, node("legend", {}, "Horizontal axis"), ...choices));
   }
 
-  return { percent, seconds, duration, heldoutNote, plots, tiles, findings, section, fold };
+  return { percent, seconds, duration, heldoutNote, smooth, axisChoice, cells, plots, tiles, findings, section, fold };
 })();

@@ -25,6 +25,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -661,6 +662,9 @@ async def resumed(tour: Tour, stopped: Stopped) -> AsyncIterator[Resumed]:
     run_dir, last = tour.run.run_dir, stopped.summary["policy_version"] + 8
     end = settings(trainer__steps=last, evaluation__every_steps=4)
     starts = tour.run.read("lineage.json")["starts"]
+    (before := run_dir.parent / "before").mkdir()
+    for name in ("recipe.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "lineage.json"):
+        shutil.copy(run_dir / name, before)
     with started_run("", run_dir, *end, resume=True, environment={"PYTHONPATH": str(ROOT)}) as run:
         yield Resumed(run, starts, await run.ended(), last)
 
@@ -703,6 +707,32 @@ async def test_the_run_goes_on_to_a_later_end_and_leaves_a_complete_folder(resum
     assert {path.stem for path in (run.run_dir / "logs").iterdir()} >= {"trainer", "verifier", "actor-0", "actor-1"}
     assert run.processes_left() == []
     await asyncio.to_thread(audit, run.run_dir)
+
+
+async def test_the_run_is_compared_with_its_own_state_before(tour: Tour, resumed: Resumed, stopped: Stopped) -> None:
+    folder = resumed.run.run_dir.parent
+    runs, page = (str(folder / "before"), str(resumed.run.run_dir)), folder / "compare.html"
+    done = pipelinerl("compare", *runs, "--out", str(page), "--csv", str(folder / "rows.csv"))
+    assert done.returncode == 0, done.stderr
+    assert (folder / "rows.csv").read_text().count(f"\n{resumed.run.run_dir.name},") >= resumed.last
+    for width in (400, 1000, 1600):
+        async with opened(tour.browser, page.as_uri(), viewport={"width": width, "height": 900}) as shown:
+            row = shown.page.locator("tr", has_text="trainer.steps").locator("td").last
+            assert await row.inner_text() == str(resumed.last)
+            outcomes = await shown.page.locator("tr", has_text="Outcome").locator("td").all_inner_texts()
+            assert [one.split(";")[0] for one in outcomes] == ["interrupted", "finished"]
+            assert await shown.page.locator(".sample").count() >= 4, "of two held-out problems or more"
+            assert await shown.page.locator("svg text.end", has_text="B").count() == 7, "at the end of each curve"
+            seconds = shown.page.locator("input[value=time]")
+            assert await seconds.is_checked()
+            await seconds.press("ArrowRight")
+            assert await shown.page.locator("svg text", has_text="step").count() == 7
+            await shown.page.locator(".chart svg").first.press("End")
+            assert f"step {resumed.last}" in await shown.page.locator(".tip").first.inner_text()
+            assert await shown.page.evaluate("document.documentElement.scrollWidth") <= width
+            assert await shown.page.evaluate(TOO_WIDE) == []
+            assert await barriers(shown.page) == []
+            assert (shown.problems, shown.requests) == ([], [page.as_uri()])
 
 
 async def test_transformers_and_vllm_load_the_checkpoint_and_agree(resumed: Resumed) -> None:

@@ -17,7 +17,7 @@ from renderers.base import build_trajectory_step
 from pipelinerl.doctor.run_records import YOUNG_S
 from pipelinerl.figures import ON_PAGE
 from pipelinerl.local.ending import report_html, script_json, write_report
-from pipelinerl.page import LIVE_ASSETS, REPORT_SCRIPTS, asset
+from pipelinerl.page import COMPARISON_SCRIPTS, LIVE_ASSETS, REPORT_SCRIPTS, asset
 from pipelinerl.page.data import report_data
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_summary import jsonl_ends
@@ -129,10 +129,9 @@ def test_model_output_cannot_leave_its_json_block_and_the_page_needs_nothing_fro
 
 
 def test_scripts_never_set_html_and_get_nothing_that_is_no_json() -> None:
-    for name in {*REPORT_SCRIPTS, *LIVE_ASSETS} - {"page.css"}:
+    for name in {*REPORT_SCRIPTS, *COMPARISON_SCRIPTS, *LIVE_ASSETS} - {"page.css"}:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", asset(name)), name
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        script_json({"loss": float("nan")})
+    assert script_json({"loss": float("nan"), "text": "</script>"}) == '{"loss":null,"text":"\\u003c/script\\u003e"}'
 
 
 def run_folder(folder: Path) -> Path:
@@ -247,6 +246,9 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
         ("PrlCharts.scales.across([0.5, 1], 360).marks", [0.5, 0.6, 0.8, 1]),
         ("PrlCharts.scales.across([0, 10], 400).marks", [0, 5, 10]),  # no step 2.5
         ("PrlCharts.scales.across([1, 100], 450).marks", [1, 20, 40, 60, 80, 100]),
+        ("PrlCharts.scales.spreadEnds([[9, 50], [9, 52], [99, 51]], 90)", [50, 62, 51]),  # only neighbours are spread
+        ("PrlCharts.scales.spreadEnds([[9, 88], [9, 90]], 90)", [78, 90]),  # and none leaves the drawing
+        ("PrlCharts.scales.held([[2, 5], [4, 7]], [1, 4, 3, 2, 5]).flat()", [2, 5, 3, 5, 4, 7]),
         ("PrlFlow.scales.heights([90, 10], 110, 10)", [90, 10]),
         ("PrlFlow.scales.heights([997, 1, 2], 120, 10)", [94, 3, 3]),  # what is small is seen all the same
         ("PrlFlow.scales.heights([5], 50, 10)", [50]),

@@ -1,0 +1,262 @@
+"""`pipelinerl compare RUN RUN ...`: write a page that compares runs, or their figures as CSV. It only reads the runs' folders.
+
+Runs may differ in task and length, and their records may be damaged: a value that is not a finite number counts as missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import operator
+import sys
+import webbrowser
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from string import ascii_uppercase as LETTERS
+from typing import Any
+
+from pipelinerl.commands.run_folder import one_line, table
+from pipelinerl.doctor.findings import apply
+from pipelinerl.doctor.run_records import RunRecords, number_at, records_in
+from pipelinerl.doctor.runs import RUN_RULES
+from pipelinerl.errors import FieldError, as_unicode
+from pipelinerl.figures import FIGURES
+from pipelinerl.local.ending import report_html
+from pipelinerl.local.processes import living_names
+from pipelinerl.local.progress import number, percent
+from pipelinerl.page import COMPARISON_SCRIPTS
+from pipelinerl.page.data import Record, shown_sample
+from pipelinerl.recipe.loading import recipe_of_run
+from pipelinerl.run_dir import RunDir, check_folder, read_json, recipe_changes_of, trainer_starts, write_whole
+from pipelinerl.run_summary import HELDOUT_KEYS, RunTotals, summary_from_metrics
+
+MOST_RUNS, MOST_PROBLEMS, _POINTS, _MOST_TEXT, _CELL, _ROWS = 12, 8, 300, 2000, 36, 20
+"""Limits of the page: runs, which colour and dash can tell apart, problems, points of a curve, characters of a field. Limits of
+the terminal: characters of a cell, differing fields."""
+CURVES = ("heldout_accuracy", "reward_mean", "completion_tokens_mean", "lag.mean", "ess", "entropy", "grad_norm")
+"""Figures with a chart; `a.b` is key b of object a."""
+_TOTALS = {"Sequences trained": ("sequences.trained", 0), "Mean lag": ("lag.mean", 2), "Mean ESS": ("ess.mean", 3)}
+"""Key in a summary and number of decimals, by label."""
+_MEASURES = ("task.", "tasks", "reward.", "evaluation.sets", "evaluation.temperature")
+"""Fields of a recipe that decide what rewards and accuracies mean."""
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run as its folder shows it. `fields`: of the recipe, and other facts, by dotted name. `rows`: see `rows_of`. `results`:
+    texts by label. `accuracies`: the last ones, see `accuracies_of`. `changes`: of the recipe, when the run was resumed."""
+
+    name: str
+    fields: Record
+    rows: Sequence[dict[str, Any]]
+    results: Mapping[str, str]
+    accuracies: Mapping[str, Sequence[float]]
+    samples: Sequence[Record]
+    changes: Sequence[str]
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Write the page, or the CSV, or both. Raises `FieldError` if fewer than two runs, or a run twice, are given."""
+    folders: dict[Path, Path] = {}
+    for folder in args.runs:
+        if folders.setdefault(folder.resolve(), folder) is not folder:
+            raise FieldError("RUN", str(folder), "is given twice; name each run once")
+    page = args.out or (None if args.csv and not args.open else Path("compare.html"))
+    if len(folders) < 2 or (page and len(folders) > MOST_RUNS):
+        raise FieldError("RUN", f"{len(folders)} given", f"name 2 to {MOST_RUNS} runs, or, with only --csv, 2 or more")
+    names = Counter(path.name for path in folders)
+    runs = [read_run(given, path.name if names[path.name] == 1 else str(given)) for path, given in folders.items()]
+    if args.csv:
+        _write(args.csv, "--csv", as_csv(runs))
+    if page:
+        _write(page, "--out", report_html(comparison(runs), "PrlComparison.draw", COMPARISON_SCRIPTS))
+        print(f"{_as_text(runs)}\n\npage: {page}", file=sys.stderr if str(args.csv) == "-" else sys.stdout)
+        if args.open:
+            webbrowser.open(page.resolve().as_uri())
+    return 0
+
+
+def read_run(folder: Path, name: str) -> ComparedRun:
+    """Return what the folder of a run holds. Raises `UserError` if it is not a run's, or its recipe cannot be read."""
+    check_folder(folder, "RUN")
+    run_dir = RunDir(folder, "")
+    if not run_dir.recipe.is_file():
+        raise FieldError("RUN", str(folder), "has no recipe.yaml; give the folder of a run, such as runs/NAME")
+    try:
+        records = records_in(folder, recipe_of_run(run_dir.recipe), is_running=bool(living_names(run_dir)))
+    except OSError as error:
+        raise FieldError("RUN", str(folder), f"cannot be read ({error}); make its files readable") from error
+    fields, steps = dotted(records.recipe.model_dump(mode="json")) | _facts(run_dir), readable_steps(records)
+    known = (one for one in records.evaluations if isinstance(one, Mapping) and isinstance(one.get("version"), int))
+    evaluations = {one["version"]: one for one in known}
+    rows, version, starts = rows_of(steps, evaluations), max(evaluations, default=0), len(trainer_starts(folder))
+    accuracies = accuracies_of(evaluations.get(version, {}))
+    shown = {label: [percent(one) for one in ends] for label, ends in accuracies.items()}
+    results = {label: f"{one} ({low} to {high}), version {version}" for label, (one, low, high) in shown.items()}
+    results |= results_of(records, steps)
+    results["Outcome"] += f"; {starts} starts of the trainer" if starts > 1 else ""
+    return ComparedRun(name, fields, rows, results, accuracies, records.samples, recipe_changes_of(folder))
+
+
+def _facts(run_dir: RunDir) -> dict[str, Any]:
+    """Return what else is recorded and may explain a difference, by name."""
+    placement, scaled = read_json(run_dir.placement), read_json(run_dir.scale)
+    facts = {"(actors, scaled)": scaled["actors"]} if "actors" in scaled else {}
+    with suppress(*_DAMAGED):
+        facts["(GPUs of the trainer, and of each actor)"] = [len(placement["trainer"]), *map(len, placement["actors"])]
+    return facts
+
+
+def dotted(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the values within mappings, and within lists of mappings, by their dotted paths."""
+    inner = dict(enumerate(value)) if isinstance(value, list) and any(isinstance(one, Mapping) for one in value) else value
+    if not isinstance(inner, Mapping) or not inner:
+        return {path: value}
+    return {found: one for key in inner for found, one in dotted(inner[key], f"{path}.{key}" if path else str(key)).items()}
+
+
+def readable_steps(records: RunRecords) -> dict[int, Record]:
+    """Return the records of steps by their number, without damaged ones."""
+    steps: dict[int, Record] = {}
+    for line in records.steps:
+        with suppress(*_DAMAGED):
+            totals, _ = RunTotals(), dict(line.get("sequences") or {})
+            totals.add_step(line)
+            totals.add_events(line)
+            steps[operator.index(line["step"])] = line
+    return dict(sorted(steps.items()))
+
+
+def accuracies_of(evaluation: Record) -> dict[str, list[float]]:
+    """Return the accuracy on each set of problems, and the ends of its 95 % interval, by label."""
+    sets, keys = evaluation.get("sets"), ("accuracy.value", "accuracy.low", "accuracy.high")
+    items = sets.items() if isinstance(sets, Mapping) else ()
+    read = {name: [end for key in keys if (end := number_at(one, key)) is not None] for name, one in items}
+    return {f"Held-out accuracy, {name}": ends for name, ends in read.items() if len(ends) == len(keys)}
+
+
+def results_of(records: RunRecords, steps: Mapping[int, Record]) -> dict[str, str]:
+    summary, found = summary_from_metrics(records.recipe, [dict(one) for one in steps.values()]), apply(RUN_RULES, records)
+    counts = ", ".join(f"{gravity} {count}" for gravity, count in Counter(one.gravity for one in found).items())
+    wall_s = max((number_at(one, "time_s") or 0.0 for one in steps.values()), default=0.0) or None
+    error, interrupted = records.summary.get("error"), records.summary.get("interrupted")
+    ended = f"failed: {error}" if error else "interrupted" if interrupted else "finished"
+    return {
+        "Optimizer steps": f"{number(max(steps, default=0))} of {number(records.recipe.trainer.steps)}",
+        "Seconds": number(wall_s, 1),
+        "Tokens trained per second": number(wall_s and summary["tokens_trained"] / wall_s),
+        **{label: number(number_at(summary, key), digits) for label, (key, digits) in _TOTALS.items()},
+        "Doctor": f"{counts}: {found[0].meaning}" if found else "nothing found",
+        "Outcome": "running" if records.is_running else ended if records.summary else "ended without a summary",
+    }
+
+
+def rows_of(steps: Mapping[int, Record], evaluations: Mapping[int, Record]) -> list[dict[str, Any]]:
+    """Return a row for each version: `step`, `seconds`, `version`, and each figure that is a number by its name, `a.b` for b
+    in figure a. An evaluation is in the row of the version that it measured."""
+    keys, rows = [one.key for one in FIGURES if one.key not in ("step", "policy_version", "time_s", "heldout_version")], []
+    for version in sorted(steps.keys() | evaluations.keys()):
+        measured = {f"heldout_{key}": evaluations.get(version, {}).get(name) for name, key in HELDOUT_KEYS.items()}
+        told = {**steps.get(version, {}), **measured}
+        figures = dotted({key: told.get(key) for key in keys}).items()
+        numbers = {name: one for name, one in figures if isinstance(one, int | float) and abs(one) <= sys.float_info.max}
+        seconds = number_at(told, "time_s") if version else 0.0
+        rows.append({"step": version, "seconds": seconds, "version": version, **numbers})
+    return rows
+
+
+def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Return the object that comparison.js draws."""
+    curves = {key: [curve(run.rows, key) for run in runs] for key in CURVES}
+    tables = {"differences": differences(runs), "results": results(runs), "notes": notes(runs)}
+    names = [run.name for run in runs]
+    return {"run": f"{len(runs)} runs", "runs": names, **tables, "curves": curves, "problems": problems(runs)}
+
+
+def differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+    """Return the fields and facts that are not equal in all runs, each with its value in each run."""
+    told = [
+        {name: one if isinstance(one, str) and one else json.dumps(one, ensure_ascii=False) for name, one in run.fields.items()}
+        for run in runs
+    ]
+    rows = [(name, [one.get(name, "-") for one in told]) for name in dict.fromkeys(name for one in told for name in one)]
+    return [(name, [text[:_MOST_TEXT] for text in texts]) for name, texts in rows if len(set(texts)) > 1]
+
+
+def results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+    """Return the results, the accuracies first, each with its text for each run."""
+    labels = dict.fromkeys([*(label for run in runs for label in run.accuracies), *runs[0].results])
+    return [(label, [run.results.get(label, "-") for run in runs]) for label in labels]
+
+
+def notes(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return what decides whether a comparison is fair: different tasks, intervals that overlap, recipes that changed."""
+    differing = [field for field, _ in differences(runs) if field.startswith(_MEASURES) and "heldout_problems" not in field]
+    named, lettered = ", ".join(differing[:4]) + (", …" if differing[4:] else ""), list(zip(LETTERS, runs, strict=False))
+    told = [f"The runs differ in {named}, so rewards and accuracies may not measure the same."] if differing else []
+    for label in dict.fromkeys(label for run in runs for label in run.accuracies):
+        pairs = list(combinations([(letter, run.accuracies[label]) for letter, run in lettered if label in run.accuracies], 2))
+        overlap = [f"{a} and {b}" for (a, (_, low, high)), (b, (_, least, most)) in pairs if low <= most and least <= high]
+        if overlap:
+            told.append(f"{label}: the 95 % intervals of {'; '.join(overlap)} overlap, so the difference may be chance.")
+        elif pairs:
+            told.append(f"{label}: no 95 % intervals overlap, so chance hardly explains the difference.")
+    return told + [f"The recipe of {letter} changed at {change}." for letter, run in lettered for change in run.changes]
+
+
+def curve(rows: Sequence[dict[str, Any]], key: str) -> list[list[float]]:
+    """Return [step, seconds, value] of about `_POINTS` rows, the last one included."""
+    known = (row for row in rows if key in row and row["seconds"] is not None)
+    points = [[row["step"], round(row["seconds"], 1), float(f"{row[key]:.4g}")] for row in known]
+    return points[: -1 : len(points) // _POINTS + 1] + points[-1:]
+
+
+def problems(runs: Sequence[ComparedRun]) -> list[list[tuple[int, dict[str, Any]]]]:
+    """Return the samples of up to `MOST_PROBLEMS` prompts that several runs recorded, held-out ones first: for each prompt, the
+    positions of its runs and their newest samples."""
+    by_prompt: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for position, run in enumerate(runs):
+        for sample in run.samples:
+            with suppress(*_DAMAGED):
+                known, shown = by_prompt[sample["prompt"]], shown_sample(sample)
+                if shown["version"] >= known.get(position, shown)["version"]:
+                    known[position] = shown
+    shared = [found for found in by_prompt.values() if len(found) > 1]
+    shared.sort(key=lambda found: (-len(found), not any(one["heldout"] for one in found.values())))
+    return [sorted(found.items()) for found in shared[:MOST_PROBLEMS]]
+
+
+def as_csv(runs: Sequence[ComparedRun]) -> str:
+    rows, text = [{"run": run.name} | row for run in runs for row in run.rows], io.StringIO()
+    writer = csv.DictWriter(text, [*dict.fromkeys(name for row in rows for name in row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return as_unicode(text.getvalue())
+
+
+def _as_text(runs: Sequence[ComparedRun]) -> str:
+    """Return the names, the first differing fields, the results, and the notes."""
+    fields, letters, blank = differences(runs), LETTERS[: len(runs)], [""] * len(runs)
+    more = [(f"({len(fields) - _ROWS} more fields)", blank)] if len(fields) > _ROWS else []
+    rows = [("", [*letters]), *fields[:_ROWS], *more, ("", blank), *results(runs)]
+    cells = table([tuple(one_line(cell, _CELL) for cell in (label, *texts)) for label, texts in rows])
+    named = (f"{letter}  {one_line(run.name, 100)}" for letter, run in zip(letters, runs, strict=True))
+    return as_unicode("\n".join([*named, "", cells, "", *(one_line(note, 500) for note in notes(runs))]))
+
+
+def _write(path: Path, option: str, text: str) -> None:
+    """Write a file that only its owner can read, like the folder of a run; `-` is the standard output."""
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        write_whole(path, text, mode=0o600)
+    except OSError as error:
+        raise FieldError(option, str(path), f"cannot be written: {error.strerror}; give another file") from error
