@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
