@@ -76,7 +76,12 @@ PLACEMENTS = {
         EIGHT | {"actor": ACTORS | SPOT_ACTORS},
         ON_CPU | {"gpu": ["1 trainer"], "spot": ["8 actor"]},
     ),
-    "three NATS servers on two nodes": Placement(_nodes("", cpus=2), NATS, {"cpu": ["1 nats", "2 nats"]}, files=[CPU_VALUES]),
+    "a small node that one server of NATS and one verifier fill": Placement(
+        [Node("big-0"), Node("small-0", {"cpu": "600m", "memory": "2150Mi"})],
+        {"verifier": {"replicas": 2}, "nats": {"replicas": 3, "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}}}},
+        {"big": ["2 nats, 1 verifier"], "small": ["1 nats, 1 verifier"]},
+        files=[CPU_VALUES],
+    ),
     "three NATS servers on three nodes": Placement(_nodes("", cpus=3), NATS, {"cpu": ["1 nats"] * 3}, files=[CPU_VALUES]),
     "the trial without GPUs on one node": Placement(
         [Node("one-0", {"cpu": 5, "memory": "11Gi"})],

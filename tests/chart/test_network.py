@@ -3,6 +3,8 @@
 What a cluster's network plugin makes of the policies is not tested.
 """
 
+import itertools
+
 import pytest
 
 from tests.chart.cases import rendered_case
@@ -48,29 +50,18 @@ DRAWN = {
 PODS = ("actor", "trainer", "verifier", "nats", "test", "release-test", "page")
 
 
+OF_EPISODES = {("verifier", "actor", 8090), ("release-test", "actor", 8090)}
+"""Environments reach the actors, at one port."""
+
+
 @pytest.mark.parametrize(
     ("case", "drawn"),
-    [
-        ("nats-3", DRAWN),
-        (
-            "episodes",
-            DRAWN - {("nats", "nats", 6222), ("page", "trainer", 8080)}
-            | {("verifier", "actor", 8090), ("release-test", "actor", 8090)},
-        ),
-    ],
+    [("nats-3", DRAWN), ("episodes", DRAWN - {("nats", "nats", 6222), ("page", "trainer", 8080)} | OF_EPISODES)],
 )
 def test_the_drawn_arrows_pass_and_no_others(case: str, drawn: set[tuple[str, str, int]]) -> None:
-    """Where there are episodes, their environments reach the actors, at one port."""
     rendered = rendered_case(case)
     there = [component for component in PODS if component != "page" or case == "nats-3"]
-    passing = {
-        (sender, receiver, port)
-        for sender in there
-        for receiver in there
-        for port in PORTS
-        if passes(rendered, sender, receiver, port)
-    }
-    assert passing == drawn
+    assert {arrow for arrow in itertools.product(there, there, PORTS) if passes(rendered, *arrow)} == drawn
 
 
 def test_what_the_values_take_away_does_not_pass() -> None:
@@ -137,13 +128,9 @@ def test_names_are_resolved_and_traces_sent() -> None:
     """The verifier looks up the collector's name and no other."""
 
     def of_other_namespaces(case: str, component: str) -> list[tuple[str, int]]:
-        rules = [rule for rule in _rules(rendered_case(case), component, "Egress") if "ports" in rule]
-        return [
-            (entry["protocol"], entry["port"])
-            for rule in rules
-            for entry in rule["ports"]
-            if any(peer.get("namespaceSelector") == {} for peer in rule["to"])
-        ]
+        rules = _rules(rendered_case(case), component, "Egress")
+        elsewhere = [rule for rule in rules if any(peer.get("namespaceSelector") == {} for peer in rule["to"])]
+        return [(entry["protocol"], entry["port"]) for rule in elsewhere for entry in rule["ports"]]
 
     dns, collector = [("UDP", 53), ("TCP", 53)], [("TCP", 4317), ("TCP", 4318)]
     for component in SERVICES:
@@ -153,7 +140,7 @@ def test_names_are_resolved_and_traces_sent() -> None:
 
 def test_no_pod_is_open_to_all_and_prometheus_reaches_metrics_by_the_name_of_their_port(rendered: Rendered) -> None:
     assert all(rule.get("from") for one in rendered.of_kind("NetworkPolicy") for rule in one["spec"].get("ingress", []))
-    for component in ("actor", "trainer", "verifier") if rendered.of_kind("NetworkPolicy") else ():
+    for component in SERVICES if rendered.of_kind("NetworkPolicy") else ():
         scraped = [rule for rule in _rules(rendered, component, "Ingress") if "namespaceSelector" in rule["from"][0]]
         assert [rule["ports"] for rule in scraped] == [[{"protocol": "TCP", "port": "http"}]]
 
