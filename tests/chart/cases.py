@@ -120,7 +120,10 @@ keda:
 hpa: {values: {actor: {autoscaling: {enabled: true, kind: hpa}}, metrics: {scrapedOtherwise: true}}}
 episodes:
   values:
-    recipe: {set: {task: {source: environment, name: 'my_package.envs:GuessNumber'}, reward: {scorer: task, timeout_s: 5}}}
+    recipe:
+      set:
+        task: {source: environment, name: 'my_package.envs:GuessNumber'}
+        reward: {scorer: task, overlong: {buffer_tokens: 0}, timeout_s: 5}
     verifier:
       image: {reference: 'registry.example.com/team/guess:3'}
       maxEpisodes: 64
@@ -132,9 +135,7 @@ episodes:
 no-policies: {values: {networkPolicy: {enabled: false}}}
 no-rbac: {values: {rbac: {create: false}, actor: {serviceAccount: {create: false, name: mine}}}}
 no-kubernetes-api: {cpu: true, values: {kubernetesApi: {enabled: false}, test: {enabled: false}}}
-traces:
-  cpu: true
-  values: {tracing: {endpoint: 'http://otel-collector.observability:4318', ratio: 0.05, headersSecret: collector-login}}
+traces: {cpu: true, values: {tracing: {endpoint: 'http://otel.observability:4318', ratio: 0.05, headersSecret: otel-login}}}
 other-name: {cpu: true, release: blue, values: {recipe: {name: smollm2}, network: {bindHost: '::'}}}
 """).items()
 }

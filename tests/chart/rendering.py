@@ -36,9 +36,9 @@ def helm(*arguments: str | Path, text: str = "") -> str:
 def rendered_text(
     values: Mapping[str, Any] | None = None, files: Sequence[Path] = (), release: str = RELEASE, extra: Sequence[str] = ()
 ) -> str:
-    given = [part for file in files for part in ("--values", str(file))]
+    given = [f"--values={file}" for file in (*files, "-")]
     text = json.dumps(dict(values or {}), ensure_ascii=False)  # JSON is YAML without its surprises: y is no boolean
-    return helm("template", release, CHART, "--namespace", NAMESPACE, *given, "--values", "-", *extra, text=text)
+    return helm("template", release, CHART, "--namespace", NAMESPACE, *given, *extra, text=text)
 
 
 @dataclass(frozen=True)

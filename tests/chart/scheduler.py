@@ -68,18 +68,16 @@ class Pod:
         return affinities.get(kind, {}).get(REQUIRED, [])
 
     def tolerates(self, taint: Object) -> bool:
-        def matches(one: Object) -> bool:
-            exists = {"Exists": True, "Equal": False}[one.get("operator", "Equal")]
-            same = one.get("key") == taint["key"] or (exists and not one.get("key"))
-            equal = exists or one.get("value", "") == taint.get("value", "")
-            return same and equal and one.get("effect") in (None, taint["effect"])
-
-        return any(map(matches, self.spec.get("tolerations", [])))
+        """Whether a toleration has the taint's key, or none, and its effect, or none. The chart gives no values."""
+        tolerations = self.spec.get("tolerations", [])
+        assert all(one["operator"] == "Exists" for one in tolerations)
+        fitting = [one for one in tolerations if one.get("effect") in (None, taint["effect"])]
+        return any(one.get("key") in (None, taint["key"]) for one in fitting)
 
     def selects(self, node: Node) -> bool:
         """Whether the node has all labels of the node selector, and meets one term of the required node affinity."""
-        required = self.affinity("nodeAffinity")  # of which an empty term matches no node
-        met = not required or any(term and _matches(term, node.labels) for term in required["nodeSelectorTerms"])
+        required = self.affinity("nodeAffinity")
+        met = not required or any(_matches(term, node.labels) for term in required["nodeSelectorTerms"])
         return met and self.spec.get("nodeSelector", {}).items() <= node.labels.items()
 
     def wants(self, term: Object, other: "Pod") -> bool:
@@ -152,7 +150,6 @@ class Cluster:
         return [pod for pod in self.pods if pod.node is node]
 
     def _refusal(self, pod: Pod, node: Node) -> str:
-        """Why the pod cannot run on the node, or nothing if it can."""
         return next((reason for refused, reason in self._filters(pod, node) if refused), "")
 
     def _filters(self, pod: Pod, node: Node) -> Iterator[tuple[bool, str]]:

@@ -1,7 +1,4 @@
-"""Single values of the rendered objects that matter, and why: a table per case.
-
-What holds for every case is in the other files; the whole of the cases `default` and `cpu` is in the snapshots.
-"""
+"""Single values of the rendered objects that matter, and why. The snapshots have all of the cases `default` and `cpu`."""
 
 import functools
 from collections.abc import Mapping
@@ -18,17 +15,13 @@ from tests.monitoring.catalogue import names_in, samples
 OF_CASES: dict[str, dict[str, Any]] = yaml.safe_load(r"""
 everything:
   env/trainer:
-    PIPELINERL_RUN: all-of-it
     PIPELINERL_RUN_DIR: /var/lib/pipelinerl/runs/all-of-it
     PIPELINERL_PAGE: 'true'
     PIPELINERL_PAGE_HOSTS: pipelinerl-trainer-0.pipelinerl-trainer,runs.example.com,runs
     PIPELINERL_ON_COMPLETION: keep  # KEDA would start the actors again
   env/actor:  # Variables of the values replace the chart's.
-    HOME: /elsewhere
-    NCCL_DEBUG: INFO
-    NCCL_SOCKET_IFNAME: net1
-    NCCL_IB_HCA: mlx5
-    HF_TOKEN secretKeyRef: {name: pipelinerl-huggingface, key: token}
+    {HOME: /elsewhere, NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: net1, GLOO_SOCKET_IFNAME: net1, NCCL_IB_HCA: mlx5,
+     OMP_NUM_THREADS: '8', HF_TOKEN secretKeyRef: {name: pipelinerl-huggingface, key: token}}
   Secret/pipelinerl-huggingface: {data token: aGZfeA==}  # hf_x
   main/actor: {image: 'registry.example.com/ml/pipelinerl/actor:1.2.3'}
   main/actor resources limits: {nvidia.com/gpu: 2, rdma/hca: 1}
@@ -46,7 +39,8 @@ everything:
     args: python -m services.trainer.transfer_test --index=$(JOB_COMPLETION_INDEX)
       --host=pipelinerl-test-transfer-0.pipelinerl-test-transfer --own-host=$(POD_IP) --device=cuda --within=300
     resources limits: {memory: 8Gi, nvidia.com/gpu: 1, rdma/hca: 1}
-  pod/actor spec, pod/trainer spec, pod/verifier spec, pod/nats spec: {initContainers * name: [fabric-init]}
+  pod/actor spec, pod/trainer spec, pod/verifier spec, pod/nats spec:
+    {initContainers * name: [fabric-init], imagePullSecrets * name: [login], nodeSelector pool: gpu, runtimeClassName: nvidia}
   pod/actor spec: {containers * name: [actor, fabric]}
   pod/trainer spec: {containers * name: [trainer, fabric]}
   pod/verifier spec: {containers * name: [verifier, fabric]}
@@ -54,27 +48,24 @@ everything:
 two-nodes:
   # Nodes of a trainer start and change over together under one name: a rolling update waits for the new pod to be ready,
   # and that one for an old pod that it can never meet. A node is not killed while it waits for the others.
-  StatefulSet/pipelinerl-trainer spec: {podManagementPolicy: Parallel, replicas: 2, updateStrategy: {type: OnDelete}}
-  Service/pipelinerl-trainer spec: {publishNotReadyAddresses: true}
+  StatefulSet/pipelinerl-trainer spec: {updateStrategy: {type: OnDelete}}
 group:
   pod/actor spec:
     resourceClaims: [{name: gpu, resourceClaimTemplateName: h100}]
     initContainers * resources claims: [[{name: gpu}]]
-    tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
   main/actor resources: {claims: [{name: gpu}], limits: {memory: 96Gi}}
   # New pods beside old ones would be too many for Kueue.
   Deployment/pipelinerl-actor spec: {replicas: 3, strategy: {type: Recreate}}
   pod/actor metadata, pod/trainer metadata:
     labels kueue.x-k8s.io/queue-name: rl
+    annotations kueue.x-k8s.io/pod-group-serving: 'true'
     annotations kueue.x-k8s.io/pod-suspending-parent: pipelinerl
 keda:
-  Deployment/pipelinerl-actor spec: {replicas: null}  # an autoscaler decides alone
   ScaledObject/pipelinerl-actor spec:
     minReplicaCount: 1
     maxReplicaCount: 8
     triggers * metadata ignoreNullValues: ['false']  # else no value would mean 0
 hpa:
-  Deployment/pipelinerl-actor spec: {replicas: null}
   HorizontalPodAutoscaler/pipelinerl-actor spec: {metrics * external metric name: [pipelinerl_actor_replicas_wanted]}
 episodes:
   main/verifier: {image: 'registry.example.com/team/guess:3'}
@@ -82,7 +73,6 @@ episodes:
     args: python -m services.trainer.release_test --actor=pipelinerl-actor:8080
       --actor-login=/etc/pipelinerl/nats/actor-credentials --episodes=pipelinerl-actor:8090
       --closed=pipelinerl-trainer-0.pipelinerl-trainer:50051
-  Deployment/pipelinerl-verifier spec: {replicas: null}
   HorizontalPodAutoscaler/pipelinerl-verifier: {kind: null}
   ScaledObject/pipelinerl-verifier spec:
     triggers * type: [cpu, prometheus]
@@ -97,9 +87,9 @@ external-nats-open:
 no-kubernetes-api: {pod/test: {spec: null}}
 traces:
   env/actor, env/trainer, env/verifier:
-    OTEL_EXPORTER_OTLP_HEADERS secretKeyRef: {name: collector-login, key: headers}
+    OTEL_EXPORTER_OTLP_HEADERS secretKeyRef: {name: otel-login, key: headers}
     OTEL_RESOURCE_ATTRIBUTES: k8s.namespace.name=train,k8s.pod.name=$(PIPELINERL_INSTANCE)
-    OTEL_EXPORTER_OTLP_ENDPOINT: http://otel-collector.observability:4318
+    OTEL_EXPORTER_OTLP_ENDPOINT: http://otel.observability:4318
     OTEL_TRACES_SAMPLER_ARG: '0.05'
 """)
 OF_CASES["two-nodes"]["main/trainer"] = {"startupProbe failureThreshold": (600 + RENDEZVOUS_TIMEOUT_S) / 5}
@@ -167,10 +157,8 @@ OF_VALUES: list[dict[str, Any]] = yaml.safe_load(r"""
 
 
 def found(rendered: Rendered, place: str) -> Any:
-    """The value at a place; None where there is none. `*` is a list's items, and arguments are joined.
-
-    A place begins with an object (KIND/NAME), a pod of a component, its main container, or a variable of that.
-    """
+    """The value at a place; None where there is none. `*` is a list's items, and arguments are joined. A place begins with an
+    object (KIND/NAME), a pod of a component, its main container, or a variable of that."""
     start, *path = place.split(" ")
     kind, _, name = start.partition("/")
     if kind not in ("pod", "main", "env"):
@@ -178,10 +166,9 @@ def found(rendered: Rendered, place: str) -> Any:
     pod = next((pod for pod in rendered.pods if pod.component == name), None)
     if pod is None or kind == "pod":
         return functools.reduce(_step, path, pod and {"metadata": pod.metadata, "spec": pod.spec})
-    if kind == "main":
-        return functools.reduce(_step, path, pod.main)
-    entry = environment(pod.main).get(path[0], {})
-    return functools.reduce(_step, path[1:], entry.get("valueFrom")) if path[1:] else entry.get("value")
+    if kind == "env":
+        path = [path[0], *(["valueFrom", *path[1:]] if path[1:] else ["value"])]
+    return functools.reduce(_step, path, environment(pod.main) if kind == "env" else pod.main)
 
 
 def _step(value: Any, key: str) -> Any:

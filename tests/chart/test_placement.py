@@ -1,4 +1,4 @@
-"""Where the chart's pods run, by a model of Kubernetes' scheduler; and first the model, by what Kubernetes documents."""
+"""Where the chart's pods run, by a model of Kubernetes' scheduler; and first the rules of it that are easily misread."""
 
 import copy
 from typing import Any
@@ -8,13 +8,10 @@ import pytest
 from tests.chart.cases import rendered_case
 from tests.chart.placements import PLACEMENTS
 from tests.chart.rendering import COMPONENT, Object
-from tests.chart.scheduler import REQUIRED, Cluster, Node, pods_of
+from tests.chart.scheduler import REQUIRED, Cluster, Node
 
-# --- the model --------------------------------------------------------------------------------------------------------
-
-SPOT = {"key": "spot", "value": "yes", "effect": "NoSchedule"}
-A, B, FULL = Node("a", {"cpu": 2}, labels={"pool": "x", "gen": "4"}), Node("b", {"cpu": 2}), Node("f", {"cpu": 0})
-TAINTED = Node("t", {"cpu": 2}, [SPOT])
+A, B, FULL = Node("a", {"cpu": 2}, labels={"pool": "x"}), Node("b", {"cpu": 2}), Node("f", {"cpu": 0})
+TAINTED = Node("t", {"cpu": 2}, [{"key": "spot", "value": "yes", "effect": "NoSchedule"}])
 
 
 def pod(name: str = "p", cpu: int = 1, **spec: Any) -> Object:
@@ -26,32 +23,11 @@ def asking(cpu: int, **more: Any) -> Object:
     return {"resources": {"requests": {"cpu": cpu}}, **more}
 
 
-def places(nodes: list[Node], *objects: Object, later: tuple[Object, ...] = (), emptiest: bool = False) -> str:
+def places(nodes: list[Node], *objects: Object, emptiest: bool = False) -> str:
     """The node of each pod, or a dash."""
     cluster = Cluster(nodes, objects, emptiest)
     cluster.settle()
-    cluster.pods += pods_of(later)
-    cluster.settle()
     return "".join(one.node.name if one.node else "-" for one in cluster.pods)
-
-
-def test_a_pod_runs_where_its_selector_and_one_term_of_its_node_affinity_let_it() -> None:
-    def liking(*terms: list[Object]) -> Object:
-        """A required node affinity."""
-        affinity = {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": term} for term in terms]}}}
-        return pod(affinity=affinity)
-
-    pooled, old = {"key": "pool", "operator": "Exists"}, {"key": "gen", "operator": "In", "values": ["3", "2"]}
-    assert places([B, A], pod(nodeSelector={"pool": "x"}), pod(nodeSelector={"pool": "x", "gen": "5"})) == "a-"
-    assert places([B, A], liking([pooled]), liking([pooled, old]), liking([old], [pooled])) == "a-a"
-
-
-def test_a_taint_keeps_off_pods_that_do_not_tolerate_its_key_value_and_effect() -> None:
-    wrong = [{"key": "spot", "value": "no"}, {"key": "spot", "operator": "Exists", "effect": "NoExecute"}, {"key": "s"}]
-    for toleration in wrong:
-        assert places([TAINTED], pod(tolerations=[toleration])) == "-"
-    for toleration in (SPOT, {"key": "spot", "operator": "Exists"}, {"operator": "Exists", "effect": "NoSchedule"}):
-        assert places([TAINTED], pod(tolerations=[toleration])) == "t"
 
 
 def test_requests_add_up_and_of_init_containers_the_largest_counts_beside_those_that_stay() -> None:
@@ -104,28 +80,6 @@ def test_the_pair_of_helm_test_runs_on_two_nodes_even_if_one_has_much_more_room(
     devices, labels = {"nvidia.com/gpu": 2, "rdma/hca": 2}, {"pool": "gpu", "gpu": "h100"}
     small = Node("s", {"cpu": "1100m", "memory": "2100Mi", **devices}, labels=labels)
     assert places([Node("a", devices, labels=labels), small], pair, emptiest=True) == "as"
-
-
-def test_the_least_important_pods_leave_for_a_higher_priority_where_that_makes_room() -> None:
-    classes = [
-        {"kind": "PriorityClass", "metadata": {"name": name}, "value": value} for name, value in {"low": 1, "high": 9}.items()
-    ]
-    low, high = pod("low", priorityClassName="low"), (*classes, pod("high", priorityClassName="high"))
-    assert places([A], *classes, pod(), low, later=high) == "-aa"
-    assert places([A], pod("q"), pod(), later=(*classes, pod("high", 3, priorityClassName="high"))) == "aa-", "not in vain"
-    assert places([A, B], *classes, low, low, pod(cpu=2), later=high) == "aa-b"
-
-
-@pytest.mark.parametrize(("most", "rounds"), [(1, 3), ("34%", 2), (0, 0)])
-def test_a_drain_evicts_what_budgets_permit_and_waits_for_the_replacements(most: str | int, rounds: int) -> None:
-    spec = {"selector": {"matchLabels": {"p": "yes"}}, "maxUnavailable": most}
-    cluster = Cluster([Node("a"), Node("b")], [{"kind": "PodDisruptionBudget", "spec": spec}, *[pod()] * 3])
-    cluster.settle()
-    assert len(cluster.drain("a")) == rounds
-    assert {one.node.name for one in cluster.pods if one.node} == {"b" if rounds else "a"}
-
-
-# --- the chart --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)

@@ -142,17 +142,14 @@ refused:  # by the templates
   "actor.affinity: a required podAffinity cannot be combined":
     {actor: {affinity: {podAffinity: {requiredDuringSchedulingIgnoredDuringExecution: [{topologyKey: zone}]}}}}
   "trainer.capabilities: [IPC_LOCK] have no effect for a process that is not": {trainer: {capabilities: [IPC_LOCK]}}
-  "actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of the two":
-    {actor: {serviceAccount: {name: x}}, trainer: {serviceAccount: {name: x}}}
+  "both are x, which the chart creates": {actor: {serviceAccount: {name: x}}, trainer: {serviceAccount: {name: x}}}
   "both are pipelinerl-trainer, which the chart creates": {actor: {serviceAccount: {create: false, name: pipelinerl-trainer}}}
   "tls.nats.enabled: encrypts only": {tls: {nats: {enabled: true}}, nats: {enabled: false, url: 'nats://nats.messaging:4222'}}
   "nats.tlsSecret: nats-ca is not used while nats.enabled is true; set tls.nats.enabled": {nats: {tlsSecret: nats-ca}}
   "images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and": {actor: {gpus: 0}, trainer: {gpus: 0}}
   "images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {images: {variant: cpu}}
-  "networkPolicy.monitoring.from: is empty, so that no":
-    {actor: *hpa, networkPolicy: {monitoring: {from: []}}, metrics: {scrapedOtherwise: true}}
-  "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods (also":
-    {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b, withoutLogin: true, from: []}}}}
+  "monitoring.from: is": {actor: *hpa, networkPolicy: {monitoring: {from: []}}, metrics: {scrapedOtherwise: true}}
+  "ingress.from: is": {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b, withoutLogin: true, from: []}}}}
   "resolve a name; name the pods or addresses that answer DNS (also if a policy of": {networkPolicy: {dns: {to: []}}}
   "nats.url: is empty while nats.enabled is false": {nats: {enabled: false}}
   "nats.url: a server does not begin with nats:// or tls://": {nats: {enabled: false, url: 'nats://user:pass,word@nats:4222'}}
@@ -165,34 +162,28 @@ refused:  # by the templates
   "tracing.headersSecret: login is not used": {tracing: {headersSecret: login}}
   "verifier.autoscaling.maxReplicas: 2 is less than": {verifier: {autoscaling: {minReplicas: 3, maxReplicas: 2}}}
   "autoscaling.kind: hpa scales on": {verifier: {autoscaling: {kind: hpa}}, metrics: {scrapedOtherwise: true}}
-  "verifier.autoscaling.kind = keda needs it":
-    {metrics: {scrapedOtherwise: true}, recipe: {set: *episodes}, verifier: {autoscaling: {kind: keda}}}
+  "keda needs it": {metrics: {scrapedOtherwise: true}, recipe: {set: *episodes}, verifier: {autoscaling: {kind: keda}}}
 refused by the Job:  # before an install or upgrade
   "trainer.persistence.size = '500Gi': the model, 2 checkpoints of 216 GB": {model: {name: a/14B}}
-  "trainer.persistence.size = '': the model, 2 checkpoints of 108 GB (checkpoint.keep) and the next one need 316Gi":
-    {trainer: {persistence: {size: ''}}}
-  "trainer.persistence.size = '': is empty; set the size of the volume, such as 500Gi":
-    {model: {source: 's3://a/b'}, trainer: {persistence: {size: null}}}
+  "'': the model, 2 checkpoints of 108 GB (checkpoint.keep) and the next one need 316Gi": {trainer: {persistence: {size: ''}}}
+  "trainer.persistence.size = '': is empty": {model: {source: 's3://a/b'}, trainer: {persistence: {size: null}}}
   "[4443]: lacks port 4222 of": {nats: {enabled: false, url: 'nats://n'}, networkPolicy: {nats: {ports: [4443]}}}
   "trainer.expectedActors = 9: is more than actor.replicas = 8": {actor: {replicas: 8}, trainer: {expectedActors: 9}}
   "trainer.expectedActors = 8: is more than": {actor: *hpa, trainer: {expectedActors: 8}, metrics: {scrapedOtherwise: true}}
-  "recipe.set.trainer.shard_ranks = 3: does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)":
-    {recipe: {set: {trainer: {shard_ranks: 3}}}, trainer: {nodes: 2, persistence: {existingClaim: shared}}}
+  "shard_ranks = 3: does": {recipe: {set: {trainer: {shard_ranks: 3}}}, trainer: {nodes: 2, persistence: {existingClaim: a}}}
   "context_parallel = 2: does": {recipe: {set: {trainer: {context_parallel: 2}}}, trainer: {gpus: 1}}
   "trainer.resources.limits.cpu = '7500m': is less than": {trainer: {resources: {limits: {cpu: 7500m}}}}
   "trainer.page.resources.limits.memory = '64M': is": {trainer: {page: {resources: {limits: {memory: 64M}}}}}
   "networkPolicy.verifierEgress = []: is empty, so that no verifier would reach the": {recipe: {set: {reward: *judge}}}
-  "would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address (also if a policy of your own":
+  "the recipe's judge (https://judge.example.com/v1)":
     {recipe: {set: {evaluation: {sets: [{name: b, task: {name: chain_sum}, reward: *judge}]}}}}
   "networkPolicy.extraEgress = []: is": {recipe: *upload, networkPolicy: *closed, kubernetesApi: {enabled: false}}
-  "would not reach hf://a/first/checkpoints/latest while networkPolicy.hub.enabled is false; add a rule to the store's":
-    {model: {source: 'hf://a/first/checkpoints/latest'},
-     networkPolicy: {hub: {enabled: false}, kubernetesApi: {cidrs: [10.0.0.1/32, 'fd00::1/128']}}}
-  "so that the trainer would not reach gs://a/b":
+  "would not reach hf://a/latest while networkPolicy.hub.enabled is false; add a rule to the store's":
+    {model: {source: 'hf://a/latest'}, networkPolicy: {<<: *closed, kubernetesApi: {cidrs: [10.0.0.1/32, 'fd00::1/128']}}}
+  "not reach gs://a/b":
     {recipe: {set: {checkpoint: {upload: 'gs://a/b'}}}, networkPolicy: {<<: *closed, kubernetesApi: {ports: [6443]}}}
   "maxSurge and maxUnavailable are both 0, so that no": {actor: {strategy: {rollingUpdate: {maxUnavailable: 0%}}}}
-  "networkPolicy.nats.ports = [4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223":
-    {nats: {enabled: false, url: 'nats://nats-0.messaging:4222,nats://nats-1.messaging:4223'}}
+  "[4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {nats: {enabled: false, url: 'nats://nats-0.messaging:4222,nats://nats-1.messaging:4223'}}
   "nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {nats: {sequencesMaxGib: 25}}
   "verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress":
     {recipe: {set: *episodes}, actor: {replicas: 3}, verifier: {maxEpisodes: 191, autoscaling: {enabled: false}}}

@@ -1,7 +1,5 @@
-"""Every case renders to objects that Kubernetes takes, and two of them to what they did.
-
-Every pod fits the `restricted` Pod Security Standard, writes to volumes only, and holds a token only where it is used. The
-standard: https://kubernetes.io/docs/concepts/security/pod-security-standards/
+"""Every case renders to objects that Kubernetes takes, and two to what they did. Every pod fits the standard `restricted`
+(https://kubernetes.io/docs/concepts/security/pod-security-standards/) and holds a token only where it is used.
 """
 
 import functools
@@ -22,8 +20,7 @@ from tests.chart.cases import CASES, rendered_case
 from tests.chart.rendering import CHART, HELM, SERVICES, WORKLOADS, HelmError, Object, Pod, Rendered, helm, render
 
 OLDEST, *BETWEEN, NEWEST = (f"1.{minor}" for minor in range(31, 38))
-OF_OTHERS = ("cert-manager.io/v1", "keda.sh/v1alpha1", "monitoring.coreos.com/v1")
-"""Custom resources: their schemas are not Kubernetes's."""
+OF_OTHERS = ("cert-manager.io/v1", "keda.sh/v1alpha1", "monitoring.coreos.com/v1")  # whose schemas Kubernetes does not have
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 RENEW = "python -m tests.chart.test_render"
 
@@ -73,11 +70,8 @@ def test_the_chart_renders_what_it_did(name: str) -> None:
 
 
 def snapshot(name: str) -> str:
-    return without_passwords(rendering.rendered_text(files=(rendering.CPU_VALUES,) * (name == "cpu")))
-
-
-def without_passwords(manifests: str) -> str:
-    """Generated passwords are others each time."""
+    """Without passwords, which are others each time."""
+    manifests = rendering.rendered_text(files=(rendering.CPU_VALUES,) * (name == "cpu"))
     for item in yaml.load_all(manifests, Loader=yaml.CSafeLoader):
         for value in item.get("data", {}).values() if item and item["kind"] == "Secret" else ():
             manifests = manifests.replace(value, "(generated)")
@@ -124,8 +118,7 @@ def test_a_newer_chart_alone_restarts_nothing(tmp_path: Path) -> None:
     assert templates(newer) == templates(CHART)
 
 
-ALLOWED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
-"""Of those that the standard allows, the ones in use."""
+ALLOWED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}  # those in use
 HOST_FIELDS = {"hostNetwork", "hostPID", "hostIPC", "hostUsers", "shareProcessNamespace"}
 OF_PODS = {"runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
 OF_CONTAINERS = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}

@@ -11,14 +11,13 @@ from tests.chart.cases import CASES, rendered_case
 from tests.chart.fields import IMMUTABLE, defaulted, problems, upgraded
 from tests.chart.rendering import Object, Rendered, render
 
+GROUP = "kueue.x-k8s.io/pod-group"
+
 
 @functools.cache
 def longest() -> list[Object]:
     values = {"fullnameOverride": "y" * 40, "metrics": {"dashboards": {"enabled": True}}}
     return [*render(release="x" * 53).objects, *render(values).objects]
-
-
-REVISION_HASH = len("-5c57d5df6d")
 
 
 def test_names_and_labels_are_such_that_a_server_takes_them_and_leave_room_for_what_controllers_add(rendered: Rendered) -> None:
@@ -27,11 +26,8 @@ def test_names_and_labels_are_such_that_a_server_takes_them_and_leave_room_for_w
     for item in longest():
         if item["kind"] == "StatefulSet":
             name, claims = item["metadata"]["name"], item["spec"].get("volumeClaimTemplates", [])
-            assert len(name) + REVISION_HASH <= 63, name  # the label controller-revision-hash
+            assert len(f"{name}-5c57d5df6d") <= 63, name  # the label controller-revision-hash
             assert all(len(f"{claim['metadata']['name']}-{name}-0") <= 63 for claim in claims)
-
-
-GROUP = "kueue.x-k8s.io/pod-group"
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

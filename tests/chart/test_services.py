@@ -1,7 +1,6 @@
 """What the chart tells the services is what they read: variables, files, ports, labels, images."""
 
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.chart.rendering import COMPONENT, SERVICES, Object, Pod, Rendered, en
 
 SETTINGS: dict[str, type[ServiceSettings]] = {"actor": ActorSettings, "trainer": TrainerSettings, "verifier": VerifierSettings}
 PREFIX = "PIPELINERL_"
-OF_A_POD = {
+OF_A_POD = {  # what the downward API gives, for every field that the chart may ask of it
     "metadata.name": "pipelinerl-actor-5d9c-x2x",
     "metadata.namespace": "train",
     "metadata.uid": "0b5f",
@@ -21,19 +20,15 @@ OF_A_POD = {
     "metadata.labels['apps.kubernetes.io/pod-index']": "1",
     "metadata.labels['controller-revision-hash']": "pipelinerl-trainer-5c57d5df6d",
 }
-"""What the downward API gives, for every field that the chart may ask of it."""
-LOCAL = {"address_file", "gpu_turn", "model_dir", "page_key", "private_dir"}
-"""Settings for runs on one machine, which the chart leaves alone."""
+LOCAL = {"address_file", "gpu_turn", "model_dir", "page_key", "private_dir"}  # of runs on one machine
 
 
-def containers(rendered: Rendered) -> Iterator[tuple[Pod, Object]]:
-    for pod in rendered.pods:
-        for container in pod.containers:
-            yield pod, container
+def containers(rendered: Rendered) -> list[tuple[Pod, Object]]:
+    return [(pod, container) for pod in rendered.pods for container in pod.containers]
 
 
-def services(rendered: Rendered) -> Iterator[Pod]:
-    return (pod for pod in rendered.pods if pod.component in SERVICES)
+def services(rendered: Rendered) -> list[Pod]:
+    return [pod for pod in rendered.pods if pod.component in SERVICES]
 
 
 def service_of(container: Object) -> str | None:
@@ -78,13 +73,10 @@ def test_services_are_started_by_their_modules_with_variables_that_they_know(ren
 
 def test_the_chart_decides_every_setting_of_a_cluster() -> None:
     """A setting that no case sets is one that its author forgot here."""
-    given: dict[str, set[str]] = {service: set() for service in SERVICES}
-    files = render({"rewards": {"files": {"my_rewards.py": ""}}})  # no case: its snapshot would say no more
-    for rendered in (*map(rendered_case, CASES), files):
-        for pod in services(rendered):
-            given[pod.component] |= set(environment(pod.main))
+    all_rendered = [*map(rendered_case, CASES), render({"rewards": {"files": {"my_rewards.py": ""}}})]
     for service, kind in SETTINGS.items():
-        assert names_of(kind.model_fields.keys() - LOCAL) - given[service] <= {f"{PREFIX}SERVICE_ACCOUNT_DIR"}, service
+        given = {name for rendered in all_rendered for name in environment(rendered.pod(service).main)}
+        assert names_of(kind.model_fields.keys() - LOCAL) - given <= {f"{PREFIX}SERVICE_ACCOUNT_DIR"}, service
 
 
 def test_init_containers_read_what_their_service_reads_and_files_that_settings_name_are_mounted(rendered: Rendered) -> None:
