@@ -74,12 +74,13 @@ def test_a_spread_constraint_counts_the_nodes_that_its_policies_include() -> Non
     assert places([Node("a"), small], *[spread("ScheduleAnyway", maxSkew=9)] * 2, emptiest=True) == "aa"
 
 
-def test_the_pair_of_helm_test_runs_on_two_nodes_even_if_one_has_much_more_room() -> None:
-    job = rendered_case("everything").one("Job", "pipelinerl-test-transfer")["spec"]
-    pair = {"kind": "Deployment", "metadata": {"name": "pair"}, "spec": {"replicas": job["parallelism"], **job}}
+def test_two_pods_run_on_two_nodes_even_if_one_has_much_more_room() -> None:
     devices, labels = {"nvidia.com/gpu": 2, "rdma/hca": 2}, {"pool": "gpu", "gpu": "h100"}
     small = Node("s", {"cpu": "1100m", "memory": "2100Mi", **devices}, labels=labels)
-    assert places([Node("a", devices, labels=labels), small], pair, emptiest=True) == "as"
+    for case, kind, name in (("everything", "Job", "pipelinerl-test-transfer"), ("default", "StatefulSet", "pipelinerl-nats")):
+        spec = rendered_case(case).one(kind, name)["spec"] | {"replicas": 2}
+        pair = {"kind": "Deployment", "metadata": {"name": name}, "spec": spec}
+        assert places([Node("a", devices, labels=labels), small], pair, emptiest=True) == "as", name
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
