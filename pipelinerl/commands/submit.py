@@ -104,8 +104,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
 
 def chart_values(recipe: Recipe, run: str) -> dict[str, Any]:
     """Return the values of a release for one run."""
-    inline = recipe.model_dump(mode="json", exclude_unset=True)
-    return {"recipe": {"inline": inline}, "run": run}
+    return {"recipe": {"inline": recipe.model_dump(mode="json", exclude_unset=True)}, "run": run}
 
 
 def _chart(given: str | None) -> str:

@@ -139,8 +139,7 @@ class KubeClient:
 
     async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
         """Set these keys of a ConfigMap, remove those whose value is None, and keep the others. Return all keys and values."""
-        body = {"data": dict(data)}
-        raw = await self._ask(PATCH_CONFIG, name=name, body=body, _content_type=_MERGE)
+        raw = await self._ask(PATCH_CONFIG, name=name, body={"data": dict(data)}, _content_type=_MERGE)
         return dict(raw.get("data") or {})
 
     async def patch_secret(self, name: str, data: Mapping[str, bytes]) -> None:
@@ -150,8 +149,7 @@ class KubeClient:
 
     async def count_actors(self, name: str) -> int:
         """Return the wanted replicas of a Deployment."""
-        raw = await self._ask(COUNT_ACTORS, name=name)
-        return int(raw["spec"].get("replicas", 0))  # the API leaves a zero out
+        return int((await self._ask(COUNT_ACTORS, name=name))["spec"].get("replicas", 0))  # the API leaves a zero out
 
     async def scale(self, permission: Permission, name: str, replicas: int) -> None:
         """Scale the object `name` like `kubectl scale`. `permission`: the one to scale objects of its kind."""
@@ -241,8 +239,7 @@ class PersonClient(KubeClient):
 
     async def items(self, permission: Permission, selector: str) -> list[dict[str, Any]]:
         """Return the objects that this permission lists, as JSON."""
-        raw = await self._ask(permission, label_selector=selector)
-        return list(raw.get("items") or ())
+        return list((await self._ask(permission, label_selector=selector)).get("items") or ())
 
     async def delete(self, permission: Permission, name: str) -> None:
         """Delete an object, and then what depends on it. A volume goes when no pod uses it any more."""

@@ -6,7 +6,6 @@ Nothing is removed before every file is here with its size.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
 import shlex
@@ -38,8 +37,8 @@ SUBMITTED = "pipelinerl/submitted"
 """Label of objects that this command has installed and may remove. Its value identifies the installation."""
 STATE = "-run"
 """Suffix of the name of a ConfigMap with the state of a run. The part before it begins the names of the release's objects."""
-_LOOK_S, _LAST_STEPS_S = 2.0, 5.0
-"""Seconds between two looks at a release, and after the end for the metrics of the last steps to arrive."""
+_LOOK_S, _LAST_STEPS_S, _GIVE_UP_S = 2.0, 5.0, 600.0
+"""Seconds between two looks at a release, after the end for the last metrics to arrive, and until a stuck fetch is given up."""
 _GRPC_PORT = 50051
 _RECONNECTS = [("grpc.max_reconnect_backoff_ms", 5000)]
 _HOOKS = {kube.LIST_JOBS: kube.DELETE_JOB, kube.LIST_CONFIGS: kube.DELETE_CONFIG, kube.LIST_ACCOUNTS: kube.DELETE_ACCOUNT}
@@ -64,7 +63,7 @@ class Release:
         self.watching = f"pipelinerl submit --attach {name} {kubectl}"
         self.watching += f" --output {shlex.quote(str(output))}" if output else ""
         self.unclaiming = f"kubectl {kubectl} delete pvc -l '{self.claims}'"
-        self.removing = f"helm uninstall {name} {shlex.join(self.options)} && {self.unclaiming}"
+        self.removing = f"helm uninstall {name} {shlex.join(self.options)} --ignore-not-found && {self.unclaiming}"
         self.logs = f"kubectl {kubectl} logs -l {self.selector},{COMPONENT}=trainer --tail=100"
         self.goes_on = f"the run goes on\n  watch and fetch  {self.watching}\n  stop and remove  {self.removing}"
 
@@ -159,8 +158,8 @@ async def install(
 
 
 async def remove(release: Release) -> None:
-    """Uninstall the release and delete its claims."""
-    await helm(release, "uninstall", release.name)
+    """Uninstall the release and delete its claims, also if the release is already gone."""
+    await helm(release, "uninstall", release.name, "--ignore-not-found")
     for claim in await release.client.items(kube.LIST_CLAIMS, release.claims):
         await release.client.delete(kube.DELETE_CLAIM, name_of(claim))
 
@@ -251,8 +250,7 @@ class Look:
 
 async def look(release: Release) -> Look:
     """Return the release as it is now. Raises `ServiceError` if it does not exist, or if its run publishes no state."""
-    found = await run_states(release.client, f"{RUNS},{release.selector}")
-    if not found:
+    if not (found := await run_states(release.client, f"{RUNS},{release.selector}")):
         fix = "pipelinerl runs lists them; a release without kubernetesApi.enabled cannot be watched"
         raise ServiceError(f"no run of a release {release.name} in namespace {release.client.namespace}: {fix}")
     pods = await release.client.items(LIST_PODS, f"{release.selector},{COMPONENT} in (actor,nats,page,trainer,verifier)")
@@ -316,28 +314,35 @@ async def _identity(release: Release, seen: Look) -> tuple[Certificates | None, 
 
 FILES = ("recipe.yaml", "lineage.json", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoint")
 """Files of the run from which the report is made, and the folder of the trained model."""
-_FOLDER = "/var/lib/pipelinerl/runs"
-"""Folder of all runs on the trainer's volume."""
+_FOLDER = "/var/lib/pipelinerl/runs"  # on the trainer's volume
 _NEEDED = {"recipe.yaml", "metrics.jsonl", "checkpoint"}
 _MARK = ".submitted"
 """File in the fetched folder that names the installation from which its files come."""
-_SHOWN_BYTES = 16 * 2**20
-"""Number of bytes after which the progress is shown again."""
+_SHOWN_BYTES = 16 * 2**20  # after which the progress is shown again
 
 
 async def fetch(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> Path:
     """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
-    part is continued. Raises `KubeError` or `ServiceError` if a file cannot be fetched."""
-    for failures in itertools.count(1):
+    part is continued. Raises `ServiceError` if a file is wrong or nothing arrives for `_GIVE_UP_S`, else `KubeError`."""
+    failures, before, since_s = 0, -1, 0.0
+    while True:
         try:
             await _fetch_all(release, seen, folder, show)
-            break
+            return await asyncio.to_thread(write_report, folder)
         except KubeError as error:
             if error.status in (401, 403, 404):  # a right is missing, or the pod is gone
                 raise
+            if (here := _bytes_in(folder)) > before:
+                failures, before, since_s = 0, here, time.monotonic()
+            elif time.monotonic() - since_s > _GIVE_UP_S:
+                raise ServiceError(f"{error}; nothing has arrived for {_GIVE_UP_S:g} s; {folder} keeps the rest") from error
+            failures += 1
             show(f"fetching again: {error.detail}")
             await asyncio.sleep(kube.BACKOFF.delay_s(failures))
-    return await asyncio.to_thread(write_report, folder)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> None:
@@ -352,8 +357,7 @@ async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[
     targets, done, total = {name: target_of(folder, name) for name in sizes}, 0, sum(sizes.values())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
     (folder / _MARK).write_text(seen.uid)
-    here = sum(file.stat().st_size for file in targets.values() if file.is_file())
-    if total - here > shutil.disk_usage(folder).free:
+    if total - _bytes_in(folder) > shutil.disk_usage(folder).free:
         raise ServiceError(f"the results have {total / 1e9:,.1f} GB, for which the disk of {folder} has no room")
     for name, size in sizes.items():
         show(f"fetching {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")

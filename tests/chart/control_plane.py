@@ -1,14 +1,10 @@
-"""Clusters that releases of the chart go into: one that KUBECONFIG names, or one of this machine.
-
-The last is a real control plane (etcd, kube-apiserver, kube-controller-manager, kube-scheduler on PATH, as setup-envtest and
-distributions install them) with a stand-in for kubelets and volumes: four nodes, or others that a test describes. A pod on a
-node runs and is ready at once, and no container is started.
+"""A real control plane of this machine (etcd, kube-apiserver, kube-controller-manager, kube-scheduler on PATH) with a stand-in
+for kubelets and volumes: four nodes, or others that a test describes. A pod on a node is ready at once, without containers.
 """
 
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import threading
 import time
@@ -33,7 +29,7 @@ _SOON_S = 120.0
 
 
 class CommandError(Exception):
-    """A command failed. The text is its error."""
+    """The text is the error of the command that failed."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,8 @@ class Cluster:
 
     def run(self, *command: str | Path, text: str = "") -> str:
         """Its output. Raises `CommandError`."""
-        environment = os.environ | {"KUBECONFIG": str(self.kubeconfig), "HELM_NAMESPACE": self.namespace}
-        done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, timeout=300)
+        env = os.environ | {"KUBECONFIG": str(self.kubeconfig), "HELM_NAMESPACE": self.namespace}
+        done = subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise CommandError(done.stderr)
         return done.stdout
@@ -60,15 +56,6 @@ class Cluster:
 
     def names(self, kind: str) -> set[str]:
         return {line.partition("/")[2] for line in self.kubectl("get", kind, "--output", "name").splitlines()}
-
-
-def named() -> Cluster | None:
-    file = os.environ.get("KUBECONFIG", "")
-    return Cluster(Path(file)) if file else None
-
-
-def missing() -> list[str]:
-    return [name for name in BINARIES if shutil.which(name) is None]
 
 
 @contextmanager
@@ -110,16 +97,10 @@ def started(folder: Path) -> Iterator[Cluster]:
 
 
 def _kubeconfig(file: Path, url: str, token: str) -> Path:
-    cluster = {"server": url} | ({"insecure-skip-tls-verify": True} if token else {})
-    content = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "tests",
-        "clusters": [{"name": "tests", "cluster": cluster}],
-        "users": [{"name": "tests", "user": {"token": token} if token else {}}],
-        "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": "tests"}}],
-    }
-    file.write_text(json.dumps(content))
+    parts = {"cluster": {"server": url, "insecure-skip-tls-verify": True}, "user": {"token": token}}
+    parts["context"] = {"cluster": "tests", "user": "tests"}
+    lists = {f"{part}s": [{"name": "tests", part: content}] for part, content in parts.items()}
+    file.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "tests", **lists}))
     return file
 
 
@@ -173,9 +154,8 @@ class Kubelets:
             ready = {"type": "Ready", "status": "True", "reason": "StandIn"}
             status = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
             self._patch(f"nodes/{node.name}/status", {"status": status})
-            self._patch(
-                f"nodes/{node.name}", {"spec": {"taints": [*node.taints]}}
-            )  # without not-ready, which admission gave it
+            taints = [*node.taints]  # without not-ready, which admission gave it
+            self._patch(f"nodes/{node.name}", {"spec": {"taints": taints}})
 
     @contextmanager
     def only(self, nodes: Iterable[Node]) -> Iterator[None]:
@@ -212,10 +192,8 @@ class Kubelets:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             running = {"running": {"startedAt": now}}
             conditions = [{"type": kind, "status": "True"} for kind in ("Initialized", "ContainersReady", "Ready")]
-            containers = [
-                {"name": one["name"], "image": one["image"], "imageID": "", "ready": True, "restartCount": 0, "state": running}
-                for one in spec["containers"]
-            ]
+            serving = {"imageID": "", "ready": True, "restartCount": 0, "state": running}
+            containers = [{"name": one["name"], "image": one["image"], **serving} for one in spec["containers"]]
             status = {"phase": "Running", "conditions": conditions, "containerStatuses": containers, "startTime": now}
             self._patch(f"{at}/status", {"status": status})
 
@@ -228,10 +206,9 @@ class Kubelets:
             "claimRef": {"namespace": metadata["namespace"], "name": metadata["name"]},
             "hostPath": {"path": "/nowhere"},
         }
-        name = f"{metadata['namespace']}-{metadata['name']}"
-        self._post(
-            "persistentvolumes", {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": volume}
-        )
+        named = {"name": f"{metadata['namespace']}-{metadata['name']}"}
+        content = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": named, "spec": volume}
+        self._post("persistentvolumes", content)
 
     def _list(self, resource: str) -> Sequence[Object]:
         return list(self._api.get(f"/api/v1/{resource}").json().get("items", []))

@@ -11,14 +11,7 @@ from collections.abc import Iterator
 from pipelinerl.kube.checks import quantity
 from tests.chart.rendering import Object
 
-POD_DEFAULTS = {"restartPolicy": "Always", "dnsPolicy": "ClusterFirst", "schedulerName": "default-scheduler"}
 MODES = {"configMap", "secret", "projected", "downwardAPI"}
-DEFAULTS: dict[str, Object] = {
-    "Deployment": {"replicas": 1, "strategy": {"type": "RollingUpdate"}, "revisionHistoryLimit": 10},
-    "StatefulSet": {"replicas": 1, "updateStrategy": {"type": "RollingUpdate"}, "podManagementPolicy": "OrderedReady"},
-    "Service": {"type": "ClusterIP", "sessionAffinity": "None"},
-    "PersistentVolumeClaim": {"volumeMode": "Filesystem"},
-}
 ROLLING: dict[str, tuple[str, Object]] = {
     "Deployment": ("strategy", {"maxSurge": "25%", "maxUnavailable": "25%"}),
     "StatefulSet": ("updateStrategy", {"partition": 0}),
@@ -26,20 +19,14 @@ ROLLING: dict[str, tuple[str, Object]] = {
 
 
 def defaulted(item: Object) -> Object:
-    spec = item.setdefault("spec", {}) if item["kind"] in DEFAULTS else item.get("spec", {})
-    for name, value in DEFAULTS.get(item["kind"], {}).items():
-        spec.setdefault(name, copy.deepcopy(value))
     if item["kind"] in ROLLING:
         name, parts = ROLLING[item["kind"]]
-        strategy = spec[name]
+        strategy = item["spec"].setdefault(name, {})
         if strategy.setdefault("type", "RollingUpdate") == "RollingUpdate":
             strategy["rollingUpdate"] = copy.deepcopy(parts) | (strategy.get("rollingUpdate") or {})
-        _default_pod(spec["template"]["spec"])
-    elif item["kind"] == "Pod":
-        _default_pod(spec)
-    elif item["kind"] == "Service":
-        for port in spec.get("ports", []):
-            port.setdefault("protocol", "TCP")
+        for volume in item["spec"]["template"]["spec"].get("volumes", []):
+            for source in volume.keys() & MODES:
+                volume[source].setdefault("defaultMode", 420)
     return item
 
 
@@ -58,25 +45,10 @@ def upgraded(before: Object, after: Object) -> Object:
     return defaulted(item)
 
 
-def _default_pod(spec: Object) -> None:
-    for name, value in POD_DEFAULTS.items():
-        spec.setdefault(name, value)
-    for volume in spec.get("volumes", []):
-        for source in volume.keys() & MODES:
-            volume[source].setdefault("defaultMode", 420)
-    for container in [*spec.get("initContainers", []), *spec.get("containers", [])]:
-        container.setdefault("terminationMessagePath", "/dev/termination-log")
-        for port in container.get("ports", []):
-            port.setdefault("protocol", "TCP")
-
-
-DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")
 DNS_SUBDOMAIN = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*\Z")
 SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?\Z")
-PATH_SEGMENT = re.compile(r"(?!\.\.?\Z)[^/%]+\Z")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?\Z")
 LABEL_KEY = re.compile(r"([a-z0-9][-a-z0-9.]{0,252}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z")
-NAMES = {"Service": SERVICE_NAME, "Namespace": DNS_LABEL, "Role": PATH_SEGMENT, "RoleBinding": PATH_SEGMENT}
 IMMUTABLE: dict[str, tuple[str, ...]] = {
     "Deployment": ("spec.selector",),
     "StatefulSet": ("spec.selector", "spec.serviceName", "spec.podManagementPolicy", "spec.volumeClaimTemplates"),
@@ -89,16 +61,14 @@ IMMUTABLE: dict[str, tuple[str, ...]] = {
 def problems(item: Object, before: Object | None = None) -> Iterator[str]:
     """Why a server refuses it, in place of `before`."""
     name, labels = item["metadata"]["name"], item["metadata"].get("labels") or {}
-    if not NAMES.get(item["kind"], DNS_SUBDOMAIN).match(name):
+    if not (SERVICE_NAME if item["kind"] == "Service" else DNS_SUBDOMAIN).match(name):
         yield f'metadata.name: Invalid value: "{name}": not a name of RFC 1123 (a Service: 1035) for a {item["kind"]}'
     template = item.get("spec", {}).get("template", {}) if item["kind"] in (*ROLLING, "Job") else {}
     for key, value in [*labels.items(), *(template.get("metadata", {}).get("labels") or {}).items()]:
         if not (LABEL_KEY.match(key) and isinstance(value, str) and LABEL_VALUE.match(value)):
             yield f'metadata.labels: Invalid value: "{key}={value}"'
-    if item["kind"] == "ConfigMap":
-        yield from (
-            f"data: Invalid value: {key!r}" for key in item.get("data", {}) if not re.match(r"[-._a-zA-Z0-9]{1,253}\Z", key)
-        )
+    if item["kind"] == "ConfigMap" and not all(re.match(r"[-._a-zA-Z0-9]{1,253}\Z", key) for key in item.get("data", {})):
+        yield f"data: Invalid value: {[*item['data']]}"
     if item["kind"] in ROLLING:
         strategy = item["spec"].get(ROLLING[item["kind"]][0]) or {}
         if strategy.get("type") != "RollingUpdate" and strategy.get("rollingUpdate") is not None:

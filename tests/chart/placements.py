@@ -16,9 +16,7 @@ URGENT = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metada
 @dataclass(frozen=True)
 class Placement:
     """`runs`: pods on each node of a pool, which is a node's name up to the dash. Components that are not named run anywhere.
-
-    Pods without a node are in the pool `waiting`, and `waits` says for what. The node `drained` is drained after `joining`.
-    """
+    Pods without a node are in the pool `waiting`, and `waits` says for what. The node `drained` is drained after `joining`."""
 
     nodes: Sequence[Node]
     values: Mapping[str, Any]
@@ -56,13 +54,11 @@ def _nodes(pool: str, *gpus: int, spot: bool = False, cpus: int = 1) -> list[Nod
 
 
 ACTORS, TRAINER = {"replicas": 8, "gpus": 1}, {"gpus": 8, "expectedActors": 8}
-EIGHT = {"images": {"variant": "cuda"}, "actor": ACTORS, "trainer": TRAINER}
-"""The documents' example: sixteen GPUs on two nodes."""
+EIGHT = {"images": {"variant": "cuda"}, "actor": ACTORS, "trainer": TRAINER}  # the documents' example
 TWO_NODES = {"nodes": 2, "persistence": {"accessMode": "ReadWriteMany"}}
 ON_SPOT = {"nodeSelectorTerms": [{"matchExpressions": [{"key": SPOT, "operator": "Exists"}]}]}
 SPOT_ACTORS = {"tolerations": [{"key": SPOT, "operator": "Exists"}], "affinity": {"nodeAffinity": {REQUIRED: ON_SPOT}}}
 OPEN, OLD, NEW = [Node(f"open-{index}", {GPU: 8}) for index in "01"], [Node("old-0", {GPU: 16})], [Node("new-0", {GPU: 16})]
-NATS = {"nats": {"replicas": 3}}
 FEW, AFFINITY, ON_CPU = f"Insufficient {GPU}", "node(s) didn't match pod affinity rules", {"cpu": ["1 nats, 2 verifier"]}
 PLACEMENTS = {
     "default values on sixteen GPUs": Placement(OPEN, {}, {"open": ["1 verifier", "1 verifier"]}),
@@ -76,8 +72,12 @@ PLACEMENTS = {
         EIGHT | {"actor": ACTORS | SPOT_ACTORS},
         ON_CPU | {"gpu": ["1 trainer"], "spot": ["8 actor"]},
     ),
-    "three NATS servers on two nodes": Placement(_nodes("", cpus=2), NATS, {"cpu": ["1 nats", "2 nats"]}, files=[CPU_VALUES]),
-    "three NATS servers on three nodes": Placement(_nodes("", cpus=3), NATS, {"cpu": ["1 nats"] * 3}, files=[CPU_VALUES]),
+    "a small node that one server of NATS and one verifier fill": Placement(
+        [Node("big-0"), Node("small-0", {"cpu": "600m", "memory": "2150Mi"})],
+        {"verifier": {"replicas": 2}, "nats": {"replicas": 3, "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}}}},
+        {"big": ["2 nats, 1 verifier"], "small": ["1 nats, 1 verifier"]},
+        files=[CPU_VALUES],
+    ),
     "the trial without GPUs on one node": Placement(
         [Node("one-0", {"cpu": 5, "memory": "11Gi"})],
         {},

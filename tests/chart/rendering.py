@@ -1,12 +1,9 @@
-"""What the real helm makes of the chart and some values, and where to find things in it.
-
-Nothing here is a second opinion of the chart: it runs helm and reads YAML.
-"""
+"""What the real helm makes of the chart and some values, and where to find things in it."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ CPU_VALUES = CHART / "values-cpu.yaml"
 HELM = Path(sys.executable).with_name("helm")
 RELEASE, NAMESPACE = "pipelinerl", "train"
 WORKLOADS = ("Deployment", "StatefulSet")
-TEMPLATED = (*WORKLOADS, "Job")
 SERVICES = ("actor", "trainer", "verifier")
 COMPONENT = "app.kubernetes.io/component"
 
@@ -40,9 +36,9 @@ def helm(*arguments: str | Path, text: str = "") -> str:
 def rendered_text(
     values: Mapping[str, Any] | None = None, files: Sequence[Path] = (), release: str = RELEASE, extra: Sequence[str] = ()
 ) -> str:
-    given = [part for file in files for part in ("--values", str(file))]
+    given = [f"--values={file}" for file in (*files, "-")]
     text = json.dumps(dict(values or {}), ensure_ascii=False)  # JSON is YAML without its surprises: y is no boolean
-    return helm("template", release, CHART, "--namespace", NAMESPACE, *given, "--values", "-", *extra, text=text)
+    return helm("template", release, CHART, "--namespace", NAMESPACE, *given, *extra, text=text)
 
 
 @dataclass(frozen=True)
@@ -89,14 +85,18 @@ class Rendered:
 
     def one(self, kind: str, name: str) -> Object:
         """Raises `LookupError`."""
-        found = self.find(kind, name)
-        if found is None:
+        if (found := self.find(kind, name)) is None:
             raise LookupError(f"no {kind} {name}")
         return found
 
     @property
     def pods(self) -> list[Pod]:
-        return list(_pods(self.objects))
+        """Those of hooks, too."""
+        found = []
+        for item in self.of_kind(*WORKLOADS, "Job", "Pod"):
+            made = item["spec"].get("template", item)
+            found.append(Pod(f"{item['kind']}/{item['metadata']['name']}", made["metadata"], made["spec"]))
+        return found
 
     def pod(self, component: str) -> Pod:
         return next(pod for pod in self.pods if pod.component == component)
@@ -107,9 +107,8 @@ class Rendered:
 
 def environment(container: Object) -> dict[str, Object]:
     """Entries by name. Raises `ValueError` when a name comes twice."""
-    entries = container.get("env", [])
-    found = {entry["name"]: entry for entry in entries}
-    if len(found) != len(entries):
+    found = {entry["name"]: entry for entry in container.get("env", [])}
+    if len(found) != len(container.get("env", [])):
         raise ValueError(f"{container['name']}: a variable is set twice")
     return found
 
@@ -119,13 +118,3 @@ def render(
 ) -> Rendered:
     text = rendered_text(values, files, release, extra)
     return Rendered([item for item in yaml.load_all(text, Loader=yaml.CSafeLoader) if item])
-
-
-def _pods(objects: Sequence[Object]) -> Iterator[Pod]:
-    for item in objects:
-        name = f"{item['kind']}/{item['metadata']['name']}"
-        if item["kind"] in TEMPLATED:
-            template = item["spec"]["template"]
-            yield Pod(name, template["metadata"], template["spec"])
-        elif item["kind"] == "Pod":
-            yield Pod(name, item["metadata"], item["spec"])

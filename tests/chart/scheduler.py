@@ -1,11 +1,12 @@
 """Where Kubernetes runs pods: a model of the documented rules of its scheduler, of preemption and of node drains.
 
-A pod is ready as soon as it has a node. Volumes are left out, and so are scores of affinities, resources and images: of nodes
-that a pod prefers equally, the first is taken. A field of a term that the model does not know raises a `ValueError`. Sources:
+A pod is ready as soon as it has a node. Volumes are left out, and so are scores of taints, affinities, images and balance: of
+nodes with equal scores, the first is taken. What the model does not know raises a `ValueError` or a `KeyError`. Sources:
 https://kubernetes.io/docs/concepts/scheduling-eviction/ and pkg/scheduler/framework/plugins of Kubernetes.
 """
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from tests.chart.fields import quantity
-from tests.chart.rendering import NAMESPACE, WORKLOADS, Object
+from tests.chart.rendering import WORKLOADS, Object
 
-REQUIRED, PREFERRED = (f"{kind}DuringSchedulingIgnoredDuringExecution" for kind in ("required", "preferred"))
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 OPERATORS: dict[str, Callable[[str | None, Sequence[str]], bool]] = {
     "In": lambda value, values: value in values,
-    "NotIn": lambda value, values: value not in values,
     "Exists": lambda value, _: value is not None,
-    "DoesNotExist": lambda value, _: value is None,
 }
 
 
@@ -46,7 +45,6 @@ class Pod:
     name: str
     labels: Mapping[str, str]
     spec: Object
-    namespace: str = NAMESPACE
     priority: int = 0
     node: Node | None = None
     reason: str = ""
@@ -63,31 +61,29 @@ class Pod:
                 staying += asked if kind == "containers" or container.get("restartPolicy") == "Always" else Counter()
         return peak | staying
 
-    def affinity(self, kind: str, how: str = REQUIRED) -> Any:
-        return self.spec.get("affinity", {}).get(kind, {}).get(how, [])
+    def affinity(self, kind: str) -> Any:
+        """Required terms."""
+        affinities = self.spec.get("affinity", {})
+        _check_fields(affinities, "nodeAffinity", "podAffinity")
+        return affinities.get(kind, {}).get(REQUIRED, [])
 
-    def untolerated(self, taints: Iterable[Object], effects: Sequence[str] = ("NoSchedule", "NoExecute")) -> int:
-        """Number of taints with these effects that the pod does not tolerate."""
-
-        def tolerates(one: Object, taint: Object) -> bool:
-            exists = {"Exists": True, "Equal": False}[one.get("operator", "Equal")]
-            same = one.get("key") == taint["key"] or (exists and not one.get("key"))
-            equal = exists or one.get("value", "") == taint.get("value", "")
-            return same and equal and one.get("effect") in (None, taint["effect"])
-
-        tolerations, found = self.spec.get("tolerations", []), [taint for taint in taints if taint["effect"] in effects]
-        return sum(not any(tolerates(one, taint) for one in tolerations) for taint in found)
+    def tolerates(self, taint: Object) -> bool:
+        """Whether a toleration has the taint's key, or none, and its effect, or none. The chart gives no values."""
+        tolerations = self.spec.get("tolerations", [])
+        assert all(one["operator"] == "Exists" for one in tolerations)
+        fitting = [one for one in tolerations if one.get("effect") in (None, taint["effect"])]
+        return any(one.get("key") in (None, taint["key"]) for one in fitting)
 
     def selects(self, node: Node) -> bool:
         """Whether the node has all labels of the node selector, and meets one term of the required node affinity."""
-        required = self.affinity("nodeAffinity")  # of which an empty term matches no node
-        met = not required or any(term and _matches(term, node.labels) for term in required["nodeSelectorTerms"])
+        required = self.affinity("nodeAffinity")
+        met = not required or any(_matches(term, node.labels) for term in required["nodeSelectorTerms"])
         return met and self.spec.get("nodeSelector", {}).items() <= node.labels.items()
 
     def wants(self, term: Object, other: "Pod") -> bool:
-        """Whether `other` has the labels of this pod's term, and is in this pod's namespace."""
+        """Whether `other` has the labels of this pod's term."""
         _check_fields(term, "labelSelector", "topologyKey")
-        return other.namespace == self.namespace and _matches(term.get("labelSelector"), other.labels)
+        return _matches(term.get("labelSelector"), other.labels)
 
     def is_near(self, term: Object, node: Node) -> bool:
         """Whether the pod runs in the node's domain of the term."""
@@ -124,12 +120,11 @@ def pods_of(objects: Sequence[Object]) -> Iterator[Pod]:
             metadata, priority = template["metadata"], classes[template["spec"].get("priorityClassName", "")]
             for index in range(max(owner["spec"].get("replicas", 1), least.get(name, 1))):
                 labels = {"apps.kubernetes.io/pod-index": str(index)} if owner["kind"] == "StatefulSet" else {}
-                namespace = metadata.get("namespace", NAMESPACE)
-                yield Pod(f"{name}-{index}", {**metadata["labels"], **labels}, template["spec"], namespace, priority)
+                yield Pod(f"{name}-{index}", {**metadata["labels"], **labels}, template["spec"], priority)
 
 
 class Cluster:
-    """`emptiest`: of nodes that a pod prefers equally, that with the fewest requested CPUs is taken."""
+    """`emptiest`: free resources count, too (`LeastAllocated`, a default of the scheduler)."""
 
     def __init__(self, nodes: Iterable[Node], objects: Sequence[Object], emptiest: bool = False) -> None:
         self.nodes, self.pods, self._emptiest = copy.deepcopy([*nodes]), [*pods_of(objects)], emptiest
@@ -155,13 +150,11 @@ class Cluster:
         return [pod for pod in self.pods if pod.node is node]
 
     def _refusal(self, pod: Pod, node: Node) -> str:
-        """Why the pod cannot run on the node, or nothing if it can."""
         return next((reason for refused, reason in self._filters(pod, node) if refused), "")
 
     def _filters(self, pod: Pod, node: Node) -> Iterator[tuple[bool, str]]:
         """Whether each filter of the scheduler, in its order, refuses the node, and its words for that."""
-        yield CORDONED in node.taints and pod.untolerated([CORDONED]) > 0, "node(s) were unschedulable"
-        yield pod.untolerated(node.taints) > 0, "node(s) had untolerated taint"
+        yield not all(map(pod.tolerates, node.taints)), "node(s) had untolerated taint"
         yield not pod.selects(node), "node(s) didn't match Pod's node affinity/selector"
         free = _thousandths(node.resources)
         for other in self._on(node):
@@ -173,13 +166,6 @@ class Cluster:
             skew = counts[value] + _matches(one.get("labelSelector"), pod.labels) - min(counts.values(), default=0)
             yield not value or skew > one["maxSkew"], "node(s) didn't match pod topology spread constraints"
         yield not self._meets_affinity(pod, node), "node(s) didn't match pod affinity rules"
-        own = sum(self._number_near(pod, term, node) for term in pod.affinity("podAntiAffinity"))
-        yield own > 0, "node(s) didn't match pod anti-affinity rules"
-        near = [(other, term) for other in self.pods for term in other.affinity("podAntiAffinity") if other.is_near(term, node)]
-        yield any(other.wants(term, pod) for other, term in near), "node(s) didn't satisfy existing pods anti-affinity rules"
-
-    def _number_near(self, pod: Pod, term: Object, node: Node) -> int:
-        return sum(other.is_near(term, node) and pod.wants(term, other) for other in self.pods)
 
     def _meets_affinity(self, pod: Pod, node: Node) -> bool:
         """One pod must meet all required terms. If there is none, the first of pods that meet their own terms may run."""
@@ -202,16 +188,27 @@ class Cluster:
                     counts[node.labels[one["topologyKey"]]] += sum(pod.wants(term, other) for other in self._on(node))
             yield one, counts
 
-    def _preference(self, pod: Pod, node: Node) -> tuple[int, ...]:
-        """What the scheduler's scores prefer, the heaviest first: tolerated taints, even spread. Affinities are left out."""
-        crowd = sum(counts[node.labels.get(one["topologyKey"], "")] for one, counts in self._domains(pod, "ScheduleAnyway"))
-        used = sum(other.requests["cpu"] for other in self._on(node)) if self._emptiest else 0
-        return -pod.untolerated(node.taints, ["PreferNoSchedule"]), -crowd, -used
+    def _scores(self, pod: Pod, nodes: Sequence[Node]) -> dict[Node, float]:
+        """The scheduler's weighted scores of even spread and, if `emptiest`, of free resources."""
+        crowds = dict.fromkeys(nodes, 0.0)
+        for one, counts in self._domains(pod, "ScheduleAnyway"):
+            for node in nodes:  # `maxSkew` waters differences down
+                crowds[node] += counts[node.labels.get(one["topologyKey"], "")] * math.log(len(counts) + 2) + one["maxSkew"] - 1
+        rounded = {node: round(crowds[node]) for node in nodes}
+        most, least = max(rounded.values()), min(rounded.values())
+        free = {node: 100 * self._emptiest * self._free_share(pod, node) for node in nodes}
+        return {node: 200 * (least - rounded[node]) / (most or 1) + free[node] for node in nodes}
+
+    def _free_share(self, pod: Pod, node: Node) -> float:
+        """Share of CPU and memory that is left with the pod on the node."""
+        capacity, pods = _thousandths(node.resources), [pod, *self._on(node)]
+        return sum(1 - sum(one.requests[name] for one in pods) / (capacity[name] or 1) for name in ("cpu", "memory")) / 2
 
     def _schedule(self, pod: Pod) -> bool:
         refusals = {node: self._refusal(pod, node) for node in self.nodes}
         fitting = [node for node, reason in refusals.items() if not reason]
-        pod.node = max(fitting, key=lambda node: self._preference(pod, node)) if fitting else self._preempt(pod)
+        scores = self._scores(pod, fitting) if fitting else {}
+        pod.node = max(scores, key=scores.__getitem__) if scores else self._preempt(pod)
         numbers = {} if pod.node else Counter(refusals.values())
         pod.reason = ", ".join(f"{number} {reason}" for reason, number in numbers.items())
         return pod.node is not None
@@ -238,10 +235,9 @@ class Cluster:
         """Take the pod from its node, unless a budget permits no disruption. Shares of pods are rounded up."""
         for budget in self._budgets:
             pods = [other for other in self.pods if _matches(budget["selector"], other.labels)]
-            given = budget.get("minAvailable", budget.get("maxUnavailable"))
-            number = -(-len(pods) * int(given[:-1]) // 100) if isinstance(given, str) else given
-            wanted = number if "minAvailable" in budget else len(pods) - number
-            if pod in pods and sum(other.node is not None for other in pods) <= max(0, wanted):
+            given = budget["maxUnavailable"]
+            most = -(-len(pods) * int(given[:-1]) // 100) if isinstance(given, str) else given
+            if pod in pods and sum(other.node is None for other in pods) >= most:
                 return False
         pod.node = None
         return True

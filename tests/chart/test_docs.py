@@ -11,20 +11,13 @@ from tests.chart.cases import rendered_case
 from tests.chart.rendering import COMPONENT, ROOT, SERVICES, WORKLOADS, Rendered, render, rendered_text
 from tests.chart.test_schema import LEAVES
 
-PAGES = {
-    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("kubernetes", "security", "episodes", "storage")
-}
+NAMES = ("kubernetes", "security", "episodes", "storage")
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
 PAGES["episodes"] = PAGES["episodes"].partition("\n## On Kubernetes\n")[2].partition("\n## ")[0]
 PAGE = "\n".join(PAGES.values())
 TABLE = (ROOT / "docs" / "chart-values.md").read_text(encoding="utf-8")
-OUTSIDE = {"secrets", "rules"}
-"""First keys of examples that are no values."""
-
-
-EXAMPLES = [
-    data for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if not (data := yaml.safe_load(block)).keys() & OUTSIDE
-]
+BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
+EXAMPLES = [data for data in BLOCKS if not data.keys() & {"secrets", "rules"}]  # the others are no values
 
 
 def test_the_table_of_values_is_what_the_schema_says_and_has_every_value_once() -> None:
@@ -54,12 +47,8 @@ def test_gitops_examples_render_the_same_twice_and_ignore_the_numbers_that_other
     scaled = {one["spec"]["scaleTargetRef"]["name"] for one in rendered.of_kind("HorizontalPodAutoscaler")}
     for rule in rendered.one("Role", "pipelinerl-trainer")["rules"]:
         scaled |= {name for one in rule["resources"] if one.endswith("/scale") for name in rule["resourceNames"]}
-    ignored = {
-        workload["metadata"]["name"]
-        for workload in rendered.of_kind(*WORKLOADS)
-        for rule in rules
-        if rule["kind"] == workload["kind"] and rule.get("name", workload["metadata"]["name"]) == workload["metadata"]["name"]
-    }
+    workloads = [(item["kind"], item["metadata"]["name"]) for item in rendered.of_kind(*WORKLOADS)]
+    ignored = {name for kind, name in workloads for rule in rules if (rule["kind"], rule.get("name", name)) == (kind, name)}
     assert {path for rule in rules for path in rule["jsonPointers"]} == {"/spec/replicas"}
     assert ignored == scaled == {f"pipelinerl-{service}" for service in SERVICES}
     keys = rendered_case("default").one("Secret", "pipelinerl-nats-auth")["data"].keys()
@@ -74,11 +63,9 @@ def test_values_and_objects_that_the_text_and_its_commands_name_exist() -> None:
     within = {name for name in named if any(name.startswith(f"{leaf}.") for leaf in LEAVES)}  # verifier.resources.limits
     assert named - within <= known | others, named - within - known
     objects = {item["metadata"]["name"] for item in rendered_case("nats-3").objects}
-    for kind, name in re.findall(r"(deployment|statefulset|service)/([\w-]+)", PAGE):
-        assert name in objects, f"{kind}/{name}"
-    for name in re.findall(r"(?:delete|describe) (?:pvc|pod|secret) (pipelinerl-\w+)`", PAGE):
-        assert name in objects, name
-    assert "pipelinerl-nats-auth" in objects
+    by_kind = re.findall(r"(?:deployment|statefulset|service)/([\w-]+)", PAGE)
+    by_kind.append("pipelinerl-nats-auth")
+    assert {*by_kind, *re.findall(r"(?:delete|describe) (?:pvc|pod|secret) (pipelinerl-\w+)`", PAGE)} <= objects
 
 
 def test_names_of_certificates_are_those_that_the_page_lists() -> None:

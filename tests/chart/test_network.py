@@ -1,7 +1,6 @@
-"""NetworkPolicies let pass what docs/architecture.md draws, and nothing else.
+"""NetworkPolicies let pass what docs/architecture.md draws, and nothing else, in a model of network plugins."""
 
-What a cluster's network plugin makes of the policies is not tested.
-"""
+import itertools
 
 import pytest
 
@@ -10,8 +9,7 @@ from tests.chart.rendering import NAMESPACE, SERVICES, Object, Pod, Rendered, re
 from tests.cluster.objects import label_selector_matches
 from tests.cluster.policies import Peer, why_not
 
-ANY_PORT = 41234
-"""One that the system chose, as for NCCL and Gloo."""
+ANY_PORT = 41234  # which the system chose, as for NCCL and Gloo
 
 
 def _peer(pod: Pod) -> Peer:
@@ -19,58 +17,38 @@ def _peer(pod: Pod) -> Peer:
 
 
 def passes(rendered: Rendered, sender: str, receiver: str, port: int) -> bool:
-    source, target = _peer(rendered.pod(sender)), _peer(rendered.pod(receiver))
-    return why_not(rendered, source, target, port) == ""
+    return why_not(rendered, _peer(rendered.pod(sender)), _peer(rendered.pod(receiver)), port) == ""
 
 
 def _rules(rendered: Rendered, component: str, side: str) -> list[Object]:
-    labels = rendered.pod(component).labels
-    policies = [policy["spec"] for policy in rendered.of_kind("NetworkPolicy")]
-    own = [one for one in policies if label_selector_matches(one["podSelector"], labels) and side in one["policyTypes"]]
+    specs, labels = [policy["spec"] for policy in rendered.of_kind("NetworkPolicy")], rendered.pod(component).labels
+    own = [one for one in specs if label_selector_matches(one["podSelector"], labels) and side in one["policyTypes"]]
     assert own
     return [rule for spec in own for rule in spec.get(side.lower(), [])]
 
 
 PORTS = (50051, 8080, 8090, 4222, 6222, 8222, ANY_PORT)
 DRAWN = {
-    ("actor", "verifier", 50051),
-    ("trainer", "verifier", 50051),
-    ("actor", "nats", 4222),
-    ("trainer", "nats", 4222),
+    *((pod, to, port) for pod in ("actor", "trainer", "release-test") for to, port in (("verifier", 50051), ("nats", 4222))),
     ("nats", "nats", 6222),
-    ("release-test", "trainer", 8080),
+    *((pod, "trainer", 8080) for pod in ("release-test", "page")),
     ("release-test", "actor", 8080),
-    ("page", "trainer", 8080),
-    ("release-test", "verifier", 50051),
-    ("release-test", "nats", 4222),
     *((a, b, port) for a in ("actor", "trainer") for b in ("actor", "trainer") for port in PORTS),
 }
 PODS = ("actor", "trainer", "verifier", "nats", "test", "release-test", "page")
 
 
+OF_EPISODES = {("verifier", "actor", 8090), ("release-test", "actor", 8090)}  # environments ask the actors for turns
+
+
 @pytest.mark.parametrize(
     ("case", "drawn"),
-    [
-        ("nats-3", DRAWN),
-        (
-            "episodes",
-            DRAWN - {("nats", "nats", 6222), ("page", "trainer", 8080)}
-            | {("verifier", "actor", 8090), ("release-test", "actor", 8090)},
-        ),
-    ],
+    [("nats-3", DRAWN), ("episodes", DRAWN - {("nats", "nats", 6222), ("page", "trainer", 8080)} | OF_EPISODES)],
 )
 def test_the_drawn_arrows_pass_and_no_others(case: str, drawn: set[tuple[str, str, int]]) -> None:
-    """Where there are episodes, their environments reach the actors, at one port."""
     rendered = rendered_case(case)
     there = [component for component in PODS if component != "page" or case == "nats-3"]
-    passing = {
-        (sender, receiver, port)
-        for sender in there
-        for receiver in there
-        for port in PORTS
-        if passes(rendered, sender, receiver, port)
-    }
-    assert passing == drawn
+    assert {arrow for arrow in itertools.product(there, there, PORTS) if passes(rendered, *arrow)} == drawn
 
 
 def test_what_the_values_take_away_does_not_pass() -> None:
@@ -127,23 +105,18 @@ def test_ways_out_can_be_narrowed() -> None:
         ways = [*PRIVATE, "fc00::/7", "203.0.113.9/32"]
         assert cidrs == [*ways, "203.0.113.8/32"], "as ways to the API, or the hub would be reached by it"
     to = [{"ipBlock": {"cidr": "203.0.113.7/32"}}]
-    tracing = {"endpoint": "https://otel.example.com"}
-    rendered = render({"tracing": tracing, "networkPolicy": {"tracing": {"to": to, "ports": [443]}}})
-    for component in SERVICES:
-        assert ("203.0.113.7/32", [443]) in _outside(rendered, component)
+    policy = {"tracing": {"to": to, "ports": [443]}}
+    rendered = render({"tracing": {"endpoint": "https://otel.example.com"}, "networkPolicy": policy})
+    assert all(("203.0.113.7/32", [443]) in _outside(rendered, component) for component in SERVICES)
 
 
 def test_names_are_resolved_and_traces_sent() -> None:
     """The verifier looks up the collector's name and no other."""
 
     def of_other_namespaces(case: str, component: str) -> list[tuple[str, int]]:
-        rules = [rule for rule in _rules(rendered_case(case), component, "Egress") if "ports" in rule]
-        return [
-            (entry["protocol"], entry["port"])
-            for rule in rules
-            for entry in rule["ports"]
-            if any(peer.get("namespaceSelector") == {} for peer in rule["to"])
-        ]
+        rules = _rules(rendered_case(case), component, "Egress")
+        elsewhere = [rule for rule in rules if any(peer.get("namespaceSelector") == {} for peer in rule["to"])]
+        return [(entry["protocol"], entry["port"]) for rule in elsewhere for entry in rule["ports"]]
 
     dns, collector = [("UDP", 53), ("TCP", 53)], [("TCP", 4317), ("TCP", 4318)]
     for component in SERVICES:
@@ -153,7 +126,7 @@ def test_names_are_resolved_and_traces_sent() -> None:
 
 def test_no_pod_is_open_to_all_and_prometheus_reaches_metrics_by_the_name_of_their_port(rendered: Rendered) -> None:
     assert all(rule.get("from") for one in rendered.of_kind("NetworkPolicy") for rule in one["spec"].get("ingress", []))
-    for component in ("actor", "trainer", "verifier") if rendered.of_kind("NetworkPolicy") else ():
+    for component in SERVICES if rendered.of_kind("NetworkPolicy") else ():
         scraped = [rule for rule in _rules(rendered, component, "Ingress") if "namespaceSelector" in rule["from"][0]]
         assert [rule["ports"] for rule in scraped] == [[{"protocol": "TCP", "port": "http"}]]
 

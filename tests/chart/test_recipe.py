@@ -9,29 +9,31 @@ import yaml
 from pipelinerl.commands.validate import chart_problems
 from pipelinerl.recipe.fields import EPISODIC, Recipe, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
-from tests.chart.rendering import CHART, CPU_VALUES, ROOT, HelmError, Rendered, render, rendered_text
+from tests.chart.rendering import CHART, CPU_VALUES, ROOT, SERVICES, HelmError, Rendered, render
 
 NAMES = tuple(path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")))
 COPY = "cp recipes/*.yaml deploy/helm/recipes/"
 
 
 def recipe_of(rendered: Rendered, folder: Path, suffix: str = "recipe") -> Recipe:
-    (text,) = [
-        item["data"]["recipe.yaml"] for item in rendered.of_kind("ConfigMap") if item["metadata"]["name"].endswith(f"-{suffix}")
-    ]
+    (found,) = [item for item in rendered.of_kind("ConfigMap") if item["metadata"]["name"].endswith(f"-{suffix}")]
     file = folder / "recipe.yaml"
-    file.write_text(text, encoding="utf-8")
+    file.write_text(found["data"]["recipe.yaml"], encoding="utf-8")
     return load_recipe(file)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_of_the_project_is_the_charts_and_loads_by_name_or_inline(name: str, tmp_path: Path) -> None:
+def test_a_recipe_of_the_project_is_the_charts_and_loads_by_name_inline_and_for_another_model(
+    name: str, tmp_path: Path
+) -> None:
     original = ROOT / "recipes" / f"{name}.yaml"
     assert {path.stem for path in (CHART / "recipes").glob("*.yaml")} == set(NAMES), COPY
     assert (CHART / "recipes" / f"{name}.yaml").read_bytes() == original.read_bytes(), COPY
     data = yaml.safe_load(original.read_text().replace(" 1e-6", " 1.0e-6"))
     for values in ({"name": name}, {"inline": data}):
         assert recipe_of(render({"recipe": values}), tmp_path) == load_recipe(original)
+    model = recipe_of(render({"model": {"name": "a/b"}, "recipe": {"name": name}}), tmp_path).model
+    assert (model.source, model.name) == ("hub", "a/b")
 
 
 def test_a_trainer_whose_ranks_are_for_the_machine_to_say_has_one_gpu() -> None:
@@ -42,10 +44,9 @@ def test_a_trainer_whose_ranks_are_for_the_machine_to_say_has_one_gpu() -> None:
 
 def test_every_case_has_a_recipe_that_loads(rendered: Rendered, tmp_path: Path) -> None:
     recipe = recipe_of(rendered, tmp_path)
-    for job in (item for item in rendered.of_kind("Job") if item["metadata"]["name"].endswith("-validation")):
-        (checked,) = [item for item in rendered.of_kind("ConfigMap") if item["metadata"]["name"] == job["metadata"]["name"]]
-        assert checked["metadata"]["annotations"]["helm.sh/hook"] == job["metadata"]["annotations"]["helm.sh/hook"]
-        assert recipe_of(rendered, tmp_path, "validation") == recipe
+    checked = [item for item in rendered.objects if item["metadata"]["name"].endswith("-validation")]
+    assert {item["metadata"]["annotations"]["helm.sh/hook"] for item in checked} == {"pre-install,pre-upgrade"}
+    assert recipe_of(rendered, tmp_path, "validation") == recipe
     assert ("episodes" in rendered.pod("actor").ports) == bool(recipe.episodic_tasks)
 
 
@@ -84,151 +85,135 @@ def test_what_is_set_lies_over_the_recipe_as_it_is_and_leaves_the_rest(tmp_path:
 def test_a_chat_template_reaches_the_services_as_its_text(tmp_path: Path) -> None:
     """By --set-file: no pod has the file."""
     (tmp_path / "chat.jinja").write_text("{#- it's #}\n{%- for m in messages %}\n{{- m.content + '\\n' }}\n{%- endfor %}\n\n")
-    text = rendered_text(extra=("--set-file", f"recipe.set.model.chat_template={tmp_path / 'chat.jinja'}"))
-    recipe = recipe_of(Rendered([one for one in yaml.safe_load_all(text) if one]), tmp_path)
-    assert recipe.model.chat_template == (tmp_path / "chat.jinja").read_text()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_models_name_is_enough_and_takes_nothing_of_the_recipes_own(name: str, tmp_path: Path) -> None:
-    rendered = render({"model": {"name": "a/b"}, "recipe": {"name": name}})
-    recipe = recipe_of(rendered, tmp_path)
-    assert (recipe.model.source, recipe.model.name) == ("hub", "a/b")
+    rendered = render(extra=("--set-file", f"recipe.set.model.chat_template={tmp_path / 'chat.jinja'}"))
+    assert recipe_of(rendered, tmp_path).model.chat_template == (tmp_path / "chat.jinja").read_text()
 
 
 def test_one_value_starts_a_run_from_a_checkpoint_and_only_the_trainer_has_the_stores_secret(tmp_path: Path) -> None:
     url = "s3://models/team/first/checkpoints/latest"
-    values = {"model": {"source": url}, "recipe": {"name": "gsm"}, "storage": {"existingSecret": "s3"}}
-    rendered = render(values)
+    rendered = render({"model": {"source": url}, "recipe": {"name": "gsm"}, "storage": {"existingSecret": "s3"}})
     recipe = recipe_of(rendered, tmp_path)
     assert (recipe.model.source, recipe.model.name) == ("checkpoint", url)
     assert recipe_of(render({"recipe": {"set": {"model": {"source": url}}}}), tmp_path).model.name == url
-    trainers, others = (
-        rendered.pod("trainer").containers,
-        [*rendered.pod("actor").containers, *rendered.pod("verifier").containers],
-    )
-    assert [container.get("envFrom") for container in trainers] == [[{"secretRef": {"name": "s3"}}]] * 2
-    assert not any("envFrom" in container for container in others)
+    for pod in map(rendered.pod, SERVICES):
+        given = [[{"secretRef": {"name": "s3"}}]] if pod.component == "trainer" else [None]
+        assert [container.get("envFrom") for container in pod.containers] == given * len(pod.containers)
     assert rendered.pod("actor").spec["initContainers"][0]["args"][-1] == "services.actor.initial_model"
 
 
-REFUSED: dict[str, dict[str, Any]] = yaml.safe_load(r"""
-"recipe.set.actor.colocate: true is for a trainer and an actor on one GPU":
-  {recipe: {set: {mode: conventional, actor: {colocate: true}}}}
-"trainer.onCompletion: release needs kubernetesApi.enabled": {trainer: {onCompletion: release}, kubernetesApi: {enabled: false}}
-"trainer.page.ingress.enabled: needs": {trainer: {page: {ingress: {enabled: true, host: a.b}}}}
-"trainer.page.ingress.annotations: are empty": {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b}}}}
-"trainer.onCompletion: exit does not go with actor.autoscaling.kind = keda":
-  {trainer: {onCompletion: exit}, actor: {autoscaling: {enabled: true, keda: {prometheusAddress: 'http://prometheus:9090'}}}}
-"model.source: first/checkpoints/latest and model.name:": {model: {name: a/b, source: first/checkpoints/latest}}
-"recipe.name: the chart has no recipe \"gsn\"; use one of arithmetic, calculator, code, gsm": {recipe: {name: gsn}}
-"recipe.inline: the recipe has no model; give it there or in recipe.set.model, or set model.name":
-  {recipe: {inline: {name: mine, task: {source: reasoning_gym}}}}
-"recipe.set.model.chat_template: chat.jinja is a file": {recipe: {set: {model: {chat_template: chat.jinja}}}}
-"the recipe has no task": {recipe: {inline: {name: mine, model: {name: a/b}}}}
-"the recipe has no name": {recipe: {inline: {model: {name: a/b}, task: {name: chain_sum}}}}
-"model.name: the recipe names no model; set": {recipe: {name: smollm2, set: {model: {source: hub}}}}
-"run: \"My run\" cannot name a run; use 1-40 lowercase letters, digits and inner": {recipe: {set: {name: My run}}}
-"actor.gpus: 4 differs from the recipe's actor.engine.tensor_parallel_size = 1; set": {actor: {gpus: 4}}
-"actor.hostNetwork: NetworkPolicies do not recognize pods in the network of a node": {actor: {hostNetwork: true}}
-"trainer.hostNetwork: NetworkPolicies do not recognize pods": {trainer: {hostNetwork: true}}
-"trainer.labels, commonLabels: with kueue.x-k8s.io/queue-name, Kueue would admit the pods of the trainer apart":
-  {kueue: {queue: rl}, trainer: {labels: {kueue.x-k8s.io/queue-name: rl}}}
-"actor.autoscaling.enabled: Kueue deletes the actors that an autoscaler adds to a pod group of fixed size":
-  {kueue: {queue: rl}, actor: {autoscaling: {enabled: true, kind: hpa}}, metrics: {scrapedOtherwise: true}}
-"trainer.expectedActors: is 0, so that the pod group of kueue.queue would have no actors":
-  {kueue: {queue: rl}, trainer: {expectedActors: 0}}
-"actor.replicas: 8 is not trainer.expectedActors = 4, the number of actors in the pod group of kueue.queue":
-  {kueue: {queue: rl}, actor: {replicas: 8}, trainer: {expectedActors: 4}}
-"test.transferPair.enabled: its pods request gpu.resource, but with trainer.resourceClaims the nodes give GPUs by":
-  {trainer: {resourceClaims: [{name: gpus}]}, test: {transferPair: {enabled: true}}}
-"extraObjects[1]: is not one object with apiVersion, kind and metadata; give each object its own entry":
-  {extraObjects: [{apiVersion: v1, kind: ConfigMap, metadata: {name: a}}, 'kind: ConfigMap']}
-"trainer.persistence.accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods share the": {trainer: {nodes: 2}}
-"trainer.terminationGracePeriodSeconds: 100 leaves no time after": {trainer: {terminationGracePeriodSeconds: 100}}
-"metrics.podMonitor.enabled: is false, so that nothing would collect the metric that actor.autoscaling follows":
-  {actor: {autoscaling: {enabled: true, kind: hpa}}}
-"metrics.podMonitor.enabled: is false, so that":
-  {recipe: {set: {task: {source: environment, name: 'a.b:C'}, reward: {scorer: task, overlong: {buffer_tokens: 0}, timeout_s:
-   5}, actor: {sequences_in_progress: 64}}}, verifier: {autoscaling: {kind: hpa}}}
-"actor.affinity: a required podAffinity cannot be combined":
-  {actor: {affinity: {podAffinity: {requiredDuringSchedulingIgnoredDuringExecution: [{topologyKey: zone, labelSelector: {}}]}}}}
-"trainer.capabilities: [IPC_LOCK] have no effect for a process that is not": {trainer: {capabilities: [IPC_LOCK]}}
-"actor.serviceAccount.name, trainer.serviceAccount.name: both are x, which the chart creates for one of the two":
-  {actor: {serviceAccount: {name: x}}, trainer: {serviceAccount: {name: x}}}
-"actor.serviceAccount.name, trainer.serviceAccount.name: both are pipelinerl-trainer, which the chart creates":
-  {actor: {serviceAccount: {create: false, name: pipelinerl-trainer}}}
-"tls.nats.enabled: encrypts only the chart's own NATS, but nats.enabled is false; for your own NATS, write tls://":
-  {tls: {nats: {enabled: true}}, nats: {enabled: false, url: 'nats://nats.messaging:4222'}}
-"nats.tlsSecret: nats-ca is not used while nats.enabled is true; set tls.nats.enabled": {nats: {tlsSecret: nats-ca}}
-"images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and": {actor: {gpus: 0}, trainer: {gpus: 0}}
-"networkPolicy.monitoring.from: is empty, so that no":
-  {actor: {autoscaling: {enabled: true, kind: hpa}}, networkPolicy: {monitoring: {from: []}}, metrics: {scrapedOtherwise: true}}
-"trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods (also":
-  {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b, withoutLogin: true, from: []}}}}
-"resolve a name; name the pods or addresses that answer DNS (also if a policy of": {networkPolicy: {dns: {to: []}}}
-"nats.url: is empty while nats.enabled is false": {nats: {enabled: false}}
-": is empty; name a Secret with tls.crt, tls.key and ca.crt": {tls: {grpc: {enabled: true}}}
-"tls.certManager.issuerRef: has no name": {tls: {nats: {enabled: true}, certManager: {enabled: true}}}
-"actor.autoscaling.keda.prometheusAddress: is empty": {actor: {autoscaling: {enabled: true}}, metrics: {scrapedOtherwise: true}}
-"images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {images: {variant: cpu}}
-"nats.url: a server does not begin with nats:// or tls://; begin each one so, and write %2C for a comma in a user":
-  {nats: {enabled: false, url: 'nats://user:pass,word@nats.messaging:4222'}}
-"nats.url: is not used while nats.enabled is true": {nats: {url: 'nats://user:secret@nats.messaging:4222'}}
-"tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled": {tls: {secrets: {actor: actor-tls}}}
-"huggingface.token: huggingface.existingSecret is set, too": {huggingface: {token: hf_a, existingSecret: hf}}
-"tracing.headersSecret: login is not used": {tracing: {headersSecret: login}}
-"verifier.autoscaling.maxReplicas: 2 is less than": {verifier: {autoscaling: {minReplicas: 3, maxReplicas: 2}}}
-"verifier.autoscaling.kind: hpa scales on episodes, and the":
-  {verifier: {autoscaling: {kind: hpa}}, metrics: {scrapedOtherwise: true}}
-"verifier.autoscaling.kind = keda needs it":
-  {metrics: {scrapedOtherwise: true}, recipe: {set: {task: {source: environment, name: 'a.b:C'}, reward: {scorer: task,
-   overlong: {buffer_tokens: 0}, timeout_s: 5}, actor: {sequences_in_progress: 64}}}, verifier: {autoscaling: {kind: keda}}}
+TABLES: dict[str, Any] = yaml.safe_load(r"""
+recipes:
+  judge: &judge
+    scorer: judge
+    judge: {url: 'https://judge.example.com/v1', model: m, template: '{completion}', pattern: (\d+)}
+  episodes: &episodes
+    task: {source: environment, name: 'a.b:C'}
+    reward: {scorer: task, overlong: {buffer_tokens: 0}, timeout_s: 5}
+    actor: {sequences_in_progress: 64}
+  upload: &upload {set: {checkpoint: {upload: 's3://a/b'}}}
+closed: &closed {hub: {enabled: false}}
+hpa: &hpa {autoscaling: {enabled: true, kind: hpa}}
+refused:  # by the templates
+  "recipe.set.actor.colocate: true is for": {recipe: {set: {mode: conventional, actor: {colocate: true}}}}
+  "trainer.onCompletion: release needs kubernetesApi": {trainer: {onCompletion: release}, kubernetesApi: {enabled: false}}
+  "trainer.page.ingress.enabled: needs": {trainer: {page: {ingress: {enabled: true, host: a.b}}}}
+  "trainer.page.ingress.annotations: are empty": {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b}}}}
+  "trainer.onCompletion: exit does not go with": {trainer: {onCompletion: exit}, actor: {autoscaling: {enabled: true}}}
+  "model.source: first/checkpoints/latest and model.name:": {model: {name: a/b, source: first/checkpoints/latest}}
+  "recipe.name: the chart has no recipe \"gsn\"; use one of arithmetic, calculator, code, gsm": {recipe: {name: gsn}}
+  "recipe.inline: the recipe has no model": {recipe: {inline: {name: mine, task: {source: reasoning_gym}}}}
+  "recipe.set.model.chat_template: chat.jinja is a file": {recipe: {set: {model: {chat_template: chat.jinja}}}}
+  "the recipe has no task": {recipe: {inline: {name: mine, model: {name: a/b}}}}
+  "the recipe has no name": {recipe: {inline: {model: {name: a/b}, task: {name: chain_sum}}}}
+  "model.name: the recipe names no model; set": {recipe: {name: smollm2, set: {model: {source: hub}}}}
+  "run: \"My run\" cannot name a run; use 1-40 lowercase letters, digits and inner": {recipe: {set: {name: My run}}}
+  "actor.gpus: 4 differs from the recipe's actor.engine.tensor_parallel_size = 1; set": {actor: {gpus: 4}}
+  "trainer.hostNetwork: NetworkPolicies do not recognize pods": {trainer: {hostNetwork: true}}
+  "trainer.labels, commonLabels: with kueue": {kueue: {queue: rl}, trainer: {labels: {kueue.x-k8s.io/queue-name: rl}}}
+  "actor.autoscaling.enabled: Kueue deletes": {kueue: {queue: rl}, actor: *hpa}
+  "trainer.expectedActors: is 0, so that the pod group": {kueue: {queue: rl}, trainer: {expectedActors: 0}}
+  "replicas: 8 is not trainer.expectedActors = 4": {kueue: {queue: rl}, actor: {replicas: 8}, trainer: {expectedActors: 4}}
+  "test.transferPair.enabled: its": {trainer: {resourceClaims: [{name: gpus}]}, test: {transferPair: {enabled: true}}}
+  "extraObjects[1]: is not one object": {extraObjects: [{apiVersion: v1, kind: Secret, metadata: {name: a}}, 'kind: Secret']}
+  "trainer.persistence.accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods share the": {trainer: {nodes: 2}}
+  "trainer.terminationGracePeriodSeconds: 100 leaves no time after": {trainer: {terminationGracePeriodSeconds: 100}}
+  "nothing would collect the metric that actor.autoscaling follows": {actor: *hpa}
+  "nothing would collect the metric that verifier.autoscaling": {recipe: {set: *episodes}, verifier: {autoscaling: {kind: hpa}}}
+  "actor.affinity: a required podAffinity cannot be combined":
+    {actor: {affinity: {podAffinity: {requiredDuringSchedulingIgnoredDuringExecution: [{topologyKey: zone}]}}}}
+  "trainer.capabilities: [IPC_LOCK] have no effect for a process that is not": {trainer: {capabilities: [IPC_LOCK]}}
+  "both are x, which the chart creates": {actor: {serviceAccount: {name: x}}, trainer: {serviceAccount: {name: x}}}
+  "both are pipelinerl-trainer, which the chart creates": {actor: {serviceAccount: {create: false, name: pipelinerl-trainer}}}
+  "tls.nats.enabled: encrypts only": {tls: {nats: {enabled: true}}, nats: {enabled: false, url: 'nats://nats.messaging:4222'}}
+  "nats.tlsSecret: nats-ca is not used while nats.enabled is true; set tls.nats.enabled": {nats: {tlsSecret: nats-ca}}
+  "images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and": {actor: {gpus: 0}, trainer: {gpus: 0}}
+  "images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {images: {variant: cpu}}
+  "monitoring.from: is": {actor: *hpa, networkPolicy: {monitoring: {from: []}}, metrics: {scrapedOtherwise: true}}
+  "ingress.from: is": {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b, withoutLogin: true, from: []}}}}
+  "resolve a name; name the pods or addresses that answer DNS (also if a policy of": {networkPolicy: {dns: {to: []}}}
+  "nats.url: is empty while nats.enabled is false": {nats: {enabled: false}}
+  "nats.url: a server does not begin with nats:// or tls://": {nats: {enabled: false, url: 'nats://user:pass,word@nats:4222'}}
+  "nats.url: is not used while nats.enabled is true": {nats: {url: 'nats://user:secret@nats.messaging:4222'}}
+  ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {tls: {grpc: {enabled: true}}}
+  "tls.certManager.issuerRef: has no name": {tls: {nats: {enabled: true}, certManager: {enabled: true}}}
+  "tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled": {tls: {secrets: {actor: actor-tls}}}
+  "keda.prometheusAddress: is empty; set": {actor: {autoscaling: {enabled: true}}, metrics: {scrapedOtherwise: true}}
+  "huggingface.token: huggingface.existingSecret is set, too": {huggingface: {token: hf_a, existingSecret: hf}}
+  "tracing.headersSecret: login is not used": {tracing: {headersSecret: login}}
+  "verifier.autoscaling.maxReplicas: 2 is less than": {verifier: {autoscaling: {minReplicas: 3, maxReplicas: 2}}}
+  "autoscaling.kind: hpa scales on": {verifier: {autoscaling: {kind: hpa}}, metrics: {scrapedOtherwise: true}}
+  "keda needs it": {metrics: {scrapedOtherwise: true}, recipe: {set: *episodes}, verifier: {autoscaling: {kind: keda}}}
+refused by the Job:  # before an install or upgrade
+  "trainer.persistence.size = '500Gi': the model, 2 checkpoints of 216 GB": {model: {name: a/14B}}
+  "'': the model, 2 checkpoints of 108 GB (checkpoint.keep) and the next one need 316Gi": {trainer: {persistence: {size: ''}}}
+  "trainer.persistence.size = '': is empty": {model: {source: 's3://a/b'}, trainer: {persistence: {size: null}}}
+  "[4443]: lacks port 4222 of": {nats: {enabled: false, url: 'nats://n'}, networkPolicy: {nats: {ports: [4443]}}}
+  "trainer.expectedActors = 9: is more than actor.replicas = 8": {actor: {replicas: 8}, trainer: {expectedActors: 9}}
+  "trainer.expectedActors = 8: is more than": {actor: *hpa, trainer: {expectedActors: 8}, metrics: {scrapedOtherwise: true}}
+  "shard_ranks = 3: does": {recipe: {set: {trainer: {shard_ranks: 3}}}, trainer: {nodes: 2, persistence: {existingClaim: a}}}
+  "context_parallel = 2: does": {recipe: {set: {trainer: {context_parallel: 2}}}, trainer: {gpus: 1}}
+  "trainer.resources.limits.cpu = '7500m': is less than": {trainer: {resources: {limits: {cpu: 7500m}}}}
+  "trainer.page.resources.limits.memory = '64M': is": {trainer: {page: {resources: {limits: {memory: 64M}}}}}
+  "networkPolicy.verifierEgress = []: is empty, so that no verifier would reach the": {recipe: {set: {reward: *judge}}}
+  "the recipe's judge (https://judge.example.com/v1)":
+    {recipe: {set: {evaluation: {sets: [{name: b, task: {name: chain_sum}, reward: *judge}]}}}}
+  "networkPolicy.extraEgress = []: is": {recipe: *upload, networkPolicy: *closed, kubernetesApi: {enabled: false}}
+  "would not reach hf://a/latest while networkPolicy.hub.enabled is false; add a rule to the store's":
+    {model: {source: 'hf://a/latest'}, networkPolicy: {<<: *closed, kubernetesApi: {cidrs: [10.0.0.1/32, 'fd00::1/128']}}}
+  "not reach gs://a/b":
+    {recipe: {set: {checkpoint: {upload: 'gs://a/b'}}}, networkPolicy: {<<: *closed, kubernetesApi: {ports: [6443]}}}
+  "maxSurge and maxUnavailable are both 0, so that no": {actor: {strategy: {rollingUpdate: {maxUnavailable: 0%}}}}
+  "[4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {nats: {enabled: false, url: 'nats://nats-0.messaging:4222,nats://nats-1.messaging:4223'}}
+  "nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {nats: {sequencesMaxGib: 25}}
+  "verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress":
+    {recipe: {set: *episodes}, actor: {replicas: 3}, verifier: {maxEpisodes: 191, autoscaling: {enabled: false}}}
+  "defaultLimits.cpu = '4': is less than trainer.resources.requests.cpu = 8": {defaultLimits: {cpu: '4'}}
+  "networkPolicy.tracing.ports = [4317, 4318]: lacks port 9999 of": {tracing: {endpoint: 'http://collector:9999/v1'}}
+  "lacks port 443 of tracing.endpoint": {tracing: {endpoint: 'https://otel.example.com/in:4318'}}
+  "lacks port 80 of": {tracing: {endpoint: 'http://[2001:db8::4318]'}}
+  "lacks port 55680 of": {tracing: {endpoint: 'http://[2001:db8::1]:55680'}}
+  "lacks port 443 of": {tracing: {endpoint: 'http://collector', protocol: grpc}}
+taken:  # although they look like those
+- {actor: {resources: null}, trainer: {resources: {limits: null}}}
+- {actor: {resources: {requests: {memory: 24G}, limits: {memory: 24Gi}}}}
+- {recipe: {set: {reward: *judge}}, networkPolicy: {verifierEgress: [{to: [{ipBlock: {cidr: 0.0.0.0/0}}]}]}}
+- {recipe: {set: {reward: *judge}}, networkPolicy: {enabled: false, dns: {to: []}}}
+- {recipe: *upload}
+- {recipe: *upload, networkPolicy: *closed}
+- {model: {source: 's3://a/x-70B/latest'}, networkPolicy: {<<: *closed, extraEgress: [{to: [{ipBlock: {cidr: 0.0.0.0/0}}]}]}}
+- {model: {name: a/b}, actor: {cache: {existingClaim: models}}, networkPolicy: *closed}
+- {actor: {strategy: {type: Recreate, rollingUpdate: {maxUnavailable: 0}}}}
+- {recipe: {set: {checkpoint: {upload: 'file:///data/up'}}}, networkPolicy: *closed, kubernetesApi: {enabled: false}}
+- {model: {source: 'file:///data/first'}, networkPolicy: *closed, kubernetesApi: {enabled: false}}
+- {actor: {podAnnotations: {limits: x, requests: y}, replicas: 0}}
+- {nats: {url: null}, trainer: {persistence: {size: null, existingClaim: shared}}}
+- {actor: {serviceAccount: &theirs {create: false, name: theirs}}, trainer: {serviceAccount: *theirs}}
+- {nats: {enabled: false, url: 'nats://n:4222', serviceAccount: {name: pipelinerl-actor}}}
+- {tracing: &collector {endpoint: 'http://collector:9999'}, networkPolicy: {tracing: {ports: [9999]}}}
+- {tracing: *collector, networkPolicy: {enabled: false}}
+- {tracing: *collector, networkPolicy: {tracing: {to: []}}}
 """)
-"""By what the templates say of them."""
-REFUSED_BY_THE_JOB: dict[str, dict[str, Any]] = yaml.safe_load(r"""
-"trainer.persistence.size = '500Gi': the model, 2 checkpoints of 216 GB": {model: {name: a/14B}}
-"trainer.persistence.size = '': the model, 2 checkpoints of 108 GB (checkpoint.keep) and the next one need 316Gi":
-  {trainer: {persistence: {size: ''}}}
-"trainer.persistence.size = '': is empty; set the size of the volume, such as 500Gi":
-  {model: {source: 's3://a/b'}, trainer: {persistence: {size: null}}}
-"[4443]: lacks port 4222 of": {nats: {enabled: false, url: 'nats://n'}, networkPolicy: {nats: {ports: [4443]}}}
-"trainer.expectedActors = 9: is more than actor.replicas = 8": {actor: {replicas: 8}, trainer: {expectedActors: 9}}
-"trainer.expectedActors = 8: is more than":
-  {actor: {autoscaling: {enabled: true, kind: hpa}}, trainer: {expectedActors: 8}, metrics: {scrapedOtherwise: true}}
-"recipe.set.trainer.shard_ranks = 3: does not divide the 8 ranks of the trainer (trainer.nodes = 2, 4 each)":
-  {recipe: {set: {trainer: {shard_ranks: 3}}}, trainer: {nodes: 2, persistence: {existingClaim: shared}}}
-"context_parallel = 2: does": {recipe: {set: {trainer: {context_parallel: 2}}}, trainer: {gpus: 1}}
-"trainer.resources.limits.cpu = '7500m': is less than": {trainer: {resources: {limits: {cpu: 7500m}}}}
-"trainer.page.resources.limits.memory = '64M': is": {trainer: {page: {resources: {limits: {memory: 64M}}}}}
-"networkPolicy.verifierEgress = []: is empty, so that no verifier would reach the":
-  {recipe: {set: {reward: {scorer: judge, judge: {url: 'https://judge.example.com/v1', model: m, template: '{completion}',
-   pattern: (\d+)}}}}}
-"would reach the recipe's judge (https://judge.example.com/v1); add a rule to its address (also if a policy of your own":
-  {recipe: {set: {evaluation: {sets: [{name: b, task: {name: chain_sum}, reward: {scorer: judge, judge: {url:
-   'https://judge.example.com/v1', model: m, template: '{completion}', pattern: (\d+)}}}]}}}}
-"networkPolicy.extraEgress = []: is":
-  {recipe: {set: {checkpoint: {upload: 's3://a/b'}}}, networkPolicy: {hub: {enabled: false}}, kubernetesApi: {enabled: false}}
-"would not reach hf://a/first/checkpoints/latest while networkPolicy.hub.enabled is false; add a rule to the store's":
-  {model: {source: 'hf://a/first/checkpoints/latest'}, networkPolicy: {hub: {enabled: false}, kubernetesApi: {cidrs:
-   [10.0.0.1/32, 'fd00::1/128']}}}
-"so that the trainer would not reach gs://a/b":
-  {recipe: {set: {checkpoint: {upload: 'gs://a/b'}}}, networkPolicy: {hub: {enabled: false}, kubernetesApi: {ports: [6443]}}}
-"maxSurge and maxUnavailable are both 0, so that no": {actor: {strategy: {rollingUpdate: {maxUnavailable: 0%}}}}
-"networkPolicy.nats.ports = [4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223":
-  {nats: {enabled: false, url: 'nats://nats-0.messaging:4222,nats://nats-1.messaging:4223'}}
-"nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {nats: {sequencesMaxGib: 25}}
-"verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress":
-  {recipe: {set: {task: {source: environment, name: 'a.b:C'}, reward: {scorer: task, overlong: {buffer_tokens: 0}, timeout_s:
-   5}, actor: {sequences_in_progress: 64}}}, actor: {replicas: 3}, verifier: {maxEpisodes: 191, autoscaling: {enabled: false}}}
-"defaultLimits.cpu = '4': is less than trainer.resources.requests.cpu = 8": {defaultLimits: {cpu: '4'}}
-"networkPolicy.tracing.ports = [4317, 4318]: lacks port 9999 of": {tracing: {endpoint: 'http://collector:9999/v1'}}
-"lacks port 443 of tracing.endpoint": {tracing: {endpoint: 'https://otel.example.com/in:4318'}}
-"lacks port 80 of": {tracing: {endpoint: 'http://[2001:db8::4318]'}}
-"lacks port 55680 of": {tracing: {endpoint: 'http://[2001:db8::1]:55680'}}
-"lacks port 443 of": {tracing: {endpoint: 'http://collector', protocol: grpc}}
-""")
-"""By what the Job says of them before an install or upgrade."""
+REFUSED, REFUSED_BY_THE_JOB, TAKEN = (TABLES[kind] for kind in ("refused", "refused by the Job", "taken"))
 
 
 def said_by_the_job(rendered: Rendered, folder: Path) -> list[str]:
@@ -252,38 +237,12 @@ def test_values_that_contradict_each_other_are_refused_by_name(message: str) -> 
     assert message in str(refused.value)
 
 
-def test_files_for_which_a_release_has_no_room_are_refused() -> None:
+def test_a_release_that_cannot_name_a_service_and_files_for_which_it_has_no_room_are_refused() -> None:
+    with pytest.raises(HelmError, match="set fullnameOverride"):
+        render(release="7b")
+    assert render({"fullnameOverride": "seven"}, release="7b").one("Deployment", "seven-actor")
     with pytest.raises(HelmError, match="400001 bytes together are more than the 400000"):
         render({"rewards": {"files": {"big.py": "#" * 200_000}}, "task": {"files": {"big.jsonl": "x" * 200_001}}})
-
-
-TAKEN = yaml.safe_load(r"""
-- {actor: {resources: null}, trainer: {resources: {limits: null}}}
-- {actor: {resources: {requests: {memory: 24G}, limits: {memory: 24Gi}}}}
-- {recipe: {set: {reward: {scorer: judge, judge: {url: 'https://judge.example.com/v1', model: m, template: '{completion}',
-   pattern: (\d+)}}}}, networkPolicy: {verifierEgress: [{to: [{ipBlock: {cidr: 0.0.0.0/0}}]}]}}
-- {recipe: {set: {reward: {scorer: judge, judge: {url: 'https://judge.example.com/v1', model: m, template: '{completion}',
-   pattern: (\d+)}}}}, networkPolicy: {enabled: false, dns: {to: []}}}
-- {recipe: {set: {checkpoint: {upload: 's3://a/b'}}}}
-- {model: {source: 's3://a/x-70B/latest'}, networkPolicy: {hub: {enabled: false}, extraEgress: [{to: [{ipBlock: {cidr:
-   0.0.0.0/0}}]}]}}
-- {model: {name: a/b}, actor: {cache: {existingClaim: models}}, networkPolicy: {hub: {enabled: false}}}
-- {actor: {strategy: {type: Recreate, rollingUpdate: {maxUnavailable: 0}}}}
-- {recipe: {set: {checkpoint: {upload: 's3://a/b'}}}, networkPolicy: {hub: {enabled: false}}}
-- {recipe: {set: {checkpoint: {upload: 'file:///data/up'}}}, networkPolicy: {hub: {enabled: false}}, kubernetesApi: {enabled:
-   false}}
-- {model: {source: 'file:///data/first'}, networkPolicy: {hub: {enabled: false}}, kubernetesApi: {enabled: false}}
-- {actor: {podAnnotations: {limits: x, requests: y}}}
-- {actor: {replicas: 0}}
-- {nats: {url: null}}
-- {trainer: {persistence: {size: null, existingClaim: shared}}}
-- {actor: {serviceAccount: {create: false, name: theirs}}, trainer: {serviceAccount: {create: false, name: theirs}}, verifier:
-   {serviceAccount: {create: false, name: theirs}}}
-- {nats: {enabled: false, url: 'nats://n:4222', serviceAccount: {name: pipelinerl-actor}}}
-- {tracing: {endpoint: 'http://collector:9999'}, networkPolicy: {tracing: {ports: [9999]}}}
-- {tracing: {endpoint: 'http://collector:9999'}, networkPolicy: {enabled: false}}
-- {tracing: {endpoint: 'http://collector:9999'}, networkPolicy: {tracing: {to: []}}}
-""")
 
 
 @pytest.mark.parametrize("values", TAKEN, ids=str)
@@ -291,14 +250,7 @@ def test_values_that_only_look_like_those_are_taken(values: dict[str, Any], tmp_
     assert said_by_the_job(render(values), tmp_path) == []
 
 
-def test_a_release_that_cannot_name_a_service_is_refused() -> None:
-    with pytest.raises(HelmError, match="set fullnameOverride"):
-        render(release="7b")
-    assert render({"fullnameOverride": "seven"}, release="7b").one("Deployment", "seven-actor")
-
-
 def test_the_test_trains_a_few_steps_of_the_arithmetic_recipe(tmp_path: Path) -> None:
-    rendered = render(files=[CPU_VALUES])
-    recipe = recipe_of(rendered, tmp_path, "test")
+    recipe = recipe_of(render(files=[CPU_VALUES]), tmp_path, "test")
     assert (recipe.name, recipe.trainer.steps, recipe.model.source) == ("helm-test", 3, "package")
     assert recipe_of(render({"test": {"steps": 5}}), tmp_path, "test").trainer.steps == 5

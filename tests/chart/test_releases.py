@@ -1,11 +1,11 @@
-"""A release lives: install, scale, upgrade, roll back, uninstall, with Helm 3 and both ways of Helm 4.
-
-Only in a real cluster, with `make cluster-check`, which takes the one that KUBECONFIG names, or starts a control plane where
-its programs are on PATH.
+"""A release lives: install, scale, upgrade, roll back, uninstall, with Helm 3 and both ways of Helm 4. Only in a real cluster,
+with `make cluster-check`: the one that KUBECONFIG names, or a control plane whose programs are on PATH.
 """
 
 import json
+import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +34,9 @@ HELMS: dict[str, tuple[Path, tuple[str, ...]]] = {
 def real_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if not request.config.getoption("--cluster"):
         pytest.skip("needs a real cluster: make cluster-check")
-    if named := control_plane.named():
-        yield named
-    elif absent := control_plane.missing():
+    if file := os.environ.get("KUBECONFIG"):
+        yield Cluster(Path(file))
+    elif absent := [name for name in control_plane.BINARIES if shutil.which(name) is None]:
         pytest.exit(f"nothing was checked: KUBECONFIG is not set, and {', '.join(absent)} not on PATH", returncode=1)
     else:
         with control_plane.started(tmp_path_factory.mktemp("control-plane")) as cluster:
@@ -61,11 +61,13 @@ class Release:
     options: tuple[str, ...]
     name: str = "pipelinerl"
 
-    def install(self, values: Mapping[str, Any], files: Sequence[Path] = (CPU_VALUES,)) -> None:
-        self._with_chart("install", values, files)
+    def install(self, values: Mapping[str, Any], files: Sequence[Path] = (CPU_VALUES,), verb: str = "install") -> None:
+        hooks = "--no-hooks"  # the stand-in runs no Job; tests/cluster runs that of the chart
+        given = [f"--values={file}" for file in (*files, "-")]
+        self.cluster.run(self.helm, verb, self.name, CHART, *given, hooks, *self.options, text=json.dumps(dict(values)))
 
-    def upgrade(self, values: dict[str, Any]) -> None:
-        self._with_chart("upgrade", values)
+    def upgrade(self, values: Mapping[str, Any]) -> None:
+        self.install(values, verb="upgrade")
 
     def rollback(self, revision: int) -> None:
         self.cluster.run(self.helm, "rollback", self.name, str(revision), "--no-hooks", *self.options)
@@ -73,19 +75,11 @@ class Release:
     def uninstall(self) -> None:
         self.cluster.run(self.helm, "uninstall", self.name)
 
-    def _with_chart(self, verb: str, values: Mapping[str, Any], files: Sequence[Path] = (CPU_VALUES,)) -> None:
-        hooks = "--no-hooks"  # the stand-in runs no Job; tests/cluster runs that of the chart
-        given = [f"--values={file}" for file in (*files, "-")]
-        self.cluster.run(self.helm, verb, self.name, CHART, *given, hooks, *self.options, text=json.dumps(dict(values)))
-
     def replicas(self, component: str, kind: str = "deployment") -> int:
         return int(self.cluster.get(kind, f"{self.name}-{component}")["spec"]["replicas"])
 
     def scale(self, component: str, replicas: int, kind: str = "deployment") -> None:
         self.cluster.kubectl("scale", f"{kind}/{self.name}-{component}", f"--replicas={replicas}")
-
-    def run_state(self) -> dict[str, str]:
-        return dict(self.cluster.get("configmap", f"{self.name}-run")["data"])
 
     def log_level(self, component: str) -> str:
         pod = self.cluster.get("deployment", f"{self.name}-{component}")["spec"]["template"]["spec"]
@@ -135,7 +129,8 @@ def test_install_scale_upgrade_roll_back_uninstall(release: Release) -> None:
     finish_run(release)
     release.upgrade(BY_HAND | MORE_STEPS)
     assert (release.replicas("trainer", "statefulset"), scaled()) == (1, (0, 5))
-    assert release.run_state() == {"phase": "Finished", "actors": "3"}, "by which the trainer gives them back"
+    state = release.cluster.get("configmap", "pipelinerl-run")["data"]
+    assert state == {"phase": "Finished", "actors": "3"}, "by which the trainer gives them back"
     release.scale("actor", 3)
     release.upgrade(BY_HAND)
     assert (release.replicas("trainer", "statefulset"), scaled()) == (1, (3, 5))
@@ -159,18 +154,15 @@ def test_a_number_in_the_values_is_what_there_is_after_each_step(release: Releas
     release.uninstall()
 
 
-OFF = {"autoscaling": {"enabled": False}}
-
-
 def test_an_autoscaler_that_is_switched_off_leaves_its_number_or_takes_that_of_the_values(release: Release) -> None:
     """A number that the manifest has not named before has no owner in the API server, so that no conflict refuses another."""
     release.install(BY_HAND)
     release.scale("verifier", 5)  # the request that the autoscaler sends
-    release.upgrade(BY_HAND | {"verifier": OFF | {"replicas": None}})
+    release.upgrade(BY_HAND | {"verifier": {"replicas": None, "autoscaling": {"enabled": False}}})
     assert release.replicas("verifier") == 5
     release.rollback(1)
     assert release.replicas("verifier") == 5
-    numbered = BY_HAND | {"verifier": OFF | {"replicas": 2}}
+    numbered = BY_HAND | {"verifier": {"replicas": 2, "autoscaling": {"enabled": False}}}
     release.scale("actor", 5)
     release.upgrade(numbered | {"actor": {"replicas": 3}})
     assert (release.replicas("actor"), release.replicas("verifier")) == (3, 2)
@@ -242,10 +234,7 @@ def test_a_service_account_may_do_what_its_service_does_and_no_more(release: Rel
         subject = f"--as=system:serviceaccount:{cluster.namespace}:{release.name}-{account}"
         rules = re.findall(r"(?m)^(\S+) .*\[(.*)\]$", cluster.kubectl("auth", "can-i", "--list", subject))
         verbs = {verb for resources, some in rules if resources.startswith(("pods", "*")) for verb in some.split()}
-        assert rules
-        assert verbs == ({"list", "watch"} if account == "trainer" else set())
-    assert may("trainer", "list", "pods")
-    assert may("trainer", "watch", "pods")
+        assert (bool(rules), verbs) == (True, {"list", "watch"} if account == "trainer" else set())
     for kind, own in (("deployments", "actor"), ("statefulsets", "trainer")):
         assert may("trainer", "patch", f"{kind}/{release.name}-{own}", "--subresource=scale")
         assert not may("trainer", "patch", f"{kind}/{release.name}-nats", "--subresource=scale")

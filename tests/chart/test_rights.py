@@ -13,7 +13,7 @@ from pipelinerl.kube.client import Permission
 from pipelinerl.local.nats import find_nats_server
 from services.trainer.release_test import OBJECTS
 from tests.chart.cases import CASES, rendered_case
-from tests.chart.rendering import Object, Rendered, environment, render
+from tests.chart.rendering import SERVICES, Object, Rendered, environment, render
 from tests.support.certificates import Authority
 
 
@@ -34,27 +34,23 @@ def _trainers_rights(mode: str, full: str = "pipelinerl") -> dict[Permission, li
 
 
 def test_roles_grant_what_the_code_asks_and_no_more(rendered: Rendered, case: str) -> None:
-    roles = rendered.of_kind("Role")
-    assert rendered.of_kind("ClusterRole", "ClusterRoleBinding") == []
+    roles = rendered.of_kind("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
     if case in ("no-rbac", "no-kubernetes-api"):
-        assert roles == rendered.of_kind("RoleBinding") == []
+        assert roles == []
         return
-    (role,) = roles
-    name = role["metadata"]["name"]
-    assert role["metadata"]["labels"]["app.kubernetes.io/component"] == "trainer"
+    role, binding = roles
     entries = environment(rendered.pod("trainer").main)
     full = entries["PIPELINERL_RELEASE"]["value"]
-    assert name == f"{full}-trainer"
-    assert _granted(role) == _trainers_rights(entries["PIPELINERL_ON_COMPLETION"]["value"], full)
-    for right, names in _granted(role).items():
+    granted = _granted(role)
+    assert granted == _trainers_rights(entries["PIPELINERL_ON_COMPLETION"]["value"], full)
+    for right in granted.keys() - kube.TRAINER:
         # A right to write pods would include the images, labels and finalizers of all pods in the namespace.
-        assert right in kube.TRAINER or names is not None
-        assert not right.resource.startswith("pods") or right in kube.TRAINER
+        assert granted[right] is not None
+        assert not right.resource.startswith("pods")
     for kind, right in (("ConfigMap", kube.PATCH_CONFIG), ("Secret", kube.PATCH_REPORT)):
-        for written in _granted(role).get(right) or []:
+        for written in granted.get(right) or []:
             assert "data" not in rendered.one(kind, written), "an upgrade would take it away"
-    binding = rendered.one("RoleBinding", name)
-    assert binding["roleRef"]["name"] == name
+    assert binding["roleRef"]["name"] == role["metadata"]["name"] == f"{full}-trainer"
     (subject,) = binding["subjects"]
     assert (subject["name"], subject["namespace"]) == (rendered.pod("trainer").spec["serviceAccountName"], "train")
 
@@ -88,37 +84,24 @@ def test_users_of_nats_may_do_what_the_bus_says(case: str, run: str) -> None:
 def _server_environment(rendered: Rendered) -> dict[str, str]:
     values: dict[str, str] = {"PATH": os.environ["PATH"]}
     for name, entry in environment(rendered.pod("nats").main).items():
-        source = entry.get("valueFrom", {})
-        if "fieldRef" in source:
-            values[name] = "pipelinerl-nats-0"
-        elif "secretKeyRef" in source:
-            values[name] = "e1e5" + "0" * 36
-        else:
-            values[name] = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], entry["value"])
+        value = entry.get("value") or ("e1e5" + "0" * 36 if "secretKeyRef" in entry["valueFrom"] else "pipelinerl-nats-0")
+        values[name] = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], value)
     return values
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("external-nats", "external-nats-open")])
 def test_nats_server_takes_its_configuration(case: str, tmp_path: Path) -> None:
     rendered = rendered_case(case)
-    name = rendered.one("ConfigMap", rendered.of_kind("StatefulSet")[0]["metadata"]["name"])["metadata"]["name"]
-    assert name.endswith("-nats")
-    text = _configuration(rendered, name)
+    text = _configuration(rendered, rendered.pod("nats").owner.partition("/")[2])
     if "/etc/nats-tls" in text:
         Authority().issue(tmp_path, "pipelinerl-nats")
     for at in ("/etc/nats-tls", "/data", "/var/run/nats"):
         text = text.replace(at, str(tmp_path))
     file = tmp_path / "nats.conf"
     file.write_text(text)
-    done = subprocess.run(
-        [find_nats_server(), "-t", "--config", file],
-        env=_server_environment(rendered),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "is valid" in done.stderr
+    command, env = [find_nats_server(), "-t", "--config", file], _server_environment(rendered)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "is valid" in done.stderr) == (0, True), done.stderr
 
 
 def test_each_server_of_a_cluster_has_a_route_to_each() -> None:
@@ -135,14 +118,10 @@ def test_each_server_of_a_cluster_has_a_route_to_each() -> None:
 
 
 def test_services_log_in_with_their_own_credentials(rendered: Rendered) -> None:
-    secrets = {item["metadata"]["name"]: item for item in rendered.of_kind("Secret")}
-    for service in ("actor", "trainer"):
-        volumes = [volume for volume in rendered.pod(service).spec["volumes"] if volume["name"] == "nats-credentials"]
-        for volume in volumes:
-            (item,) = volume["secret"]["items"]
-            assert item == {"key": f"{service}-credentials", "path": "credentials"}
-            if volume["secret"]["secretName"] in secrets:
-                assert item["key"] in secrets[volume["secret"]["secretName"]]["data"]
-    verifier = rendered.pod("verifier")
-    assert "nats-credentials" not in {volume["name"] for volume in verifier.spec["volumes"]}
-    assert not {"PIPELINERL_NATS_CREDENTIALS", "HF_TOKEN"} & environment(verifier.main).keys()
+    for pod in map(rendered.pod, SERVICES):
+        for secret in (volume["secret"] for volume in pod.spec["volumes"] if volume["name"] == "nats-credentials"):
+            assert secret["items"] == [{"key": f"{pod.component}-credentials", "path": "credentials"}]
+            made = rendered.find("Secret", secret["secretName"])
+            assert made is None or secret["items"][0]["key"] in made["data"]
+            assert pod.component != "verifier"
+    assert not {"PIPELINERL_NATS_CREDENTIALS", "HF_TOKEN"} & environment(rendered.pod("verifier").main).keys()

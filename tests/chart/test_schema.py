@@ -14,14 +14,12 @@ from deploy.tools.recipe_schema import recipe_definitions, text, with_recipe
 from deploy.tools.values_reference import comments, default_of, meaning, read_schema, values
 from pipelinerl.kube.checks import problems
 from pipelinerl.recipe.loading import parse_yaml, recipe_from_data
-from tests.chart.rendering import CHART, HelmError, Rendered, render, rendered_text
+from tests.chart.rendering import CHART, HelmError, render, rendered_text
 
 SCHEMA = read_schema()
 VALUES_TEXT = (CHART / "values.yaml").read_text(encoding="utf-8")
 VALUES: dict[str, Any] = yaml.safe_load(VALUES_TEXT)
 RENEW = "python -m deploy.tools.recipe_schema --write"
-
-
 LEAVES = values(SCHEMA)
 
 
@@ -35,23 +33,17 @@ def test_the_schema_is_draft_7_takes_the_values_that_ship_and_has_the_recipe_as_
 
 
 def test_every_value_has_a_default_and_a_meaning_in_values_yaml() -> None:
-    assert len(LEAVES) > 150
     meanings = comments(VALUES_TEXT)
-    for path in LEAVES:
-        default_of(path)
-        assert len(meaning(path, meanings)) > 10, path
+    assert len([default_of(path) for path in LEAVES]) > 150
+    assert [path for path in LEAVES if len(meaning(path, meanings)) <= 10] == []
 
 
 def test_sections_of_values_are_closed() -> None:
-    def check(schema: dict[str, Any]) -> None:
+    parts = [SCHEMA, *(SCHEMA["definitions"][name] for name in ("image", "serviceAccount", "podDisruptionBudget", "Recipe"))]
+    for schema in parts:
         assert schema["additionalProperties"] is False
-        for part in schema["properties"].values():
-            if "properties" in part:
-                check(part)
-
-    check(SCHEMA)
-    for name in ("image", "serviceAccount", "podDisruptionBudget", "Recipe"):
-        check(SCHEMA["definitions"][name])
+        parts += [part for part in schema["properties"].values() if "properties" in part]
+    assert len(parts) > 40
 
 
 def test_a_null_is_an_empty_value_where_that_is_allowed_and_refused_by_name_elsewhere() -> None:
@@ -76,23 +68,16 @@ def test_a_null_is_an_empty_value_where_that_is_allowed_and_refused_by_name_else
 def test_a_release_leaves_most_of_its_secret_to_the_users_files() -> None:
     """Helm stores chart and manifests in a Secret of at most 1 MiB, as base64 of compressed JSON, in which files are base64."""
     files = [base64.b64encode(path.read_bytes()).decode() for path in sorted(CHART.rglob("*")) if path.is_file()]
-    stored = base64.b64encode(gzip.compress(json.dumps([*files, rendered_text()]).encode()))
-    assert len(stored) < 175_000
+    assert len(base64.b64encode(gzip.compress(json.dumps([*files, rendered_text()]).encode()))) < 175_000
 
 
 REFUSED: dict[str, dict[str, Any]] = yaml.safe_load(r"""
-"unknown value": {actors: {}}
-"unknown value of a section": {actor: {replica: 3}}
-"unknown value of a part": {nats: {persistence: {sizes: 1Gi}}}
+"unknown value": {nats: {persistence: {sizes: 1Gi}}}
 "misspelt recipe field": {recipe: {set: {trainer: {stepz: 3}}}}
-"misspelt recipe section": {recipe: {set: {trainers: {steps: 3}}}}
-"misspelt field of a whole recipe": {recipe: {inline: {name: a, modle: {}}}}
+"misspelt section of a whole recipe": {recipe: {inline: {name: a, modle: {}}}}
 "text for a number": {actor: {replicas: three}}
-"text for a number of the recipe": {recipe: {set: {trainer: {learning_rate: small}}}}
 "number for text": {run: 7}
-"number out of range": {recipe: {set: {sampling: {temperature: 9}}}}
-"null for a number": {recipe: {set: {trainer: {steps: null}}}}
-"not a choice": {recipe: {set: {algorithm: {loss: reinforze}}}}
+"not a choice of the recipe": {recipe: {set: {algorithm: {loss: reinforze}}}}
 "two servers of NATS": {nats: {replicas: 2}}
 "true for a section": {tls: true}
 "a path as a model": {model: {name: /models/llama}}
@@ -120,20 +105,17 @@ def test_helm_refuses(why: str) -> None:
 
 def test_each_switch_the_other_way_and_each_choice_renders_or_is_refused_by_name() -> None:
     """The Job finds what it checks in each, too."""
-    tried = 0
-    for path, schema in LEAVES.items():
-        for value in schema.get("enum", [True, False] if schema.get("type") == "boolean" else []):
-            if value == default_of(path):
-                continue
-            tried += 1
-            refusal, rendered = "", Rendered([])
-            try:
-                rendered = render(functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), value))
-            except HelmError as error:
-                refusal = str(error)
-            assert not refusal or "\n\npipelinerl: " in refusal, (path, value)
-            for config in rendered.of_kind("ConfigMap"):
-                if "values.yaml" in config.get("data", {}):
-                    recipe = recipe_from_data(parse_yaml(config["data"]["recipe.yaml"], ""), "")
-                    assert isinstance(problems(yaml.safe_load(config["data"]["values.yaml"]), recipe), list)
-    assert tried > 50
+    switches = {path: schema.get("enum", [True, False] * (schema.get("type") == "boolean")) for path, schema in LEAVES.items()}
+    tried = [(path, value) for path, choices in switches.items() for value in choices if value != default_of(path)]
+    assert len(tried) > 50
+    for path, value in tried:
+        try:
+            rendered = render(functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), value))
+        except HelmError as error:
+            if "\n\npipelinerl: " not in str(error):
+                raise
+        else:
+            for data in (config.get("data", {}) for config in rendered.of_kind("ConfigMap")):
+                if "values.yaml" in data:
+                    recipe = recipe_from_data(parse_yaml(data["recipe.yaml"], ""), "")
+                    assert isinstance(problems(yaml.safe_load(data["values.yaml"]), recipe), list)

@@ -1,8 +1,7 @@
 """What the chart tells the services is what they read: variables, files, ports, labels, images."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tests.chart.rendering import COMPONENT, SERVICES, Object, Pod, Rendered, en
 
 SETTINGS: dict[str, type[ServiceSettings]] = {"actor": ActorSettings, "trainer": TrainerSettings, "verifier": VerifierSettings}
 PREFIX = "PIPELINERL_"
-OF_A_POD = {
+OF_A_POD = {  # what the downward API gives, for every field that the chart may ask of it
     "metadata.name": "pipelinerl-actor-5d9c-x2x",
     "metadata.namespace": "train",
     "metadata.uid": "0b5f",
@@ -21,19 +20,15 @@ OF_A_POD = {
     "metadata.labels['apps.kubernetes.io/pod-index']": "1",
     "metadata.labels['controller-revision-hash']": "pipelinerl-trainer-5c57d5df6d",
 }
-"""What the downward API gives, for every field that the chart may ask of it."""
-LOCAL = {"address_file", "gpu_turn", "model_dir", "page_key", "private_dir"}
-"""Settings for runs on one machine, which the chart leaves alone."""
+LOCAL = {"address_file", "gpu_turn", "model_dir", "page_key", "private_dir"}  # of runs on one machine
 
 
-def containers(rendered: Rendered) -> Iterator[tuple[Pod, Object]]:
-    for pod in rendered.pods:
-        for container in pod.containers:
-            yield pod, container
+def containers(rendered: Rendered) -> list[tuple[Pod, Object]]:
+    return [(pod, container) for pod in rendered.pods for container in pod.containers]
 
 
-def services(rendered: Rendered) -> Iterator[Pod]:
-    return (pod for pod in rendered.pods if pod.component in SERVICES)
+def services(rendered: Rendered) -> list[Pod]:
+    return [pod for pod in rendered.pods if pod.component in SERVICES]
 
 
 def service_of(container: Object) -> str | None:
@@ -46,18 +41,16 @@ def service_of(container: Object) -> str | None:
 def variables(container: Object) -> dict[str, str]:
     values = {}
     for name, entry in environment(container).items():
-        source = entry.get("valueFrom", {})
-        if "value" in entry:
-            values[name] = entry["value"]
-        elif "fieldRef" in source:
-            values[name] = OF_A_POD[source["fieldRef"]["fieldPath"]]
+        path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+        if path or "value" in entry:
+            values[name] = OF_A_POD[path] if path else entry["value"]
     return values
 
 
 def settings_of(container: Object) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables(container).items():
-            patch.setenv(name, value)
+        for variable in variables(container).items():
+            patch.setenv(*variable)
         return read_settings(SETTINGS[service_of(container) or ""])
 
 
@@ -71,35 +64,25 @@ def test_services_are_started_by_their_modules_with_variables_that_they_know(ren
         if service is None:
             assert container["name"] in ("nats", "exporter", "validation", "page", "transfer", "fabric", "fabric-init")
             continue
-        module = Path(*container["args"][2].split("."))
-        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), container["args"]
+        assert find_spec(container["args"][2]), container["args"]
         assert "command" not in container  # the image's entry point is its init process
-        fields = SETTINGS[service].model_fields
         given = {name for name in environment(container) if name.startswith(PREFIX)}
-        assert given <= names_of(fields), where
-        assert names_of(name for name, field in fields.items() if field.is_required()) <= given, where
-        assert settings_of(container)
+        assert given <= names_of(SETTINGS[service].model_fields), where
+        assert settings_of(container), where  # with all that are required
 
 
 def test_the_chart_decides_every_setting_of_a_cluster() -> None:
     """A setting that no case sets is one that its author forgot here."""
-    given: dict[str, set[str]] = {service: set() for service in SERVICES}
-    files = render({"rewards": {"files": {"my_rewards.py": ""}}})  # no case: its snapshot would say no more
-    for rendered in (*map(rendered_case, CASES), files):
-        for pod in services(rendered):
-            given[pod.component] |= set(environment(pod.main))
+    all_rendered = [*map(rendered_case, CASES), render({"rewards": {"files": {"my_rewards.py": ""}}})]
     for service, kind in SETTINGS.items():
-        assert names_of(kind.model_fields.keys() - LOCAL) - given[service] <= {f"{PREFIX}SERVICE_ACCOUNT_DIR"}, service
+        given = {name for rendered in all_rendered for name in environment(rendered.pod(service).main)}
+        assert names_of(kind.model_fields.keys() - LOCAL) - given <= {f"{PREFIX}SERVICE_ACCOUNT_DIR"}, service
 
 
 def test_init_containers_read_what_their_service_reads_and_files_that_settings_name_are_mounted(rendered: Rendered) -> None:
-    for pod in services(rendered):
-        for container in pod.spec.get("initContainers", []):
-            if container["name"] == "fabric-init":
-                continue
-            for key in ("env", "volumeMounts", "image"):
-                assert container[key] == pod.main[key], (pod.owner, key)
     for pod, container in containers(rendered):
+        if container["name"] == "initial-model":
+            assert all(container.get(key) == pod.main[key] for key in ("env", "volumeMounts", "image")), pod.owner
         mounts = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
         for name, value in variables(container).items():
             if value.startswith("/") and name.startswith((PREFIX, "HF_", "XDG_", "TMPDIR")):
@@ -144,10 +127,8 @@ def some(pods: list[Pod], item: Object) -> list[Pod]:
 
 def test_port_names_exist_in_the_pods_they_are_meant_for(rendered: Rendered) -> None:
     for pod, container in containers(rendered):
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            if probe in container:
-                own = {port["name"] for port in container["ports"]}
-                assert container[probe]["httpGet"]["port"] in own, (pod.owner, probe)
+        probed = {probe["httpGet"]["port"] for key, probe in container.items() if key.endswith("Probe")}
+        assert probed <= {port["name"] for port in container.get("ports", [])}, pod.owner
     for service in rendered.of_kind("Service"):
         for pod in some(rendered.selected(service["spec"]["selector"]), service):
             for port in service["spec"]["ports"]:
@@ -168,21 +149,16 @@ def test_selectors_find_their_own_pods(rendered: Rendered, case: str) -> None:
         target = autoscaler["spec"]["scaleTargetRef"]
         assert rendered.one(target["kind"], target["name"])
     settings = settings_of(rendered.pod("trainer").main)
-    if case == "no-kubernetes-api":
-        assert settings.actor_selector == settings.pod_namespace == ""
-    else:
-        actors = rendered.selected(dict(pair.split("=") for pair in settings.actor_selector.split(",")))
-        assert ({pod.component for pod in actors}, settings.pod_namespace) == ({"actor"}, "train")
+    actors = rendered.selected(dict(pair.split("=") for pair in settings.actor_selector.split(",") if pair))
+    found = {pod.component for pod in actors if settings.actor_selector}, settings.pod_namespace
+    assert found == ((set(), "") if case == "no-kubernetes-api" else ({"actor"}, "train"))
 
 
 def test_what_a_pod_mounts_is_made_by_the_release_or_named_by_the_values(rendered: Rendered, case: str) -> None:
-    given = str(CASES[case].values)
     made = {(item["kind"], item["metadata"]["name"]) for item in rendered.objects}
     made |= {("Secret", item["spec"]["secretName"]) for item in rendered.of_kind("Certificate")}
-    keys = {"configMap": ("ConfigMap", "name"), "secret": ("Secret", "secretName")}
-    for pod in rendered.pods:
-        for volume in pod.spec.get("volumes", []):
-            for source in volume.keys() & keys.keys():
-                kind, key = keys[source]
-                is_there = (kind, volume[source][key]) in made or volume[source].get("optional", False)
-                assert is_there or f"'{volume[source][key]}'" in given, (pod.owner, volume)
+    for volume in (volume for pod in rendered.pods for volume in pod.spec.get("volumes", [])):
+        for source, kind, key in (("configMap", "ConfigMap", "name"), ("secret", "Secret", "secretName")):
+            if source in volume and not volume[source].get("optional"):
+                name = volume[source][key]
+                assert (kind, name) in made or f"'{name}'" in str(CASES[case].values), volume

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import shlex
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent import futures
@@ -101,7 +102,7 @@ async def test_a_run_is_installed_once_and_its_name_is_taken_until_all_of_it_is_
     assert await pipelinerl(*SUBMIT) == 2
     said = capsys.readouterr().err
     assert "--release = 'own': this release exists" in said
-    assert "helm uninstall own -n train --kube-context tests && kubectl -n train --context tests delete pvc" in said
+    assert "helm uninstall own -n train --kube-context tests --ignore-not-found && kubectl -n train --context tests" in said
     assert release.claims in said
     claim = api._rendered.one("PersistentVolumeClaim", "own-pipelinerl-trainer")
     foreign = {"name": "math-data", "labels": {INSTANCE: "own", COMPONENT: "primary"}}
@@ -111,7 +112,8 @@ async def test_a_run_is_installed_once_and_its_name_is_taken_until_all_of_it_is_
     api._rendered.objects.append(claim)
     assert await pipelinerl(*SUBMIT) == 2
     assert "left the claims own-pipelinerl-trainer" in capsys.readouterr().err
-    api.delete(claim)
+    await submission.remove(release)  # which is gone, but not its claim
+    assert [name_of(item) for item in api._rendered.objects] == ["math-data"]
     state = {"kind": "ConfigMap", "data": {"run": "own"}}
     labels = {INSTANCE: "other", COMPONENT: "trainer", "app.kubernetes.io/part-of": "pipelinerl"}
     api._rendered.objects.append(state | {"metadata": {"name": "other-run", "labels": labels}})
@@ -392,14 +394,39 @@ async def test_an_installation_that_helm_did_not_begin_removes_nothing(
 
 
 async def test_results_that_cannot_be_fetched_remove_nothing(
-    api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    execute, files = api.execute, list[str]()
+
+    async def breaks(name: str, container: str, command: list[str]) -> asyncio.subprocess.Process:
+        """Each connection ends after a few bytes, and from the fifth on before the first byte."""
+        if command[0] == "tail":
+            files.append(command[-1])
+            command = ["sh", "-c", f"{shlex.join(command)} | head -c {4096 if len(files) < 5 else 0}"]
+        process = await execute(name, container, command)
+        if command[0] == "sh":
+            monkeypatch.setattr(process, "wait", dropped)
+        return process
+
+    async def dropped() -> None:
+        api.drop_sockets()
+
+    monkeypatch.setattr("pipelinerl.kube.client.BACKOFF", Backoff(0.01, 0.01))
+    monkeypatch.setattr(submission, "_GIVE_UP_S", 0.0)
     publish(api, phase="Finished", run="volume", steps="0")
-    (run_dir / "recipe.yaml").unlink()
+    api.execute = breaks
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
     said = capsys.readouterr().err
-    assert "lacks recipe.yaml" in said
+    assert "pods/exec: no answer: the connection ended; nothing has arrived for 0 s; runs/own keeps the rest" in said
     assert "nothing was removed; fetch the results again with: pipelinerl submit --attach own -n train" in said
+    kept = Path("runs", "own", "checkpoint", "model.safetensors")
+    assert 0 < kept.stat().st_size < 5 * 4096 < (run_dir / "checkpoint" / kept.name).stat().st_size
+    api.execute = execute
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 0
+    assert kept.read_bytes() == (run_dir / "checkpoint" / kept.name).read_bytes()
+    (run_dir / "recipe.yaml").unlink()
+    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
+    assert "lacks recipe.yaml" in capsys.readouterr().err
     api.withheld = {Permission("pods/exec", "get")}
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
     assert "resources [pods/exec], verbs [get, create]" in capsys.readouterr().err
