@@ -9,9 +9,10 @@ from __future__ import annotations
 from deploy.tools.generated import GeneratedPart, row
 from pipelinerl.doctor import failures, learning, lessons
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES
+from pipelinerl.doctor.settings import SETTINGS_RULES
 
-_KINDS = (("a recipe", RECIPE_RULES), ("lost data", failures.RULES), ("lengths, answers, rewards", lessons.RULES),
-          ("numerics, policy, speed", learning.RULES))  # fmt: skip
+_KINDS = (("a recipe", RECIPE_RULES), ("settings, before and after a run", SETTINGS_RULES), ("lost data", failures.RULES),
+          ("lengths, answers, rewards", lessons.RULES), ("numerics, policy, speed", learning.RULES))  # fmt: skip
 
 
 def rules() -> str:

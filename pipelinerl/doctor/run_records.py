@@ -12,7 +12,7 @@ from statistics import fmean, pvariance
 from typing import Any
 
 from pipelinerl.audit.journal import JOURNAL, parse_event, read_lines
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.run_dir import RunDir, free_bytes, read_json
 from pipelinerl.run_summary import evaluation_of, jsonl_ends, read_jsonl
 
@@ -80,23 +80,26 @@ class RunRecords:
         return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
 
     @cached_property
-    def evaluations(self) -> list[dict[str, Any]]:
-        told = self.summary.get("heldout")
-        return list(told) if told else [one for step in self.steps if (one := evaluation_of(step)) is not None]
+    def trained_samples(self) -> list[Record]:
+        return [one for one in self.samples if not one.get("heldout")]
 
     @property
-    def heldout_change(self) -> int:
-        """Return 1 or -1 if the held-out accuracy rose or fell so that the 95 % intervals are separate, else 0."""
-        sets = [list((one.get("sets") or {}).values())[:1] for one in self.evaluations]
-        ends = [one["accuracy"] for of in sets for one in of if one.get("accuracy")]
-        if len(ends) < 2:
-            return 0
-        return (ends[-1]["low"] > ends[0]["high"]) - (ends[-1]["high"] < ends[0]["low"])
+    def first_task(self) -> ProblemSet:
+        return next(iter(self.recipe.tasks_by_place.values()))
 
-    @property
+    @cached_property
     def has_learned(self) -> bool:
-        """Return whether the reward rose by 3 standard errors, or the held-out accuracy did."""
-        return self.change("reward_mean") > 3 or self.heldout_change > 0
+        """Return whether the reward rose by 3 standard errors, or the held-out accuracy so that its intervals are separate."""
+        told = self.summary.get("heldout") or [one for step in self.steps if (one := evaluation_of(step))]
+        sets = [list((one.get("sets") or {}).values())[:1] for one in told]
+        ends = [one["accuracy"] for of in sets for one in of if one.get("accuracy")]
+        return self.change("reward_mean") > 3 or (len(ends) > 1 and ends[-1]["low"] > ends[0]["high"])
+
+    @property
+    def has_collapsed(self) -> bool:
+        """Return whether the reward fell below half of its start, by 3 standard errors."""
+        early, late = self.early("reward_mean"), self.late("reward_mean")
+        return early > 0 and late < early / 2 and self.change("reward_mean") < -3
 
     @property
     def full_reward(self) -> float:
