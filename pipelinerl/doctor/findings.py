@@ -46,7 +46,7 @@ class Finding(Found):
         return asdict(self)
 
 
-Verdict = Found | bool | None
+Verdict = Found | Literal[False] | None
 """What a rule returns: what it found, or a false value."""
 Check = Callable[[Any], Verdict]
 
@@ -76,16 +76,16 @@ def add_to(rules: list[Rule]) -> Callable[[str], Callable[[Check], Check]]:
     return rule
 
 
-def apply(rules: Iterable[Rule], view: Any) -> list[Finding]:
-    """Return what the rules find, ranked. A rule that fails, as on damaged records, is logged and finds nothing."""
-    found = ((rule, _checked(rule, view)) for rule in rules)
-    return ranked([Finding(**vars(one), id=rule.id, meaning=rule.meaning, docs=rule.docs) for rule, one in found
-                   if isinstance(one, Found)])  # fmt: skip
+def apply(rules: Iterable[Rule], *views: Any) -> list[Finding]:
+    """Return what each rule finds in the first view in which it finds something, ranked. A rule that fails, as on damaged
+    records, is logged and finds nothing."""
+    found = ((rule, next((one for view in views if (one := _checked(rule, view))), None)) for rule in rules)
+    return ranked(Finding(**vars(one), id=rule.id, meaning=rule.meaning, docs=rule.docs) for rule, one in found if one)
 
 
-def _checked(rule: Rule, view: Any) -> Verdict:
+def _checked(rule: Rule, view: Any) -> Found | None:
     try:
-        return rule.check(view)
+        return rule.check(view) or None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         log.warning("rule %s cannot read these records: %r", rule.id, error)
         return None

@@ -1,4 +1,4 @@
-"""Name why a recipe will not learn before it runs: rules over its fields, its problems and trial calls of its rewards.
+"""Name why a recipe will not learn before it runs: rules over its problem sets, and over trial calls of their rewards.
 
 Mistakes and doubts that `pipelinerl validate` finds are taken over. Tokens are counted if the tokenizer is on this machine.
 """
@@ -9,21 +9,22 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
 from pipelinerl.doctor.findings import Finding, Found, Gravity, Rule, Verdict, add_to, apply, percent, ranked, worse
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
-from pipelinerl.recipe.fields import ProblemSet, Recipe, RewardConfig
+from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
-from pipelinerl.recipe.preflight import Examination, named_doubts
+from pipelinerl.recipe.preflight import Examination, files_in, named_doubts
 from pipelinerl.recipe.rehearsal import Call, answer_forms
 from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.tasks.final_answer import final_answer
-from pipelinerl.tasks.source import FileSource, Problem, Source, Split
+from pipelinerl.tasks.source import Problem, Split
 
 MISTAKE, LACKING, UNPAID = "recipe-mistake", "machine-lacks", "references-unpaid"
 ADOPTED = {
@@ -45,40 +46,122 @@ _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
 """Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
+_OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.()]")
 
 
-@dataclass(frozen=True)
-class RecipeView(Settings):
-    """A recipe with the usable sources of its problems by place, and trial calls of its rewards. `count` returns the tokens of
-    the longest of some texts."""
+def _literal(pattern: str) -> str:
+    """Return the text that a pattern expects before its group, such as `####` or `answer`; empty if it expects none."""
+    before = re.sub(r"\((?!\?).*", "", re.sub(r"^\(\?[a-z]+\)", "", pattern), flags=re.DOTALL)
+    return re.sub(r"\\(\W)", r"\1", _OPERATORS.sub(" ", before)).strip()
 
-    sources: Mapping[str, Source] = field(default_factory=dict)
-    calls: Sequence[Call] = ()
-    count: Callable[[Iterable[str]], int] | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class SetView(Settings):
+    """A problem set of a recipe."""
+
+    place: str
+    share: ProblemSet
+    problems: Sequence[Problem]
+    """First problems, if they are single questions from files."""
+    prompts: str
+    """Texts of some prompts."""
+    num_trained: int
+    """Number of problems from files that are trained on; 0 for other sets."""
+    heldout_known: tuple[int, int]
+    """Number of held-out problems that are also trained on, and of all held-out problems."""
+    calls: Sequence[Call]
+    """Trial calls of the reward."""
+    count: Callable[[Iterable[str]], int] | None
+    """Returns the number of tokens of the longest of some texts."""
+
+    def found(self, gravity: Gravity, evidence: str, field: str, fix: str) -> Found:
+        return Found(gravity, evidence, f"{self.place}{field}", fix)
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.place else "sampling.max_tokens"
 
     @property
     def written(self) -> str:
         """A completion of a small model of this package; empty for other models."""
         return _WRITTEN.get(self.recipe.model.name, "") if self.recipe.model.source == "package" else ""
 
-    def files(self) -> Iterator[tuple[str, ProblemSet, list[Problem]]]:
-        """Yield place, set and first problems of each set of single questions that is read from files."""
-        for place, source in self.sources.items():
-            share = self.recipe.sets_by_place[place]
-            if isinstance(source, FileSource) and not share.task.is_episodic:
-                yield place, share, list(source.problems[:_MOST_ROWS])
+    @cached_property
+    def references(self) -> list[str]:
+        return [answer for one in self.problems if (answer := str(one.reference.get("answer") or "").strip())]
+
+    @cached_property
+    def answers(self) -> list[str]:
+        """What right completions have in the place of the answer; empty if the scorer does not compare it with references."""
+        scorer = self.share.reward.scorer
+        known = self.references if scorer in _COMPARING else []
+        return [*map(final_answer, known)] if "math" in scorer else known
+
+    @property
+    def marker(self) -> str:
+        """The text that the reward expects before the answer."""
+        return "boxed" if self.share.reward.scorer == "math_boxed" else _literal(self.share.reward.answer_pattern)
+
+    @property
+    def instructions(self) -> str:
+        task = self.share.task
+        return "\n".join((task.instruction, task.system_prompt, task.prompt_template, self.recipe.model.chat_template))
+
+    @property
+    def told(self) -> str:
+        """All that tells the policy in which form to answer."""
+        return f"{self.instructions}\n{self.prompts}"
+
+    @property
+    def asks_for_steps(self) -> re.Match[str] | None:
+        return re.search(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)", self.told)
+
+    @property
+    def thinks(self) -> bool:
+        """True if the model writes its reasoning before an answer without being asked."""
+        asked = self.recipe.model.chat_template_kwargs.get("enable_thinking")
+        named = re.search(r"(?i)\b(r1|qwq|thinking|qwen3)\b", self.recipe.model.name)
+        return asked is True or (asked is None and named is not None)
 
     def tokens(self, text: str) -> float:
         """Return the number of tokens of a text or, without a tokenizer, a lower estimate."""
         return self.count([text]) if self.count is not None else len(text) / 6
 
-    def told(self, place: str) -> str:
-        """Return what tells the policy in which form to answer: the set's fields, the template, and its first problems."""
-        task, source = self.recipe.sets_by_place[place].task, self.sources.get(place)
-        is_known = source is not None and not task.is_episodic
-        shown = [source.problem(Split.TRAIN, index) for index in range(8)] if source is not None and is_known else []
-        fields = (task.instruction, task.system_prompt, task.prompt_template, self.recipe.model.chat_template)
-        return "\n".join([*fields, *(text for problem in shown for text in problem.texts)])
+
+_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
+
+
+def _plain(problem: Problem) -> str:
+    return "".join(problem.texts).lower().translate(_IGNORED)
+
+
+def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
+    """Yield the views of all sets of an examined recipe."""
+    try:
+        parameters, count = known_parameters(recipe.model), token_counter(recipe.model)
+    except (UserError, OSError):  # a mistake in the model's folder, which `examine` reports
+        parameters, count = 0, None
+    sources, files, tasks = examined.sources, dict(files_in(examined.sources)), recipe.tasks_by_place
+    held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
+    asked, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
+    for place in tasks.keys() & files.keys():
+        kept = set(map(id, held[place]))
+        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in asked}
+    for place, share in recipe.sets_by_place.items():
+        source, file = None if share.task.is_episodic else sources.get(place), files.get(place)
+        shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
+        yield SetView(
+            recipe=recipe,
+            parameters=parameters,
+            place=place,
+            share=share,
+            problems=file.problems[:_MOST_ROWS] if file and source else [],
+            prompts="\n".join(text for problem in shown for text in problem.texts),
+            num_trained=len(file.problems) - file.num_heldout if file and place in tasks else 0,
+            heldout_known=(sum(_plain(one) in trained for one in held.get(place, ())), len(held.get(place, ()))),
+            calls=[one for one in examined.calls if one.place == place and one.status == "ok"],
+            count=count,
+        )
 
 
 def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldError] = ()) -> list[Finding]:
@@ -90,11 +173,8 @@ def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldE
 
 def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
     """Return the findings of the rules alone. This takes a fraction of a second after the examination."""
-    try:
-        parameters, count = known_parameters(recipe.model), token_counter(recipe.model)
-    except (UserError, OSError):  # a mistake in the model's folder, which `examine` reports
-        parameters, count = 0, None
-    return apply((*RECIPE_RULES, *SETTINGS_RULES), RecipeView(recipe, parameters, examined.sources, examined.calls, count))
+    views = [*_views(recipe, examined)]
+    return ranked([*apply(RECIPE_RULES, *views), *apply(SETTINGS_RULES, *views)])
 
 
 def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Finding:
@@ -107,164 +187,100 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
     return Finding(gravity, told, problem.field, problem.fix, id=id_, meaning=meaning, docs=f"docs/{docs}")
 
 
-def _answers(problems: Iterable[Problem]) -> list[str]:
-    return [answer for one in problems if (answer := str(one.reference.get("answer") or "").strip())]
-
-
-def _right_answers(share: ProblemSet, problems: Iterable[Problem]) -> list[str]:
-    """Return what a right completion has in the place of the answer, if the scorer compares it with the reference."""
-    scorer = share.reward.scorer
-    return [final_answer(one) if "math" in scorer else one for one in _answers(problems)] if scorer in _COMPARING else []
-
-
-_OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.()]")
-
-
-def _literal(pattern: str) -> str:
-    """Return the text that a pattern expects before its group, such as `####` or `answer`; empty if it expects none."""
-    before = re.sub(r"\((?!\?).*", "", re.sub(r"^\(\?[a-z]+\)", "", pattern), flags=re.DOTALL)
-    return re.sub(r"\\(\W)", r"\1", _OPERATORS.sub(" ", before)).strip()
-
-
-def _marker(reward: RewardConfig) -> str:
-    """Return the text that the reward expects before the answer."""
-    return "boxed" if reward.scorer == "math_boxed" else _literal(reward.answer_pattern)
-
-
-def _thinks(recipe: Recipe) -> bool:
-    """Return whether the model writes its reasoning before an answer, without being asked."""
-    named = re.search(r"(?i)\b(r1|qwq|thinking|qwen3)\b", recipe.model.name)
-    asked = recipe.model.chat_template_kwargs.get("enable_thinking")
-    return asked is True or (asked is None and named is not None)
-
-
-def _asks_for_steps(told: str) -> re.Match[str] | None:
-    return re.search(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)", told)
-
-
 # --- problems ---------------------------------------------------------------------------------------------------------------
 
 
 @rule("recipes.md#tasks")
-def prompts_fill_context(view: RecipeView) -> Verdict:
+def prompts_fill_context(view: SetView) -> Verdict:
     """Prompts leave no room for an answer: the longest one reaches model.max_context; grave if the median one does."""
-    limit = view.recipe.model.max_context
-    for place, _, problems in view.files():
-        texts = sorted(("\n".join(one.texts) for one in problems), key=len)
-        if (longest := view.tokens(texts[-1])) >= limit:
-            middle = view.tokens(texts[len(texts) // 2])
-            fix = f"is {limit:,}; raise it, or leave long problems out of {place}task.path"
-            return Found(worse(middle, limit), f"median {middle:,.0f}, longest {longest:,.0f} tokens", "model.max_context", fix)
-    return None
+    limit, texts = view.recipe.model.max_context, sorted(("\n".join(one.texts) for one in view.problems), key=len)
+    middle, longest = (view.tokens(text) for text in (texts[len(texts) // 2], texts[-1])) if texts else (0, 0)
+    fix = f"is {limit:,}; raise it, or leave long problems out of {view.place}task.path"
+    told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
+    return longest >= limit and Found(worse(middle, limit), told, "model.max_context", fix)
 
 
 @rule("recipes.md#tasks")
-def columns_mixed(view: RecipeView) -> Verdict:
+def columns_mixed(view: SetView) -> Verdict:
     """A wrong column is read: 90 % of 8 prompts are, or end with, their answer, or have it after the text that the reward looks
     for; or 90 % of 20 answers count the rows."""
-    for place, share, problems in view.files():
-        rows = [("\n".join(one.texts), answer) for one in problems for answer in _answers([one])]
-        before = rf"|{re.escape(marker)}\W*" if (marker := _marker(share.reward)) else ""
-        shown = [text for text, answer in rows if re.search(rf"(\A{before})\W*{re.escape(answer)}(?!\w)|"
-                                                            rf"(?<!\w){re.escape(answer)}\W*\Z", text)]  # fmt: skip
-        if len(shown) >= max(8, 0.9 * len(rows)):
-            return Found("grave", f"prompts such as {shown[0]!r:.200}", f"{place}task.prompt_field", "leave the answer out")
-        numbers = [int(answer) for _, answer in rows if answer.isdecimal()]
-        if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(rows)):
-            told = f"answers {', '.join(map(str, numbers[:4]))}, ..."
-            return Found("grave", told, f"{place}task.answer_field", "name the column of the answer")
-    return None
+    rows = [
+        ("\n".join(one.texts), answer) for one in view.problems if (answer := str(one.reference.get("answer") or "").strip())
+    ]
+    before = rf"|{re.escape(view.marker)}\W*" if view.marker else ""
+    shown = [text for text, answer in rows
+             if re.search(rf"(\A{before})\W*{re.escape(answer)}(?!\w)|(?<!\w){re.escape(answer)}\W*\Z", text)]  # fmt: skip
+    if len(shown) >= max(8, 0.9 * len(rows)):
+        return view.found("grave", f"prompts such as {shown[0]!r:.200}", "task.prompt_field", "leave the answer out")
+    numbers = [int(answer) for answer in view.references if answer.isdecimal()]
+    is_count = sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(rows))
+    told = f"answers {', '.join(map(str, numbers[:4]))}, ..."
+    return is_count and view.found("grave", told, "task.answer_field", "name the column of the answer")
 
 
 @rule("recipes.md#tasks")
-def one_answer(view: RecipeView) -> Verdict:
+def one_answer(view: SetView) -> Verdict:
     """Problems have the same answer, so the policy need not read them: 95 % of 20 references; grave if all."""
-    for place, share, problems in view.files():
-        answers = _answers(problems)
-        (top, count), *_ = Counter(answers).most_common(1) or [("", 0)]
-        if len(answers) >= 20 and count >= 0.95 * len(answers) and share.reward.scorer in _COMPARING:
-            told = f"{count} of {len(answers)} are {top!r:.60}"
-            return Found(worse(count, len(answers)), told, f"{place}task.answer_field", "name the column of the answer")
-    return None
+    (top, count), *_ = Counter(view.answers).most_common(1) or [("", 0)]
+    num, told = len(view.answers), f"{count} of {len(view.answers)} are {top!r:.60}"
+    is_bad = num >= 20 and count >= 0.95 * num
+    return is_bad and view.found(worse(count, num), told, "task.answer_field", "name the column of the answer")
 
 
 _DRESSED = re.compile(r"[$€£]\s*-?\d[\d.,]*|-?\d{1,3}(,\d{3})+(\.\d+)?|-?\d[\d.,]*\s*(%|[A-Za-z]{2,12})")
 
 
-def _lost_references(view: RecipeView, place: str, share: ProblemSet, answers: list[str]) -> tuple[list[str], int]:
+def _lost_references(view: SetView, answers: list[str]) -> tuple[list[str], int]:
     """Return the references that no completion earns anything with, and the number of those examined. Patterns are tried on
     completions in their form; if that form is not known, the trial calls count."""
-    pattern = share.reward.answer_pattern
+    pattern = view.share.reward.answer_pattern
 
     def is_lost(answer: str) -> bool:
-        found = ([*re.finditer(pattern, text)][-1:] for text, _ in answer_forms(share, answer))
+        found = ([*re.finditer(pattern, text)][-1:] for text, _ in answer_forms(view.share, answer))
         return not any(one and (one[0][1] or "").strip() == answer for one in found)
 
-    is_known = pattern and share.reward.scorer in ("task", "exact") and not all(map(is_lost, ("7", "yes", "A", "x")))
+    is_known = pattern and view.share.reward.scorer in ("task", "exact") and not all(map(is_lost, ("7", "yes", "A", "x")))
     if is_known and (lost := [*filter(is_lost, answers)]):
         return lost, len(answers)
-    tried = [one for one in view.calls if one.place == place and one.completion and not one.near_miss and one.status == "ok"]
+    tried = [one for one in view.calls if one.completion and not one.near_miss]
     lost = [one.completion for one in tried if one.reward <= 0]
     return (lost, len(tried)) if len(lost) < len(tried) else ([], 0)  # `references-unpaid` reports that all earn nothing
 
 
 @rule("recipes.md#rewards")
-def references_unmatched(view: RecipeView) -> Verdict:
+def references_unmatched(view: SetView) -> Verdict:
     """References are not what completions have as answers: a median of 8 words, or 5 % of the numbers with a unit or separators
     if texts are compared; or 5 % of 200 earn nothing in the form of reward.answer_pattern, or when tried (grave: half)."""
-    for place, share, problems in view.files():
-        answers = _right_answers(share, problems)[:200]
-        lost, num = _lost_references(view, place, share, answers)
-        dressed = [one for one in answers if _DRESSED.fullmatch(one)] if "math" not in share.reward.scorer else []
-        if answers and median(len(answer.split()) for answer in answers) >= 8:
-            fix = r"extract the final answer, as by '####\s*(.+)'"
-            return Found("warning", f"such as {answers[0]!r:.200}", f"{place}task.answer_pattern", fix)
-        if len(lost) > 0.05 * num:
-            told, fix = (
-                f"{percent(len(lost) / num)} of {num}, such as {lost[0]!r:.80}",
-                "must find it; or correct the references",
-            )
-            return Found(worse(len(lost), num / 2), told, f"{place}reward.answer_pattern", fix)
-        if len(dressed) > 0.05 * len(answers):
-            told = f"{percent(len(dressed) / len(answers))}, such as {dressed[0]!r:.80}"
-            return Found("warning", told, f"{place}reward.scorer", "use math, which compares values, or bare numbers")
-    return None
-
-
-_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
-
-
-def _plain(problem: Problem) -> str:
-    return "".join(problem.texts).lower().translate(_IGNORED)
+    answers = view.answers[:200]
+    lost, num = _lost_references(view, answers)
+    dressed = [one for one in answers if _DRESSED.fullmatch(one)] if "math" not in view.share.reward.scorer else []
+    if answers and median(len(answer.split()) for answer in answers) >= 8:
+        told, fix = f"such as {answers[0]!r:.200}", r"extract the final answer, as by '####\s*(.+)'"
+        return view.found("warning", told, "task.answer_pattern", fix)
+    if len(lost) > 0.05 * num:
+        told, fix = f"{percent(len(lost) / num)} of {num}, such as {lost[0]!r:.80}", "must find it; or correct the references"
+        return view.found(worse(len(lost), num / 2), told, "reward.answer_pattern", fix)
+    fix = "use math, which compares values, or bare numbers"
+    return len(dressed) > 0.05 * len(answers) and view.found("warning", f"such as {dressed[0]!r:.80}", "reward.scorer", fix)
 
 
 @rule("recipes.md#evaluation")
-def heldout_trained_on(view: RecipeView) -> Verdict:
+def heldout_trained_on(view: SetView) -> Verdict:
     """Held-out problems are also trained on: 5 % of a set's, compared without case, punctuation and spaces."""
-    files = {place: source for place, source in view.sources.items() if isinstance(source, FileSource)}
-    held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
-    asked, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
-    for place in view.recipe.tasks_by_place.keys() & files.keys():
-        kept = set(map(id, held[place]))
-        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in asked}
-    for place, problems in held.items():
-        if (known := sum(_plain(one) in trained for one in problems)) > 0.05 * len(problems):
-            told = f"{known} of {counted(len(problems), 'problem')}"
-            fix = "take them out of the training data, which the accuracy now repeats"
-            return Found("warning", told, f"{place}task.path", fix)
-    return None
+    known, num = view.heldout_known
+    told, fix = f"{known} of {counted(num, 'problem')}", "take them out of the training data, which the accuracy now repeats"
+    return known > 0.05 * num and view.found("warning", told, "task.path", fix)
 
 
 @rule("recipes.md#chat-templates")
-def template_unused(view: RecipeView) -> Verdict:
+def template_unused(view: SetView) -> Verdict:
     """An instruction-tuned model gets prompts without its chat template: a model named Instruct, Chat or it, and plain."""
-    model = view.recipe.model
+    model, task = view.recipe.model, view.share.task
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])", model.name.rpartition("/")[2])
-    tasks = {place: one.task for place, one in view.recipe.tasks_by_place.items()}
-    plain = [place for place, task in tasks.items() if task.prompt_style == "plain" and not task.is_episodic]
-    if not plain or model.source == "package" or not (tuned or model.source == "smollm2"):
-        return None
-    return Found("warning", model.name or model.source, f"{plain[0]}task.prompt_style", "is plain; use chat, or a base model")
+    is_tuned = model.source == "smollm2" or (model.source != "package" and tuned)
+    fix = "is plain; use chat, or a base model"
+    is_bad = is_tuned and task.prompt_style == "plain" and not task.is_episodic
+    return is_bad and view.found("warning", model.name or model.source, "task.prompt_style", fix)
 
 
 _CONTROL = re.compile(
@@ -273,39 +289,33 @@ _CONTROL = re.compile(
 
 
 @rule("recipes.md#chat-templates")
-def template_twice(view: RecipeView) -> Verdict:
+def template_twice(view: SetView) -> Verdict:
     """Prompts spell parts of a chat template, which the model reads as plain text: half of the prompts, or a field."""
-    for place, share in view.recipe.tasks_by_place.items():
-        task, problems = share.task, [one for at, _, problems in view.files() if at == place for one in problems]
-        spelled = [found[0] for one in problems if (found := _CONTROL.search("\n".join(one.texts)))]
-        for name in ("system_prompt", "instruction", "prompt_template"):
-            if found := _CONTROL.search(getattr(task, name)):
-                return Found("warning", repr(found[0]), f"{place}task.{name}", "leave it out; prompt_style: chat writes it")
-        if task.prompt_style != "compact" and spelled and len(spelled) >= 0.5 * len(problems):
-            told, fix = f"{spelled[0]!r} in {counted(len(spelled), 'prompt')}", "give bare questions, and prompt_style: chat"
-            return Found("warning", told, f"{place}task.path", fix)
-    return None
+    spelled = [found[0] for one in view.problems if (found := _CONTROL.search("\n".join(one.texts)))]
+    for name in ("system_prompt", "instruction", "prompt_template"):
+        if found := _CONTROL.search(getattr(view.share.task, name)):
+            return view.found("warning", repr(found[0]), f"task.{name}", "leave it out; prompt_style: chat writes it")
+    told, fix = (
+        f"{', '.join(spelled[:1])!r} in {counted(len(spelled), 'prompt')}",
+        "give bare questions, and prompt_style: chat",
+    )
+    return len(spelled) >= max(1, len(view.problems) / 2) and view.found("warning", told, "task.path", fix)
 
 
 @rule("recipes.md#tasks")
-def problems_few(view: RecipeView) -> Verdict:
+def problems_few(view: SetView) -> Verdict:
     """Few problems are trained on very often, so that the policy may learn them by heart: each 100 times, a note."""
-    for place in view.recipe.tasks_by_place:
-        if isinstance(source := view.sources.get(place), FileSource):
-            num, groups = len(source.problems) - source.num_heldout, view.recipe.trainer.steps * groups_per_step(view.recipe)
-            if (times := groups / num / len(view.recipe.tasks_by_place)) >= 100:
-                told = f"{counted(num, 'problem')}, each {times:.0f} times"
-                return Found("note", told, f"{place}task.path", "add problems, or watch the held-out accuracy")
-    return None
+    groups, num = view.recipe.trainer.steps * groups_per_step(view.recipe) / len(view.recipe.mixture), view.num_trained
+    told, fix = f"{counted(num, 'problem')}, each {groups / max(1, num):.0f} times", "add some, or watch the held-out accuracy"
+    return num > 0 and groups >= 100 * num and view.found("note", told, "task.path", fix)
 
 
 @rule("recipes.md#evaluation")
-def evaluation_blind(view: RecipeView) -> Verdict:
-    """Evaluations say nothing: they are further apart than the run is long, or have one problem; a note."""
+def evaluation_blind(view: SetView) -> Verdict:
+    """Evaluations say nothing: they are further apart than the run is long (and than 100 steps), or have one problem; a note."""
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
-    for place, share in view.recipe.tasks_by_place.items():
-        if share.task.heldout_problems == 1:
-            return Found("note", "an accuracy of 0 or 1", f"{place}task.heldout_problems", "hold out 32 or more")
+    if view.share.task.heldout_problems == 1:
+        return view.found("note", "an accuracy of 0 or 1", "task.heldout_problems", "hold out 32 or more")
     fix = f"use {max(1, steps // 10)}, or 0 for the first and last only"
     return every > max(steps, 100) and Found("note", f"{every} of {steps} steps", "evaluation.every_steps", fix)
 
@@ -314,21 +324,19 @@ def evaluation_blind(view: RecipeView) -> Verdict:
 
 
 @rule("recipes.md#rewards")
-def terms_outweigh(view: RecipeView) -> Verdict:
+def terms_outweigh(view: SetView) -> Verdict:
     """Another term outweighs the answer: format_weight below 0, or of reward.correct or more; an overlong penalty of twice it,
     or for half of max_tokens. Or any text earns the format term."""
-    for place, share in view.recipe.tasks_by_place.items():
-        reward, overlong = share.reward, share.reward.overlong
-        if not 0 <= reward.format_weight < reward.correct:
-            return Found("warning", f"{reward.format_weight:g}", f"{place}reward.format_weight", f"use {reward.correct / 10:g}")
-        if reward.format_pattern and re.fullmatch(reward.format_pattern, "", re.DOTALL):
-            return Found("warning", "it matches an empty text", f"{place}reward.format_pattern", "name what must be there")
-        if overlong.buffer_tokens and overlong.penalty > 2 * reward.correct:
-            return Found("warning", f"{overlong.penalty:g}", f"{place}reward.overlong.penalty", f"use {reward.correct:g}")
-        if overlong.buffer_tokens > share.max_tokens / 2:
-            told, fix = f"{overlong.buffer_tokens} of {share.max_tokens} tokens", f"use {share.max_tokens // 4}"
-            return Found("warning", told, f"{place}reward.overlong.buffer_tokens", fix)
-    return None
+    reward, overlong = view.share.reward, view.share.reward.overlong
+    right, tokens, limit = reward.correct, overlong.buffer_tokens, view.share.max_tokens
+    checks = (
+        (not 0 <= reward.format_weight < right, f"{reward.format_weight:g}", "format_weight", f"use {right / 10:g}"),
+        (reward.format_pattern and re.fullmatch(reward.format_pattern, "", re.DOTALL), "it matches an empty text",
+         "format_pattern", "name what must be there"),
+        (tokens and overlong.penalty > 2 * right, f"{overlong.penalty:g}", "overlong.penalty", f"use {right:g}"),
+        (tokens > limit / 2, f"{tokens} of {limit} tokens", "overlong.buffer_tokens", f"use {limit // 4}"),
+    )  # fmt: skip
+    return next((view.found("warning", told, f"reward.{name}", fix) for is_bad, told, name, fix in checks if is_bad), None)
 
 
 def _is_said(words: list[str], text: str) -> bool:
@@ -338,87 +346,69 @@ def _is_said(words: list[str], text: str) -> bool:
 
 
 @rule("recipes.md#rewards")
-def form_unsaid(view: RecipeView) -> Verdict:
+def form_unsaid(view: SetView) -> Verdict:
     r"""Nothing says in which form to answer: \boxed, the beginning of reward.answer_pattern or the text of format_pattern is
     not in the prompts, or forbidden there (grave if a small model of this package never writes it); or the pattern begins with
     ^, and prompts ask for steps."""
-    for place, share in view.recipe.tasks_by_place.items():
-        pattern, told = share.reward.answer_pattern, view.told(place)
-        if view.written and not re.search(pattern, view.written):
-            evidence = f"the model writes {view.written!r}"
-            return Found("grave", evidence, f"{place}reward.answer_pattern", "use the shipped recipe's")
-        if share.task.is_episodic or view.is_toy:
-            continue
-        if re.match(r"\^|\\A", pattern) and _asks_for_steps(told):
-            return Found("warning", pattern, f"{place}reward.answer_pattern", "leave out its ^, as steps come first")
-        told = told.lower() if pattern.startswith("(?i)") else told
-        place += f"task.{'system_prompt' if share.task.prompt_style == 'chat' else 'instruction'}"
-        for marker in (_marker(share.reward), _literal(share.reward.format_pattern)):
-            words = re.findall(r"[A-Za-z]{2,}", marker.lower() if told.islower() else marker) or [marker]
-            if len(marker) >= 2 and not (_thinks(view.recipe) and "think" in words) and not _is_said(words, told):
-                return Found("warning", f"the reward looks for {marker!r}", place, "say it there, with an example")
+    pattern, task = view.share.reward.answer_pattern, view.share.task
+    if view.written and not re.search(pattern, view.written):
+        return view.found("grave", f"the model writes {view.written!r}", "reward.answer_pattern", "use the shipped recipe's")
+    if task.is_episodic or view.is_toy:
+        return None
+    if re.match(r"\^|\\A", pattern) and view.asks_for_steps:
+        return view.found("warning", pattern, "reward.answer_pattern", "leave out its ^, as steps come first")
+    text = view.told.lower() if (ignores_case := pattern.startswith("(?i)")) else view.told
+    for marker in (view.marker, _literal(view.share.reward.format_pattern)):
+        words = re.findall(r"[A-Za-z]{2,}", marker.lower() if ignores_case else marker) or [marker]
+        if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
+            field = "task.system_prompt" if task.prompt_style == "chat" else "task.instruction"
+            return view.found("warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
     return None
 
 
 @rule("learning.md#truncated-completions")
-def max_tokens_small(view: RecipeView) -> Verdict:
+def max_tokens_small(view: SetView) -> Verdict:
     """Answers do not fit into max_tokens: half of the references in their form, or what a small packaged model writes (grave);
     or prompts ask for reasoning, and it is under 128 tokens; under 1,024 for a model that thinks first."""
-    answers = {at: _right_answers(share, problems)[:64] for at, share, problems in view.files()}
-    for place, share in view.recipe.tasks_by_place.items():
-        limit, where = share.max_tokens, f"{place or 'sampling.'}max_tokens"
-        written = [view.written] if view.written else [f"{_marker(share.reward)} {one}" for one in answers.get(place, ())]
-        longest, middle = max(map(view.tokens, written), default=0), median([*map(view.tokens, written)] or [0])
-        if middle > limit:
-            told, fix = f"{middle:.0f} tokens, such as {written[0]!r:.80}", f"is {limit}; use {2 * math.ceil(longest)} or more"
-            return Found("grave", told, where, fix)
-        asks = None if share.task.is_episodic else _asks_for_steps(view.told(place))
-        needed = 0 if share.task.is_episodic else 1024 if _thinks(view.recipe) else 128 if asks else 0
-        if limit < needed:
-            told = f"the prompt says {asks[0]!r}" if asks else "the model thinks first"
-            return Found("warning", told, where, f"is {limit}; use {4 * needed}")
-    return None
+    limit, asks = view.share.max_tokens, view.asks_for_steps
+    written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
+    lengths = [*map(view.tokens, written)] or [0]
+    if (middle := median(lengths)) > limit:
+        told, fix = f"{middle:.0f} tokens, such as {written[0]!r:.80}", f"is {limit}; use {2 * math.ceil(max(lengths))} or more"
+        return view.found("grave", told, view.limit_field, fix)
+    needed = 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if asks else 0
+    told = f"the prompt says {asks[0]!r}" if asks else "the model thinks first"
+    return limit < needed and view.found("warning", told, view.limit_field, f"is {limit}; use {4 * needed}")
 
 
 @rule("recipes.md#tasks")
-def stop_cuts_answers(view: RecipeView) -> Verdict:
+def stop_cuts_answers(view: SetView) -> Verdict:
     """A stop text ends completions before the answer: it is in 5 % of the references (grave: half), in the text before answers
     (grave), in the instructions, or it is blank or one character, and prompts ask for steps."""
-    answers = [answer for _, share, problems in view.files() for answer in _right_answers(share, problems)]
-    shares = view.recipe.tasks_by_place.values()
-    told = "\n".join(map(view.told, view.recipe.tasks_by_place))
-    fields = "\n".join(f"{share.task.system_prompt}\n{share.task.instruction}" for share in shares)
     for stop in view.recipe.sampling.stop:
-        bare = stop.strip()
-        is_in_form = bool(bare) and any(bare in _marker(share.reward) for share in shares)
-        if is_in_form or (answers and sum(stop in answer for answer in answers) > 0.05 * len(answers)):
-            common = sum(stop in answer for answer in answers) / max(1, len(answers))
-            gravity = "grave" if is_in_form else worse(common, 0.5)
-            return Found(gravity, f"{stop!r} occurs in right answers", "sampling.stop", "leave it out")
-        is_short = len(bare) <= 1 and re.search(r"(?i)step|reason|think|explain|boxed", told)
-        if is_short or (bare and bare in fields):
-            why = "the prompt asks for steps" if is_short else "the prompt tells the policy to write it"
-            return Found("warning", f"{stop!r}, but {why}", "sampling.stop", "leave it out")
+        bare, cut = stop.strip(), sum(stop in answer for answer in view.answers) / max(1, len(view.answers))
+        cut = 1.0 if bare and bare in view.marker else cut
+        is_short = len(bare) <= 1 and re.search(r"(?i)step|reason|think|explain|boxed", view.told)
+        why = ("it occurs in right answers" if cut > 0.05 else "the prompt asks for steps" if is_short
+               else "the prompt tells the policy to write it" if bare and bare in view.instructions else "")  # fmt: skip
+        if why:
+            return Found(worse(cut, 0.5), f"{stop!r}: {why}", "sampling.stop", "leave it out")
     return None
 
 
 @rule("recipes.md#another-model-as-judge")
-def judge_misled(view: RecipeView) -> Verdict:
+def judge_misled(view: SetView) -> Verdict:
     """The judge cannot mark well: its template has neither {prompt} nor {reference}, does not ask for the form of the pattern,
     or gives another highest mark than full_marks."""
-    for place, share in view.recipe.tasks_by_place.items():
-        if (judge := share.reward.judge) is None:
-            continue
-        words = re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
-        marks = [float(one) for one in re.findall(r"(?i)(?:\d\s*(?:to|-|–)|out of)\s*(\d+)", judge.template)]
-        if not re.search(r"\{(prompt|reference)\}", judge.template):
-            return Found(
-                "warning", "it has neither", f"{place}reward.judge.template", "add the problem, {prompt}, or {reference}"
-            )
-        if words and not _is_said(words, judge.template.lower()):
-            fix = "ask for this form, with an example"
-            return Found("warning", f"the pattern is {judge.pattern!r}", f"{place}reward.judge.template", fix)
-        if marks and judge.full_marks not in marks:
-            fix = f"is {judge.full_marks:g}; use {max(marks):g}"
-            return Found("warning", f"the template says {max(marks):g}", f"{place}reward.judge.full_marks", fix)
-    return None
+    if (judge := view.share.reward.judge) is None:
+        return None
+    words = re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
+    marks = [float(one) for one in re.findall(r"(?i)(?:\d\s*(?:to|-|–)|out of)\s*(\d+)", judge.template)]
+    told, field, fix = "it has neither", "template", "add the problem, {prompt}, or {reference}"
+    if re.search(r"\{(prompt|reference)\}", judge.template):
+        told, fix = f"the pattern is {judge.pattern!r}", "ask for this form, with an example"
+        if not words or _is_said(words, judge.template.lower()):
+            told, field, fix = f"{judge.full_marks:g}", "full_marks", f"the template says {max(marks, default=0):g}; use that"
+            if not marks or judge.full_marks in marks:
+                return None
+    return view.found("warning", told, f"reward.judge.{field}", fix)

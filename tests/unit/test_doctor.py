@@ -13,12 +13,13 @@ import yaml
 
 from pipelinerl.commands.doctor import doctor
 from pipelinerl.doctor.findings import apply
-from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, RecipeView
+from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, quick_findings
 from pipelinerl.doctor.run_records import RunRecords
 from pipelinerl.doctor.runs import RUN_RULES, examine_run
 from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe, recipe_names, set_value
+from pipelinerl.recipe.preflight import Examination
 from tests.support.seeded_faults import RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
 from tests.unit.builders import make_recipe
 
@@ -236,7 +237,7 @@ def test_the_recipe_without_a_fault_has_no_finding(
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_shipped_recipes_have_no_finding(name: str) -> None:
-    assert apply((*RECIPE_RULES, *SETTINGS_RULES), RecipeView(load_recipe(name, []))) == []
+    assert quick_findings(load_recipe(name, []), Examination()) == []
 
 
 def test_every_rule_of_a_recipe_is_seeded() -> None:
