@@ -20,7 +20,7 @@ def rules() -> str:
     checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (meaning, docs) in ADOPTED.items())
     rows = [row(("what `validate` finds", checked))]
     for kind, kept in _KINDS:
-        told = (f"[`{one.id}`]({one.docs.removeprefix('docs/')}): {one.meaning}: {one.threshold}" for one in kept)
+        told = (f"[`{one.id}`]({one.docs.removeprefix('docs/')}): {': '.join(one.told)}" for one in kept)
         rows.append(row((kind, "<br>".join(told))))
     return "\n".join(["| rules about | id: meaning: threshold |\n|---|---|", *rows])
 

@@ -18,13 +18,15 @@ _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
 @rule("weight-updates.md#the-parity-probe")
 def engine_differs(run: RunRecords) -> Verdict:
     """Actors and trainer compute different probabilities of the same policy: a failed parity probe (grave from 3), or a median
-    KL of 0.001 nats, 0.05 in 16 bits (grave from ten times that)."""
+    KL of 0.001 nats, 0.05 in 16 bits (grave from ten times that) in steps whose sequences have no KV cache of an older policy."""
     failures, differences = sum(run.values("parity_failures")), run.values("logprob_mismatch")
     if failures > 0:
         told = f"{failures:.0f} probe answers, largest difference {max(differences, default=0):.2g} nats"
         fix = "compare versions and dtypes of actors and trainer; raise it if 16 bits explain the difference"
         return Found(worse(failures, 3), told, "weights.probe_tolerance", fix)
-    kl, most = median(run.values("mismatch_kl") or [0.0]), _MOST_KL[run.recipe.model.dtype]
+    alike = [value for step in run.trained if not step.get("multi_version_fraction")
+             and (value := number_at(step, "mismatch_kl")) is not None]  # fmt: skip
+    kl, most = median(alike or [0.0]), _MOST_KL[run.recipe.model.dtype]
     fix = "use icepop, and float32 for model.head_dtype, or no actor.engine.quantization"
     return kl >= most and Found(worse(kl, 10 * most), f"mismatch_kl {kl:.2g} nats", "algorithm.mask", fix)
 
@@ -109,7 +111,7 @@ def policy_collapsed(run: RunRecords) -> Verdict:
 @rule("learning.md#losses")
 def entropy_collapsed(run: RunRecords) -> Verdict:
     """The policy has become certain without having learned: a twentieth of the first entropy, without a gain."""
-    early, late, best = run.early("entropy"), run.late("entropy"), run.full_reward
+    early, late, best = run.early("entropy"), run.late("entropy"), run.first_task.reward.correct
     is_certain = run.is_long and early > 0.01 and late < early / 20 and run.late("reward_mean") < 0.9 * best
     told, fix = f"{early:.2g} -> {late:.2g} nats", "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"
     return is_certain and not run.has_learned and Found("warning", told, "algorithm.entropy_coefficient", fix)

@@ -274,8 +274,12 @@ def heldout_trained_on(view: SetView) -> Verdict:
 
 @rule("recipes.md#chat-templates")
 def template_unused(view: SetView) -> Verdict:
-    """An instruction-tuned model gets prompts without its chat template: a model named Instruct, Chat or it, and plain."""
+    """An instruction-tuned model gets prompts without its chat template: a model named Instruct, Chat or it, and plain; or
+    model.chat_template does not begin an answer: it has neither add_generation_prompt nor assistant."""
     model, task = view.recipe.model, view.share.task
+    if model.chat_template and not re.search("add_generation_prompt|assistant", model.chat_template):
+        fix = "end it with the assistant's first tokens if add_generation_prompt"
+        return Found("warning", f"{model.chat_template!r:.80}", "model.chat_template", fix)
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])", model.name.rpartition("/")[2])
     is_tuned = model.source == "smollm2" or (model.source != "package" and tuned)
     fix = "is plain; use chat, or a base model"
@@ -302,6 +306,22 @@ def template_twice(view: SetView) -> Verdict:
     return len(spelled) >= max(1, len(view.problems) / 2) and view.found("warning", told, "task.path", fix)
 
 
+_DAMAGED = re.compile(r"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);")
+
+
+@rule("recipes.md#tasks")
+def texts_damaged(view: SetView) -> Verdict:
+    """Prompts are damaged: 5 % have characters of a wrong encoding or of HTML, or 10 % are cut at the same length."""
+    texts = ["\n".join(one.texts) for one in view.problems]
+    odd, longest = [found[0] for text in texts if (found := _DAMAGED.search(text))], max(map(len, texts), default=0)
+    cut = [text for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
+    if len(odd) > 0.05 * len(texts):
+        told, fix = f"{odd[0]!r} in {counted(len(odd), 'prompt')}", "write the file again, as UTF-8 and without entities"
+        return view.found("warning", told, "task.path", fix)
+    told, fix = f"{len(cut)} end after {longest} characters, as with {cut[0][-40:]!r}" if cut else "", "give whole prompts"
+    return len(cut) >= max(5, 0.1 * len(texts)) and view.found("warning", told, "task.path", fix)
+
+
 @rule("recipes.md#tasks")
 def problems_few(view: SetView) -> Verdict:
     """Few problems are trained on very often, so that the policy may learn them by heart: each 100 times, a note."""
@@ -312,7 +332,7 @@ def problems_few(view: SetView) -> Verdict:
 
 @rule("recipes.md#evaluation")
 def evaluation_blind(view: SetView) -> Verdict:
-    """Evaluations say nothing: they are further apart than the run is long (and than 100 steps), or have one problem; a note."""
+    """Evaluations say nothing: they are further apart than the run is long (and 100 steps), or have one problem; a note."""
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
     if view.share.task.heldout_problems == 1:
         return view.found("note", "an accuracy of 0 or 1", "task.heldout_problems", "hold out 32 or more")
@@ -337,6 +357,16 @@ def terms_outweigh(view: SetView) -> Verdict:
         (tokens > limit / 2, f"{tokens} of {limit} tokens", "overlong.buffer_tokens", f"use {limit // 4}"),
     )  # fmt: skip
     return next((view.found("warning", told, f"reward.{name}", fix) for is_bad, told, name, fix in checks if is_bad), None)
+
+
+@rule("recipes.md#rewards")
+def empty_paid(view: SetView) -> Verdict:
+    """An empty completion earns a reward: half of reward.correct in a trial call; a warning if the function is your own."""
+    paid = [one.reward for one in view.calls if not one.completion]
+    gravity: Gravity = "warning" if view.share.reward.is_function else "grave"
+    fix = "check its default, or the problem's tests"
+    is_bad = bool(paid) and min(paid) >= 0.5 * view.share.reward.correct
+    return is_bad and view.found(gravity, f"it earns {min(paid):g}", "reward.scorer", fix)
 
 
 def _is_said(words: list[str], text: str) -> bool:

@@ -18,7 +18,7 @@ from pipelinerl.run_summary import evaluation_of, jsonl_ends, read_jsonl
 
 Record = Mapping[str, Any]
 Reasons = Mapping[str, Mapping[str, int]]
-_SAMPLES_READ, _LOG_BYTES = 200, 65_536
+_SAMPLES_READ = 200
 _WIDEST, _NARROWEST = 20, 3
 
 
@@ -102,10 +102,6 @@ class RunRecords:
         return early > 0 and late < early / 2 and self.change("reward_mean") < -3
 
     @property
-    def full_reward(self) -> float:
-        return max(share.reward.correct for share in self.recipe.mixture.values())
-
-    @property
     def is_stuck(self) -> bool:
         """Return whether the run has not learned and needs rewards that differ within groups."""
         return not self.has_learned and self.recipe.algorithm.advantage != "value"
@@ -167,10 +163,7 @@ def _reasons_in(journal: Path) -> dict[str, dict[str, int]]:
 def _last_error(logs: Path) -> str:
     """Return the last line with an error in a service's log, after the service's name; empty if there is none."""
     for path in (logs / f"{name}.log" for name in ("trainer", "actor-0", "verifier", "model", "nats")):
-        if path.is_file():
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
-            if found := [line for line in lines if "error" in line.lower()]:
-                return f"{path.stem}: {found[-1].strip()[:300]}"
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        if found := [line for line in lines if "error" in line.lower()]:
+            return f"{path.stem}: {found[-1].strip()[:300]}"
     return ""

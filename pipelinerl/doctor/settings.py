@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pipelinerl.doctor.findings import Found, Rule, Verdict, add_to, percent, worse
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.groups import CUTTING
+from pipelinerl.rl.groups import CUTTING, groups_per_step
 
 SETTINGS_RULES: list[Rule] = []
 rule = add_to(SETTINGS_RULES)
@@ -82,11 +82,13 @@ def optimizer_settings(view: Settings) -> Verdict:
 
 @rule("learning.md#losses")
 def penalty_dominates(view: Settings) -> Verdict:
-    """A penalty outweighs the reward: algorithm.kl_coefficient from 0.3 (grave from 10), entropy_coefficient from 0.1 (1)."""
-    kl, entropy = view.recipe.algorithm.kl_coefficient, view.recipe.algorithm.entropy_coefficient
-    if kl >= 0.3:
-        return Found(worse(kl, 10), f"{kl:g}", "algorithm.kl_coefficient", "use 0 to 0.05")
-    return entropy >= 0.1 and Found(worse(entropy, 1), f"{entropy:g}", "algorithm.entropy_coefficient", "use 0 to 0.01")
+    """A term outweighs the reward: algorithm.kl_coefficient from 0.3 (grave from 10), entropy_coefficient from 0.1 (1),
+    value_coefficient from 10 (1,000)."""
+    terms = (("kl", 0.3, 10.0, "0 to 0.05"), ("entropy", 0.1, 1.0, "0 to 0.01"), ("value", 10.0, 1000.0, "0.1"))
+    for name, most, grave, usual in terms:
+        if (value := getattr(view.recipe.algorithm, f"{name}_coefficient")) >= most:
+            return Found(worse(value, grave), f"{value:g}", f"algorithm.{name}_coefficient", f"use {usual}")
+    return None
 
 
 @rule("learning.md#losses")
@@ -117,3 +119,11 @@ def reward_scale(view: Settings) -> Verdict:
             is_scaled = view.recipe.algorithm.normalize_std
             return Found("note" if is_scaled else "warning", f"{value:g}", f"{place}reward.correct", "use 1")
     return None
+
+
+@rule("learning.md#from-rewards-to-advantages")
+def batch_small(view: Settings) -> Verdict:
+    """A step sees a single problem, so that its gradient is mostly noise: trainer.batch_size equals sampling.group_size."""
+    size = view.recipe.sampling.group_size
+    fix = f"is {size}; use {16 * size}, which is 16 problems"
+    return size > 1 and groups_per_step(view.recipe) == 1 and Found("warning", "1 group", "trainer.batch_size", fix)

@@ -154,8 +154,8 @@ def _with(**columns: Callable[[Row], object]) -> Callable[[list[Row]], list[Row]
 _TOY = {"model": {"source": "package", "name": "arithmetic", "max_context": 128}, "sampling": {"max_tokens": 64},
         "reward": {"answer_pattern": r"#(-?\d+)$"},
         "task": {"source": "reasoning_gym", "name": "chain_sum", "prompt_style": "compact"}}  # fmt: skip
-_JUDGED = {"reward.scorer": "judge", "reward.answer_pattern": ""}
-_JUDGE = {"url": "http://judge", "model": "judge", "pattern": r"Score: (\d+)", "full_marks": 10.0,
+_JUDGED: Row = {"reward.scorer": "judge", "reward.answer_pattern": ""}
+_JUDGE: Row = {"url": "http://judge", "model": "judge", "pattern": r"Score: (\d+)", "full_marks": 10.0,
           "template": "Problem: {prompt}\nMark from 0 to 10: {completion}\nEnd with Score: and the mark."}  # fmt: skip
 RECIPE_FAULTS = (
     RecipeFault("a misspelt field is refused, not ignored", "recipe-mistake", {"trainer.learnig_rate": 1e-6}),
@@ -295,6 +295,18 @@ RECIPE_FAULTS = (
     RecipeFault("evaluations come after the end", "evaluation-blind", {"evaluation.every_steps": 10_000}),
     RecipeFault("one problem is held out", "evaluation-blind", {"task.heldout_problems": 1}),
     RecipeFault("two problems are left for training", "problems-few", {}, lambda rows: rows[:34]),
+    RecipeFault("a step sees one problem", "batch-small", {"trainer.batch_size": 8}),
+    RecipeFault("the loss of the value head outweighs the policy's", "penalty-dominates",
+                {"algorithm.advantage": "value", "algorithm.value_coefficient": 100.0}),
+    RecipeFault("the file was read in a wrong encoding", "texts-damaged", {},
+                _with(prompt=lambda row: f"It’s a sum: {row['prompt']}".encode().decode("cp1252"))),
+    RecipeFault("prompts are HTML", "texts-damaged", {}, _with(prompt=lambda row: f"&lt;p&gt;{row['prompt']}&lt;/p&gt;")),
+    RecipeFault("prompts are cut at 120 characters", "texts-damaged", {},
+                _with(prompt=lambda row: f"{row['prompt']} {'Add the tens, then the ones, and take care. ' * 9}"[:120])),
+    RecipeFault("the chat template never begins an answer", "template-unused",
+                {"model.chat_template": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"}),
+    RecipeFault("the reward prefers short texts, so that nothing is best", "empty-paid",
+                {"reward.scorer": "tests.support.faulty_rewards:brief", "task.answer_field": ""}, tried=True),
     RecipeFault("the judge sees neither problem nor reference", "judge-misled", _JUDGED | {"reward.judge": _JUDGE | {
         "template": "Mark this answer from 0 to 10: {completion}\nEnd with Score: and the mark."}}),
     RecipeFault("the judge's highest mark is another", "judge-misled",
@@ -304,7 +316,7 @@ RECIPE_FAULTS = (
 )  # fmt: skip
 
 _SMALL = ("trainer.batch_size=64", "evaluation.every_steps=0", "task.heldout_problems=64")
-_HEALTHY = {
+_HEALTHY: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
     "arithmetic": (30, {
         "seed-0": (), "seed-1": ("seed=1",), "seed-2": ("seed=2",), "conventional": ("mode=conventional",),
         "two-actors": ("actor.count=2", "actor.sequences_in_progress=64"), "group-4": ("sampling.group_size=4",),
