@@ -18,7 +18,7 @@ _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
 @rule("weight-updates.md#the-parity-probe")
 def engine_differs(run: RunRecords) -> Verdict:
     """Actors and trainer compute different probabilities of the same policy: a failed parity probe (grave from 3), or a median
-    KL of 0.001 nats, 0.05 in 16 bits (grave from ten times that) in steps whose sequences have no KV cache of an older policy."""
+    KL of 0.001 nats, 0.05 in 16 bits (grave: ten times that) in steps whose sequences have no KV cache of an older policy."""
     failures, differences = sum(run.values("parity_failures")), run.values("logprob_mismatch")
     if failures > 0:
         told = f"{failures:.0f} probe answers, largest difference {max(differences, default=0):.2g} nats"

@@ -103,14 +103,10 @@ class SetView(Settings):
         return "boxed" if self.share.reward.scorer == "math_boxed" else _literal(self.share.reward.answer_pattern)
 
     @property
-    def instructions(self) -> str:
-        task = self.share.task
-        return "\n".join((task.instruction, task.system_prompt, task.prompt_template, self.recipe.model.chat_template))
-
-    @property
     def told(self) -> str:
         """All that tells the policy in which form to answer."""
-        return f"{self.instructions}\n{self.prompts}"
+        task, template = self.share.task, self.recipe.model.chat_template
+        return "\n".join((task.instruction, task.system_prompt, task.prompt_template, template, self.prompts))
 
     @property
     def asks_for_steps(self) -> re.Match[str] | None:
@@ -120,7 +116,7 @@ class SetView(Settings):
     def thinks(self) -> bool:
         """True if the model writes its reasoning before an answer without being asked."""
         asked = self.recipe.model.chat_template_kwargs.get("enable_thinking")
-        named = re.search(r"(?i)\b(r1|qwq|thinking|qwen3)\b", self.recipe.model.name)
+        named = re.search(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))", self.recipe.model.name)
         return asked is True or (asked is None and named is not None)
 
     def tokens(self, text: str) -> float:
@@ -202,16 +198,16 @@ def prompts_fill_context(view: SetView) -> Verdict:
 
 @rule("recipes.md#tasks")
 def columns_mixed(view: SetView) -> Verdict:
-    """A wrong column is read: 90 % of 8 prompts are, or end with, their answer, or have it after the text that the reward looks
-    for; or 90 % of 20 answers count the rows."""
-    rows = [
-        ("\n".join(one.texts), answer) for one in view.problems if (answer := str(one.reference.get("answer") or "").strip())
-    ]
-    before = rf"|{re.escape(view.marker)}\W*" if view.marker else ""
-    shown = [text for text, answer in rows
-             if re.search(rf"(\A{before})\W*{re.escape(answer)}(?!\w)|(?<!\w){re.escape(answer)}\W*\Z", text)]  # fmt: skip
-    if len(shown) >= max(8, 0.9 * len(rows)):
-        return view.found("grave", f"prompts such as {shown[0]!r:.200}", "task.prompt_field", "leave the answer out")
+    """A wrong column is read: 90 % of 8 prompts begin with their answer, have it after the text that the reward looks for, or
+    end with it (a warning); or 90 % of 20 answers count the rows."""
+    rows = [("\n".join(one.texts).strip(), str(one.reference.get("answer") or "").strip()) for one in view.problems]
+    begins, least = re.escape(view.marker), max(8, 0.9 * len(rows))
+    told = [text for text, answer in rows if answer and (text.startswith(answer) or (begins and re.search(
+            rf"{begins}\W*{re.escape(answer)}(?!\w)", text)))]  # fmt: skip
+    ends = [text for text, answer in rows if answer and re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
+    if max(len(told), len(ends)) >= least:
+        gravity: Gravity = "grave" if len(told) >= least else "warning"  # a task may be to repeat the last word
+        return view.found(gravity, f"prompts such as {(told + ends)[0]!r:.200}", "task.prompt_field", "leave the answer out")
     numbers = [int(answer) for answer in view.references if answer.isdecimal()]
     is_count = sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(rows))
     told = f"answers {', '.join(map(str, numbers[:4]))}, ..."
@@ -287,23 +283,21 @@ def template_unused(view: SetView) -> Verdict:
     return is_bad and view.found("warning", model.name or model.source, "task.prompt_style", fix)
 
 
-_CONTROL = re.compile(
-    r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{"role":|\n(assistant|ai):\s*\Z"""
-)
+_CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{"role":""")
+_SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
 
 
 @rule("recipes.md#chat-templates")
 def template_twice(view: SetView) -> Verdict:
     """Prompts spell parts of a chat template, which the model reads as plain text: half of the prompts, or a field."""
-    spelled = [found[0] for one in view.problems if (found := _CONTROL.search("\n".join(one.texts)))]
+    task, texts = view.share.task, ["\n".join(one.texts) for one in view.problems]
+    is_chat, fix = task.prompt_style == "chat", "leave it out; prompt_style: chat writes it"
     for name in ("system_prompt", "instruction", "prompt_template"):
-        if found := _CONTROL.search(getattr(view.share.task, name)):
-            return view.found("warning", repr(found[0]), f"task.{name}", "leave it out; prompt_style: chat writes it")
-    told, fix = (
-        f"{', '.join(spelled[:1])!r} in {counted(len(spelled), 'prompt')}",
-        "give bare questions, and prompt_style: chat",
-    )
-    return len(spelled) >= max(1, len(view.problems) / 2) and view.found("warning", told, "task.path", fix)
+        if found := _CONTROL.search(getattr(task, name)):
+            return view.found("warning", repr(found[0]), f"task.{name}", fix)
+    spelled = [found[0] for text in texts if (found := _CONTROL.search(text) or (is_chat and _SPEAKER.search(text)))]
+    told = f"{', '.join(spelled[:1])!r} in {counted(len(spelled), 'prompt')}"
+    return len(spelled) >= max(1, len(texts) / 2) and view.found("warning", told, "task.path", fix)
 
 
 _DAMAGED = re.compile(r"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);")
@@ -413,14 +407,17 @@ def max_tokens_small(view: SetView) -> Verdict:
 
 @rule("recipes.md#tasks")
 def stop_cuts_answers(view: SetView) -> Verdict:
-    """A stop text ends completions before the answer: it is in 5 % of the references (grave: half), in the text before answers
-    (grave), in the instructions, or it is blank or one character, and prompts ask for steps."""
+    """A stop text ends completions before the answer: it is in 5 % of the references (grave: half), in reward.answer_pattern
+    (grave), in the instructions before the answer, or it is blank or one character, and prompts ask for steps."""
+    marker, pattern = view.marker, re.sub(r"\\(\W)", r"\1", view.share.reward.answer_pattern)
+    before = f"{view.share.task.instruction}\n{view.share.task.system_prompt}"
+    before = before.partition(marker)[0] if marker else before
     for stop in view.recipe.sampling.stop:
         bare, cut = stop.strip(), sum(stop in answer for answer in view.answers) / max(1, len(view.answers))
-        cut = 1.0 if bare and bare in view.marker else cut
+        cut = 1.0 if bare and (bare in marker or (len(bare) > 1 and bare in pattern)) else cut
         is_short = len(bare) <= 1 and re.search(r"(?i)step|reason|think|explain|boxed", view.told)
         why = ("it occurs in right answers" if cut > 0.05 else "the prompt asks for steps" if is_short
-               else "the prompt tells the policy to write it" if bare and bare in view.instructions else "")  # fmt: skip
+               else "the prompt tells the policy to write it before the answer" if bare and bare in before else "")  # fmt: skip
         if why:
             return Found(worse(cut, 0.5), f"{stop!r}: {why}", "sampling.stop", "leave it out")
     return None

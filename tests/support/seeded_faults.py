@@ -315,6 +315,35 @@ RECIPE_FAULTS = (
         "pattern": r"RATING=(\d+)"}}),
 )  # fmt: skip
 
+HEALTHY_RECIPES: dict[str, tuple[Row, Callable[[list[Row]], list[Row]]]] = {
+    "as it is": ({}, list),
+    "the pattern ends with the text": ({"reward.answer_pattern": r"Answer:\s*(-?\d+)$"}, list),
+    "choices": ({"reward.answer_pattern": r"Answer: ([A-D])", "task.system_prompt": "End with Answer: and the letter."},
+                lambda rows: [row | {"prompt": f"{row['prompt']}\nA) 1\nB) 2\nC) 3\nD) 4", "answer": "ABCD"[i % 4]}
+                              for i, row in enumerate(rows)]),
+    "solutions in the form of GSM8K": (
+        {"reward.scorer": "math", "reward.answer_pattern": "", "task.answer_pattern": r"####\s*(.+)"},
+        _with(answer=lambda row: f"First we add the tens, and then we add the ones.\n#### {row['answer']}")),
+    "solutions in the form of MATH": (
+        {"reward.scorer": "math_boxed", "reward.answer_pattern": "", "task.system_prompt": r"Give the answer in \boxed{}."},
+        _with(answer=lambda row: rf"First we add the tens, and then the ones, so that it is $\boxed{{{row['answer']}}}$.")),
+    "a base model in the form of R1-Zero": (
+        {"task.prompt_style": "plain", "task.system_prompt": "", "sampling.stop": ["\nUser:"],
+         "task.prompt_template": "User: {prompt} Reason first. End with Answer: and the number.\nAssistant:"}, list),
+    "a thinking model": (
+        {"model.name": "Qwen/Qwen3-4B", "sampling.max_tokens": 1536, "reward.format_pattern": "<think>.*</think>.*",
+         "reward.format_weight": 0.1, "task.system_prompt": "End with Answer: and the number."}, list),
+    "adapters": ({"trainer.lora": {"rank": 16}, "trainer.learning_rate": 2e-5}, list),
+    "GRPO with a small KL term": (
+        {"algorithm.loss": "grpo", "algorithm.kl_coefficient": 0.04, "trainer.weight_decay": 0.1}, list),
+    "the end tag of the answer stops": (
+        {"sampling.stop": ["</answer>"], "reward.answer_pattern": r"<answer>\s*(-?\d+)",
+         "task.system_prompt": "Reason step by step, then write <answer>the number</answer>."}, list),
+    "a soft length penalty": ({"reward.overlong": {"buffer_tokens": 128, "penalty": 1.0}}, list),
+    "a judge": (_JUDGED | {"reward.judge": _JUDGE}, list),
+}  # fmt: skip
+"""Changes of RECIPE and ROWS that are no faults."""
+
 _SMALL = ("trainer.batch_size=64", "evaluation.every_steps=0", "task.heldout_problems=64")
 _HEALTHY: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
     "arithmetic": (30, {

@@ -20,7 +20,7 @@ from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe, recipe_names, set_value
 from pipelinerl.recipe.preflight import Examination
-from tests.support.seeded_faults import RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
+from tests.support.seeded_faults import HEALTHY_RECIPES, RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
 from tests.unit.builders import make_recipe
 
 Step = dict[str, Any]
@@ -202,12 +202,21 @@ def test_the_evidence_has_figures_a_sample_and_what_to_set() -> None:
     assert (one.field, (one.sample or {})["completion"]) == ("reward.answer_pattern", "#7")
 
 
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    recipe = deepcopy(RECIPE)
+    for name, value in changes.items():
+        set_value(recipe, name.split("."), deepcopy(value))
+    return recipe
+
+
 def judge(
     tmp_path: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tried: int
 ) -> Any:
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "seeded.yaml").write_text(yaml.safe_dump(recipe))
-    args = argparse.Namespace(subject="seeded.yaml", overrides=[], gpu_memory=None, reward_rows=tried, json=True)
+    args = argparse.Namespace(
+        subject=str(tmp_path / "seeded.yaml"), overrides=[], gpu_memory=None, reward_rows=tried, json=True
+    )
     code, told = doctor(args), json.loads(capsys.readouterr().out)
     assert code == any(one["gravity"] == "grave" for one in told["findings"])
     findings = [one for one in told["findings"] if one["id"] != "machine-lacks"]
@@ -220,19 +229,27 @@ def test_a_seeded_fault_of_a_recipe_is_the_first_finding(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    recipe = deepcopy(RECIPE)
-    for name, value in fault.changes.items():
-        set_value(recipe, name.split("."), deepcopy(value))
-    first, *_ = judge(tmp_path, recipe, fault.rows(ROWS), capsys, 12 if fault.tried else 0)
+    first, *_ = judge(tmp_path, changed(fault.changes), fault.rows(ROWS), capsys, 12 if fault.tried else 0)
     assert first["id"] == fault.expected, first
 
 
-def test_the_recipe_without_a_fault_has_no_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", HEALTHY_RECIPES)
+def test_a_recipe_without_a_fault_has_no_finding(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    assert judge(tmp_path, RECIPE, ROWS, capsys, 12) == []
+    changes, rows = HEALTHY_RECIPES[name]
+    assert judge(tmp_path, changed(changes), rows(ROWS), capsys, 12) == []
+
+
+def test_a_reward_beside_the_recipe_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    text = "def score(item):\n    return float(item.answer == item.reference['answer'])\n"
+    (tmp_path / "own_reward.py").write_text(text)
+    assert judge(tmp_path, changed({"reward.scorer": "own_reward:score"}), ROWS, capsys, 12) == []
 
 
 @pytest.mark.parametrize("name", recipe_names())
