@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.result_files import write_result
 from pipelinerl.doctor import failures, learning, lessons
 from pipelinerl.doctor.runs import examine_run
+from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.run_summary import read_jsonl
 from tests.support.seeded_faults import HEALTHY, RUN_FAULTS, RunFault, sums
 
@@ -78,10 +79,11 @@ def judged(fault: RunFault, folder: Path) -> dict[str, Any]:
 def matrix(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each kind of fault: how many runs the doctor judged rightly, and what it said of the others. It is right
     if it names the cause first or, of a healthy run, finds nothing grave."""
-    modules = {"lost data": failures, "lengths, answers, rewards": lessons, "numerics, policy, speed": learning}
-    kinds = {rule.id: kind for kind, module in modules.items() for rule in module.RULES}
+    known = {"settings": SETTINGS_RULES, "lost data": failures.RULES, "lengths, answers, rewards": lessons.RULES,
+             "numerics, policy, speed": learning.RULES}  # fmt: skip
+    kinds = {rule.id: kind for kind, rules in known.items() for rule in rules}
     rows = []
-    for kind in (*modules, "none: a healthy run"):
+    for kind in (*known, "none: a healthy run"):
         runs = [one for one in results if kinds.get(next(iter(one["expected"]), ""), "none: a healthy run") == kind]
         wrong = ", ".join(f"{one['name']}: {one['first']}" for one in runs if not one["right"])
         rows.append(

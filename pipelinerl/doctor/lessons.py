@@ -52,7 +52,7 @@ def _compared(run: RunRecords) -> list[Record]:
     return [one for one in run.samples if one.get("reference") and one.get("task") in comparing]
 
 
-@rule("recipes.md#which-models")
+@rule("learning.md#log-probabilities")
 def model_broken(run: RunRecords) -> Verdict:
     """The model does not write language before any training: completions of the first 3 steps, half of 4 with 16 tokens, repeat
     one token; or their entropy exceeds 4 nats at a temperature of at most 1.5. Text has 1 to 3."""

@@ -87,6 +87,11 @@ class SetView(Settings):
         return _WRITTEN.get(self.recipe.model.name, "") if self.recipe.model.source == "package" else ""
 
     @cached_property
+    def texts(self) -> list[str]:
+        """The problems' prompts."""
+        return ["\n".join(one.texts) for one in self.problems]
+
+    @cached_property
     def references(self) -> list[str]:
         return [answer for one in self.problems if (answer := str(one.reference.get("answer") or "").strip())]
 
@@ -189,7 +194,7 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
 @rule("recipes.md#tasks")
 def prompts_fill_context(view: SetView) -> Verdict:
     """Prompts leave no room for an answer: the longest one reaches model.max_context; grave if the median one does."""
-    limit, texts = view.recipe.model.max_context, sorted(("\n".join(one.texts) for one in view.problems), key=len)
+    limit, texts = view.recipe.model.max_context, sorted(view.texts, key=len)
     middle, longest = (view.tokens(text) for text in (texts[len(texts) // 2], texts[-1])) if texts else (0, 0)
     fix = f"is {limit:,}; raise it, or leave long problems out of {view.place}task.path"
     told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
@@ -200,18 +205,19 @@ def prompts_fill_context(view: SetView) -> Verdict:
 def columns_mixed(view: SetView) -> Verdict:
     """A wrong column is read: 90 % of 8 prompts begin with their answer, have it after the text that the reward looks for, or
     end with it (a warning); or 90 % of 20 answers count the rows."""
-    rows = [("\n".join(one.texts).strip(), str(one.reference.get("answer") or "").strip()) for one in view.problems]
-    begins, least = re.escape(view.marker), max(8, 0.9 * len(rows))
-    told = [text for text, answer in rows if answer and (text.startswith(answer) or (begins and re.search(
-            rf"{begins}\W*{re.escape(answer)}(?!\w)", text)))]  # fmt: skip
-    ends = [text for text, answer in rows if answer and re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
+    pairs = zip(view.texts, (str(one.reference.get("answer") or "").strip() for one in view.problems), strict=True)
+    rows = [(text.strip(), answer) for text, answer in pairs if answer]
+    marker, least = re.escape(view.marker), max(8, 0.9 * len(view.texts))
+    told = [text for text, answer in rows
+            if text.startswith(answer) or (marker and re.search(rf"{marker}\W*{re.escape(answer)}(?!\w)", text))]  # fmt: skip
+    ends = [text for text, answer in rows if re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
     if max(len(told), len(ends)) >= least:
         gravity: Gravity = "grave" if len(told) >= least else "warning"  # a task may be to repeat the last word
         return view.found(gravity, f"prompts such as {(told + ends)[0]!r:.200}", "task.prompt_field", "leave the answer out")
     numbers = [int(answer) for answer in view.references if answer.isdecimal()]
     is_count = sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(rows))
-    told = f"answers {', '.join(map(str, numbers[:4]))}, ..."
-    return is_count and view.found("grave", told, "task.answer_field", "name the column of the answer")
+    shown = f"answers {', '.join(map(str, numbers[:4]))}, ..."
+    return is_count and view.found("grave", shown, "task.answer_field", "name the column of the answer")
 
 
 @rule("recipes.md#tasks")
@@ -290,7 +296,7 @@ _SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
 @rule("recipes.md#chat-templates")
 def template_twice(view: SetView) -> Verdict:
     """Prompts spell parts of a chat template, which the model reads as plain text: half of the prompts, or a field."""
-    task, texts = view.share.task, ["\n".join(one.texts) for one in view.problems]
+    task, texts = view.share.task, view.texts
     is_chat, fix = task.prompt_style == "chat", "leave it out; prompt_style: chat writes it"
     for name in ("system_prompt", "instruction", "prompt_template"):
         if found := _CONTROL.search(getattr(task, name)):
@@ -305,15 +311,15 @@ _DAMAGED = re.compile(r"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);")
 
 @rule("recipes.md#tasks")
 def texts_damaged(view: SetView) -> Verdict:
-    """Prompts are damaged: 5 % have characters of a wrong encoding or of HTML, or 10 % are cut at the same length."""
-    texts = ["\n".join(one.texts) for one in view.problems]
-    odd, longest = [found[0] for text in texts if (found := _DAMAGED.search(text))], max(map(len, texts), default=0)
+    """Prompts are damaged: 5 % have characters of a wrong encoding or of HTML, or 10 to 90 % are cut at the same length."""
+    texts, longest = view.texts, max(map(len, view.texts), default=0)
+    odd = [found[0] for text in texts if (found := _DAMAGED.search(text))]
     cut = [text for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
     if len(odd) > 0.05 * len(texts):
         told, fix = f"{odd[0]!r} in {counted(len(odd), 'prompt')}", "write the file again, as UTF-8 and without entities"
         return view.found("warning", told, "task.path", fix)
     told, fix = f"{len(cut)} end after {longest} characters, as with {cut[0][-40:]!r}" if cut else "", "give whole prompts"
-    return len(cut) >= max(5, 0.1 * len(texts)) and view.found("warning", told, "task.path", fix)
+    return 0.9 * len(texts) >= len(cut) >= max(5, 0.1 * len(texts)) and view.found("warning", told, "task.path", fix)
 
 
 @rule("recipes.md#tasks")
