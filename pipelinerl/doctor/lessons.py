@@ -74,7 +74,8 @@ def all_cut(run: RunRecords) -> Verdict:
     if the loss leaves cut completions out."""
     share, limit = run.mean("truncated_fraction"), run.recipe.max_tokens
     field, fix = "sampling.max_tokens", f"is {limit}; use {4 * limit} with model.max_context to match, or ask for less"
-    if run.mean("completion_tokens_mean") < 0.9 * limit * share:  # cut ones are shorter, because the context was full
+    shortest = min(one.max_tokens for one in run.recipe.mixture.values())
+    if run.mean("completion_tokens_mean") < 0.9 * shortest * share:  # the context was full before
         field, fix = "model.max_context", f"is {run.recipe.model.max_context}; raise it by {limit}, or shorten the prompts"
     gravity = worse(share, 0.9) if run.first_task.reward.truncated == "mask" or not run.has_signal else "warning"
     is_bad = share >= 0.5 and not run.has_learned

@@ -297,11 +297,12 @@ _SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
 def template_twice(view: SetView) -> Verdict:
     """Prompts spell parts of a chat template, which the model reads as plain text: half of the prompts, or a field."""
     task, texts = view.share.task, view.texts
-    is_chat, fix = task.prompt_style == "chat", "leave it out; prompt_style: chat writes it"
+    fix = "leave it out; prompt_style: chat writes it"
     for name in ("system_prompt", "instruction", "prompt_template"):
         if found := _CONTROL.search(getattr(task, name)):
             return view.found("warning", repr(found[0]), f"task.{name}", fix)
-    spelled = [found[0] for text in texts if (found := _CONTROL.search(text) or (is_chat and _SPEAKER.search(text)))]
+    patterns = (_CONTROL, _SPEAKER) if task.prompt_style == "chat" else (_CONTROL,)
+    spelled = [found[0] for text in texts if (found := next(filter(None, (one.search(text) for one in patterns)), None))]
     told = f"{', '.join(spelled[:1])!r} in {counted(len(spelled), 'prompt')}"
     return len(spelled) >= max(1, len(texts) / 2) and view.found("warning", told, "task.path", fix)
 

@@ -103,6 +103,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "grave all-cut 100%": lambda: with_figures(
         healthy(recipe={"reward": {"truncated": "mask"}}), truncated_fraction=1.0, **FLAT
     ),
+    "warning all-cut model.max_context": lambda: with_figures(healthy(), truncated_fraction=0.8, **FLAT),
     "grave all-cut": lambda: with_figures(healthy(), truncated_fraction=1.0, answers_absent=1.0, **STUCK),
     "warning think-unclosed": lambda: with_figures(
         replace(healthy(), samples=[sample(number, prompt="<think>\n", completion="Well,") for number in range(10)]), **FLAT
