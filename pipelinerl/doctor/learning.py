@@ -44,21 +44,15 @@ def ess_low(run: RunRecords) -> Verdict:
 
 
 @rule("learning.md#masks")
-def mask_takes_all(run: RunRecords) -> Verdict:
-    """The mask leaves most tokens out of the loss: 50 %; grave from 95 %."""
-    share, algorithm = run.mean("mask_fraction"), run.recipe.algorithm
-    fix = f"is {algorithm.mask_low:g}, mask_high {algorithm.mask_high:g}, mask_kl {algorithm.mask_kl:g}; widen them"
-    is_bad = share >= 0.5 and algorithm.mask != "none"
-    return is_bad and Found(worse(share, 0.95), f"{percent(share)} of the tokens", "algorithm.mask_low", fix)
-
-
-@rule("learning.md#losses")
-def clip_cuts(run: RunRecords) -> Verdict:
-    """The loss clips many tokens, which then give no gradient: a quarter of the last ones; grave from 75 %."""
-    share, algorithm = run.late("clip_fraction"), run.recipe.algorithm
+def tokens_cut(run: RunRecords) -> Verdict:
+    """The loss leaves many tokens out: a mask half of them (grave: 95 %), or clipping a quarter of the last ones (75 %)."""
+    algorithm, masked, clipped = run.recipe.algorithm, run.mean("mask_fraction"), run.late("clip_fraction")
+    if masked >= 0.5 and algorithm.mask != "none":
+        fix = f"is {algorithm.mask_low:g}, mask_high {algorithm.mask_high:g}, mask_kl {algorithm.mask_kl:g}; widen them"
+        return Found(worse(masked, 0.95), f"the mask takes {percent(masked)}", "algorithm.mask_low", fix)
     fix = f"is {algorithm.clip_low:g}, clip_high {algorithm.clip_high:g}; widen both, or lower max_lag or the learning rate"
-    is_cut = share > MOST_CUT and algorithm.loss in CUTTING
-    return is_cut and Found(worse(share, 0.75), f"{percent(share)} of the tokens", "algorithm.clip_low", fix)
+    is_cut = clipped > MOST_CUT and algorithm.loss in CUTTING
+    return is_cut and Found(worse(clipped, 0.75), f"{percent(clipped)} are clipped", "algorithm.clip_low", fix)
 
 
 @rule("learning.md#the-optimizer")
