@@ -168,7 +168,8 @@ def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
 def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldError] = ()) -> list[Finding]:
     """Return all findings about a recipe, the cause first. `problems`: further mistakes, such as too little memory."""
     found = [(LACKING if isinstance(one, Lacking) else MISTAKE, one) for one in (*examined.problems, *problems)]
-    found = sorted([*found, *named_doubts(recipe, examined)], key=lambda one: [*ADOPTED].index(one[0]))
+    doubts = {(id_, one.field): (id_, one) for id_, one in reversed([*named_doubts(recipe, examined)])}  # the first of a kind
+    found = sorted([*found, *reversed(doubts.values())], key=lambda one: [*ADOPTED].index(one[0]))
     return ranked([*(adopted(id_, problem, recipe) for id_, problem in found), *quick_findings(recipe, examined)])
 
 
@@ -204,7 +205,7 @@ def prompts_fill_context(view: SetView) -> Verdict:
 @rule("recipes.md#tasks")
 def columns_mixed(view: SetView) -> Verdict:
     """A wrong column is read: 90 % of 8 prompts begin with their answer, have it after the text that the reward looks for, or
-    end with it (a warning); or 90 % of 20 answers count the rows."""
+    end with it (a warning); or 90 % of 20 prompts or answers count the rows."""
     pairs = zip(view.texts, (str(one.reference.get("answer") or "").strip() for one in view.problems), strict=True)
     rows = [(text.strip(), answer) for text, answer in pairs if answer]
     marker, least = re.escape(view.marker), max(8, 0.9 * len(view.texts))
@@ -214,10 +215,13 @@ def columns_mixed(view: SetView) -> Verdict:
     if max(len(told), len(ends)) >= least:
         gravity: Gravity = "grave" if len(told) >= least else "warning"  # a task may be to repeat the last word
         return view.found(gravity, f"prompts such as {(told + ends)[0]!r:.200}", "task.prompt_field", "leave the answer out")
-    numbers = [int(answer) for answer in view.references if answer.isdecimal()]
-    is_count = sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(rows))
-    shown = f"answers {', '.join(map(str, numbers[:4]))}, ..."
-    return is_count and view.found("grave", shown, "task.answer_field", "name the column of the answer")
+    for field, texts in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
+        numbers = [int(found[1]) for text in texts if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
+        if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(texts)):
+            return view.found(
+                "grave", f"it has {', '.join(texts[:4])}, ...", field, "is a number of the row; name another column"
+            )
+    return None
 
 
 @rule("recipes.md#tasks")

@@ -252,6 +252,8 @@ RECIPE_FAULTS = (
     RecipeFault("the answer's column is that of the prompt", "columns-mixed", {"task.answer_field": "prompt"}),
     RecipeFault("the answer's column numbers the rows", "columns-mixed", {"task.answer_field": "id"},
                 lambda rows: [row | {"id": i} for i, row in enumerate(rows)]),
+    RecipeFault("the prompt's column names the rows", "columns-mixed", {"task.prompt_field": "id"},
+                lambda rows: [row | {"id": f"question-{i}"} for i, row in enumerate(rows)]),
     RecipeFault("prompts tell their answer", "columns-mixed", {},
                 _with(prompt=lambda row: f"{row['prompt']} (Answer: {row['answer']})")),
     RecipeFault("rows hold prompts in a chat template", "template-twice", {},
