@@ -21,32 +21,34 @@ from pipelinerl.errors import FieldError, counted
 from pipelinerl.local.processes import living_names
 from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, modules_beside
 from pipelinerl.recipe.preflight import examine, importable
-from pipelinerl.run_dir import RunDir
+from pipelinerl.run_dir import NAMED_IN, RunDir
 from pipelinerl.service.logs import printable
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Return the exit code: 0 without a grave finding, 1 with one. Raises `UserError` for wrong arguments."""
     folder = Path(args.subject)
-    if is_run := (folder / "recipe.yaml").is_file():
+    if is_run := any((folder / name).is_file() for name in NAMED_IN):
         for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory)):
             if value:
                 raise FieldError(option, value, "applies only to a recipe; leave it out for a run")
-    findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args)
+    findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args, folder)
     told = {"subject": args.subject, "kind": "run" if is_run else "recipe", "findings": [one.to_json() for one in findings]}
     print(json.dumps(told, indent=2, default=str) if args.json else printable("\n".join(_lines(args.subject, findings))))
     return 1 if any(one.gravity == "grave" for one in findings) else 0
 
 
-def _of_recipe(args: argparse.Namespace) -> list[Finding]:
+def _of_recipe(args: argparse.Namespace, subject: Path) -> list[Finding]:
+    """Return the findings about a recipe, or about that in a folder which `pipelinerl init` wrote."""
+    named = str(subject / "recipe.yaml") if (subject / "recipe.yaml").is_file() else args.subject
     try:
-        recipe = load_recipe(args.subject, args.overrides)
+        recipe = load_recipe(named, args.overrides)
     except RecipeError as error:
         return [adopted(MISTAKE, problem) for problem in error.problems]
     problems: list[FieldError] = []
     if args.gpu_memory is not None:
         problems = memory_of(recipe, model_of(recipe, None), gib_of(args.gpu_memory))[1]
-    with importable(modules_beside(recipe, find_recipe(args.subject))):
+    with importable(modules_beside(recipe, find_recipe(named))):
         return findings_of(recipe, examine(recipe, args.reward_rows), problems)
 
 

@@ -251,6 +251,9 @@ def test_a_reward_beside_the_recipe_is_found(
     text = "def score(item):\n    return float(item.answer == item.reference['answer'])\n"
     (tmp_path / "own_reward.py").write_text(text)
     assert judge(tmp_path, changed({"reward.scorer": "own_reward:score"}), ROWS, capsys, 12) == []
+    (tmp_path / "seeded.yaml").rename(tmp_path / "recipe.yaml")
+    args = argparse.Namespace(subject=str(tmp_path), overrides=[], gpu_memory=None, reward_rows=2, json=False)
+    assert doctor(args) == 0  # a folder of `pipelinerl init` is no run
 
 
 @pytest.mark.parametrize("name", recipe_names())
