@@ -10,31 +10,59 @@ The faults are in tests/support/seeded_faults.py. A run takes 20 to 60 s on two 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.result_files import write_result
 from pipelinerl.doctor import failures, learning, lessons
 from pipelinerl.doctor.runs import examine_run
-from tests.support.seeded_faults import HEALTHY, RUN_FAULTS, RunFault
+from pipelinerl.doctor.settings import SETTINGS_RULES
+from pipelinerl.run_summary import read_jsonl
+from tests.support.seeded_faults import HEALTHY, RUN_FAULTS, RunFault, sums
 
-_LIMIT_S = 240.0
+_LIMIT_S = 170.0
+_PIPELINERL = (sys.executable, "-m", "pipelinerl.cli")
 RESULT = Path(__file__).parent / "results" / "doctor.json"
 
 
 def play(fault: RunFault, folder: Path) -> None:
     """Play a fault's run, which may fail, as a user would."""
-    command = [sys.executable, "-m", "pipelinerl.cli", "run", fault.recipe, "--run-dir", str(folder), "--no-page"]
+    recipe, _, template = fault.recipe.partition(" ")
+    if recipe == "init":
+        recipe = str(folder.with_suffix(".init") / "recipe.yaml")
+        chosen = ["--from", template] if template else []
+        subprocess.run([*_PIPELINERL, "init", str(folder.with_suffix(".init")), *chosen], check=True, capture_output=True)
     overrides = [f"--set={one}" for one in (*fault.overrides, f"trainer.steps={fault.steps}")]
-    with folder.with_suffix(".log").open("w") as log:
-        process = subprocess.Popen([*command, "--reward-rows", "0", *overrides], stdout=log, stderr=log)
-        try:
-            process.wait(_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the run stops cleanly; the doctor judges what it has recorded
-            process.wait()
+    if fault.answers is not None:
+        rows, path = sums(), folder.with_suffix(".jsonl")
+        answers = fault.answers([row["answer"] for row in rows])
+        path.write_text("".join(f"{json.dumps(row | {'answer': one})}\n" for row, one in zip(rows, answers, strict=True)))
+        overrides.append(f"--set=task={{source: jsonl, path: {path}, name: sums, prompt_style: plain, heldout_problems: 64}}")
+    start = [recipe, "--run-dir", str(folder), "--reward-rows", "0", *overrides]
+    _run(start, folder, "" if fault.event == "resume" else fault.event)
+    if fault.event == "resume":
+        _run(["--resume", str(folder), f"--set=trainer.steps={2 * fault.steps}"], folder)
+
+
+def _run(arguments: list[str], folder: Path, killed: str = "") -> None:
+    """Run until the end or the time limit. `killed`: the process that is killed after the fifth step."""
+    with folder.with_suffix(".log").open("a") as log:
+        process = subprocess.Popen([*_PIPELINERL, "run", *arguments, "--no-page"], stdout=log, stderr=log)
+        started = time.monotonic()
+        while process.poll() is None:
+            time.sleep(0.2)
+            if killed and len(read_jsonl(folder / "metrics.jsonl")) >= 5:
+                os.kill(json.loads((folder / "pids.json").read_text())[killed], signal.SIGKILL)
+                killed = ""
+            if time.monotonic() > started + _LIMIT_S:
+                process.terminate()  # the run stops cleanly; the doctor judges what it has recorded
+                process.wait()
 
 
 def judged(fault: RunFault, folder: Path) -> dict[str, Any]:
@@ -51,10 +79,11 @@ def judged(fault: RunFault, folder: Path) -> dict[str, Any]:
 def matrix(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each kind of fault: how many runs the doctor judged rightly, and what it said of the others. It is right
     if it names the cause first or, of a healthy run, finds nothing grave."""
-    modules = {"lost data": failures, "lengths, answers, rewards": lessons, "numerics, policy, speed": learning}
-    kinds = {rule.id: kind for kind, module in modules.items() for rule in module.RULES}
+    known = {"settings": SETTINGS_RULES, "lost data": failures.RULES, "lengths, answers, rewards": lessons.RULES,
+             "numerics, policy, speed": learning.RULES}  # fmt: skip
+    kinds = {rule.id: kind for kind, rules in known.items() for rule in rules}
     rows = []
-    for kind in (*modules, "none: a healthy run"):
+    for kind in (*known, "none: a healthy run"):
         runs = [one for one in results if kinds.get(next(iter(one["expected"]), ""), "none: a healthy run") == kind]
         wrong = ", ".join(f"{one['name']}: {one['first']}" for one in runs if not one["right"])
         rows.append(

@@ -9,9 +9,10 @@ from __future__ import annotations
 from deploy.tools.generated import GeneratedPart, row
 from pipelinerl.doctor import failures, learning, lessons
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES
+from pipelinerl.doctor.settings import SETTINGS_RULES
 
-_KINDS = (("a recipe", RECIPE_RULES), ("lost data", failures.RULES), ("lengths, answers, rewards", lessons.RULES),
-          ("numerics, policy, speed", learning.RULES))  # fmt: skip
+_KINDS = (("a recipe", RECIPE_RULES), ("settings, before and after a run", SETTINGS_RULES), ("lost data", failures.RULES),
+          ("lengths, answers, rewards", lessons.RULES), ("numerics, policy, speed", learning.RULES))  # fmt: skip
 
 
 def rules() -> str:
@@ -19,7 +20,7 @@ def rules() -> str:
     checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (meaning, docs) in ADOPTED.items())
     rows = [row(("what `validate` finds", checked))]
     for kind, kept in _KINDS:
-        told = (f"[`{one.id}`]({one.docs.removeprefix('docs/')}): {one.meaning}: {one.threshold}" for one in kept)
+        told = (f"[`{one.id}`]({one.docs.removeprefix('docs/')}): {': '.join(one.told)}" for one in kept)
         rows.append(row((kind, "<br>".join(told))))
     return "\n".join(["| rules about | id: meaning: threshold |\n|---|---|", *rows])
 

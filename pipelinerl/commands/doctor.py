@@ -9,8 +9,9 @@ import argparse
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.commands.validate import gib_of, memory_of, model_of
 from pipelinerl.doctor.findings import GRAVITIES, Finding
@@ -18,46 +19,52 @@ from pipelinerl.doctor.recipes import MISTAKE, adopted, findings_of
 from pipelinerl.doctor.runs import examine_run
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.local.processes import living_names
-from pipelinerl.recipe.loading import RecipeError, load_recipe
-from pipelinerl.recipe.preflight import examine
-from pipelinerl.run_dir import RunDir
+from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, modules_beside
+from pipelinerl.recipe.preflight import examine, importable
+from pipelinerl.run_dir import NAMED_IN, RunDir
 from pipelinerl.service.logs import printable
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Return the exit code: 0 without a grave finding, 1 with one. Raises `UserError` for wrong arguments."""
     folder = Path(args.subject)
-    if is_run := (folder / "recipe.yaml").is_file():
+    if is_run := any((folder / name).is_file() for name in NAMED_IN):
         for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory)):
             if value:
                 raise FieldError(option, value, "applies only to a recipe; leave it out for a run")
-    findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args)
+    findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args, folder)
     told = {"subject": args.subject, "kind": "run" if is_run else "recipe", "findings": [one.to_json() for one in findings]}
     print(json.dumps(told, indent=2, default=str) if args.json else printable("\n".join(_lines(args.subject, findings))))
     return 1 if any(one.gravity == "grave" for one in findings) else 0
 
 
-def _of_recipe(args: argparse.Namespace) -> list[Finding]:
+def _of_recipe(args: argparse.Namespace, subject: Path) -> list[Finding]:
+    """Return the findings about a recipe, or about that in a folder which `pipelinerl init` wrote."""
+    named = str(subject / "recipe.yaml") if (subject / "recipe.yaml").is_file() else args.subject
     try:
-        recipe = load_recipe(args.subject, args.overrides)
+        recipe = load_recipe(named, args.overrides)
     except RecipeError as error:
         return [adopted(MISTAKE, problem) for problem in error.problems]
     problems: list[FieldError] = []
     if args.gpu_memory is not None:
         problems = memory_of(recipe, model_of(recipe, None), gib_of(args.gpu_memory))[1]
-    return findings_of(recipe, examine(recipe, args.reward_rows), problems)
+    with importable(modules_beside(recipe, find_recipe(named))):
+        return findings_of(recipe, examine(recipe, args.reward_rows), problems)
 
 
 def _lines(subject: str, findings: Sequence[Finding]) -> list[str]:
     counts = Counter(one.gravity for one in findings)
     told = [f"{counts[one]} grave" if one == "grave" else counted(counts[one], one) for one in GRAVITIES if counts[one]]
-    return [f"{subject}: {', '.join(told) or 'nothing found'}", *(line for one in findings for line in _block(one))]
+    lines, shown = [f"{subject}: {', '.join(told) or 'nothing found'}"], list[Any]()
+    for one in findings:
+        lines += _block(one, {} if one.sample in shown else one.sample or {})
+        shown.append(one.sample)
+    return lines
 
 
-def _block(one: Finding) -> list[str]:
+def _block(one: Finding, sample: Mapping[str, Any]) -> list[str]:
     rows = [("evidence", one.evidence), ("set", f"{one.field}: {one.fix}"), ("see", one.docs)]
-    shown = ((name, value) for name, value in (one.sample or {}).items() if value)
-    rows += [(name, f"{value!r}"[-200:]) for name, value in shown]
+    rows += [(name, f"{value!r}"[-200:]) for name, value in sample.items() if value]
     wrap = textwrap.TextWrapper(110, subsequent_indent=" " * 12, break_on_hyphens=False).wrap
     return ["", f"{one.gravity.upper()}  {one.id}: {one.meaning}",
             *(line for name, text in rows for line in wrap(f"  {name:<11}{text}"))]  # fmt: skip

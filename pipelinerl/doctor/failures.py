@@ -12,7 +12,6 @@ rule = add_to(RULES)
 _EPISODES = ("episode_", "turn_timeout", "no_turns", "verifier_refused")
 _OTHERS = tuple(name for name in MEANINGS if not name.startswith(("reward_", *_EPISODES, "actor_", "step skipped")))
 _LONG = ("model.max_context", "raise it, or drop long problems")
-_CALL = "correct the function; pipelinerl validate RECIPE calls it and shows its error"
 _FIXES = {
     "reward_timeout": ("reward.timeout_s", "raise it above the slowest call that pipelinerl validate shows"),
     "reward_out_of_memory": ("reward.memory_mib", "raise it, or let the reward need less"),
@@ -32,7 +31,7 @@ def _lost(run: RunRecords, prefixes: tuple[str, ...], field: str, fix: str, leas
 @rule("errors.md#reasons")
 def rewards_fail(run: RunRecords) -> Verdict:
     """The reward fails instead of giving a number: for 5 % of the sequences; grave from 50 %."""
-    return _lost(run, ("reward_",), "reward.scorer", _CALL)
+    return _lost(run, ("reward_",), "reward.scorer", "correct the function; pipelinerl validate RECIPE shows its error")
 
 
 @rule("episodes.md#how-long-it-may-take-and-what-fails-how")
@@ -56,11 +55,10 @@ def sequences_lost(run: RunRecords) -> Verdict:
 @rule("learning.md#the-optimizer")
 def steps_skipped(run: RunRecords) -> Verdict:
     """Steps change no weight, as the loss or gradient is not finite: any step; grave if it is half of the last 20."""
-    recent, rate = run.steps[-20:], run.recipe.trainer.learning_rate
     skipped = [step["step"] for step in run.steps if step.get("skipped")]
+    late = sum(bool(step.get("skipped")) for step in run.steps[-20:]) / max(1, len(run.steps[-20:]))
     told = f"{len(skipped)} of {counted(len(run.steps), 'step')}, the first at step {next(iter(skipped), 0)}"
-    late = sum(bool(step.get("skipped")) for step in recent) / max(1, len(recent))
-    fix = f"is {rate:g}; lower it tenfold, and see whether model.dtype overflows"
+    fix = f"is {run.recipe.trainer.learning_rate:g}; lower it tenfold, and see whether model.dtype overflows"
     return bool(skipped) and Found(worse(late, 0.5), told, "trainer.learning_rate", fix)
 
 
@@ -69,10 +67,9 @@ def dropped_stale(run: RunRecords) -> Verdict:
     """Sequences are too old when their step comes: 2 % after 12 steps, twice what plans accept; grave from 50 %."""
     (share, _), lag = run.share_of("dropped_stale"), run.recipe.algorithm.max_lag
     needed = max([int(value) for value in run.values("largest_lag")] + [(lag or 0) + 1])
-    told = f"{percent(share)} of the sequences"
     fix = f"is {lag}; use at least {needed}, or fewer actors or actor.sequences_in_progress"
-    is_bad = share > (0.02 if run.is_long else 0.5)
-    return lag is not None and is_bad and Found(worse(share, 0.5), told, "algorithm.max_lag", fix)
+    is_bad = lag is not None and share > (0.02 if run.is_long else 0.5)
+    return is_bad and Found(worse(share, 0.5), f"{percent(share)} of the sequences", "algorithm.max_lag", fix)
 
 
 @rule("learning.md#from-rewards-to-advantages")
@@ -85,16 +82,12 @@ def dropped_filtered(run: RunRecords) -> Verdict:
 
 @rule("errors.md")
 def run_failed(run: RunRecords) -> Verdict:
-    """The run ended with an error: the summary has one."""
+    """The run failed: its summary has an error, or it ended without an optimizer step and was not stopped by hand. Runs younger
+    than 10 minutes may still go on."""
     error = str(run.summary.get("error") or "").strip().partition("\n")[0]
-    return bool(error) and Found("grave", error[:400], "logs", "remove the cause, then pipelinerl run --resume")
-
-
-@rule("errors.md#when-services-start")
-def no_steps(run: RunRecords) -> Verdict:
-    """The run ended without an optimizer step: and it was not stopped by hand. Runs younger than 10 minutes may still go on."""
-    is_dead = not run.steps and not run.is_running and not run.summary.get("interrupted")
-    return is_dead and Found("grave", run.last_error or "no error in the logs", "logs", "read what the services waited for")
+    is_dead = not run.steps and not (run.is_running or run.is_young) and not run.summary.get("interrupted")
+    told = error[:400] or run.last_error or "no error in the logs"
+    return bool(error or is_dead) and Found("grave", told, "logs", "remove the cause, then pipelinerl run --resume")
 
 
 @rule("reliability.md#the-trainer")

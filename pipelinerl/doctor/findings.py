@@ -46,29 +46,35 @@ class Finding(Found):
         return asdict(self)
 
 
-Verdict = Found | bool | None
+Verdict = Found | Literal[False] | None
 """What a rule returns: what it found, or a false value."""
 Check = Callable[[Any], Verdict]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule over a RecipeView or RunRecords. The docstring of `check` is its `meaning`, a colon and its `threshold`."""
+    """A rule over a view: settings, a problem set of a recipe, or the records of a run. `docs`: its page."""
 
-    id: str
-    meaning: str
-    threshold: str
-    docs: str
     check: Check
+    docs: str
+
+    @property
+    def id(self) -> str:
+        return self.check.__name__.replace("_", "-")
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """Meaning and threshold, which the docstring of `check` holds, with a colon between them."""
+        meaning, _, threshold = " ".join((inspect.getdoc(self.check) or "").split()).partition(": ")
+        return meaning, threshold
 
 
 def add_to(rules: list[Rule]) -> Callable[[str], Callable[[Check], Check]]:
-    """Return a decorator for rules, which takes the rule's page in docs. A rule's id is its function's name with dashes."""
+    """Return a decorator that adds a rule to a list. It takes the rule's page in docs."""
 
     def rule(docs: str) -> Callable[[Check], Check]:
         def added(check: Check) -> Check:
-            meaning, _, threshold = " ".join((inspect.getdoc(check) or "").split()).partition(": ")
-            rules.append(Rule(check.__name__.replace("_", "-"), meaning, threshold, f"docs/{docs}", check))
+            rules.append(Rule(check, f"docs/{docs}"))
             return check
 
         return added
@@ -76,16 +82,16 @@ def add_to(rules: list[Rule]) -> Callable[[str], Callable[[Check], Check]]:
     return rule
 
 
-def apply(rules: Iterable[Rule], view: Any) -> list[Finding]:
-    """Return what the rules find, ranked. A rule that fails, as on damaged records, is logged and finds nothing."""
-    found = ((rule, _checked(rule, view)) for rule in rules)
-    return ranked([Finding(**vars(one), id=rule.id, meaning=rule.meaning, docs=rule.docs) for rule, one in found
-                   if isinstance(one, Found)])  # fmt: skip
+def apply(rules: Iterable[Rule], *views: Any) -> list[Finding]:
+    """Return what each rule finds in the first view in which it finds something, ranked. A rule that fails, as on damaged
+    records, is logged and finds nothing."""
+    found = ((rule, next((one for view in views if (one := _checked(rule, view))), None)) for rule in rules)
+    return ranked(Finding(**vars(one), id=rule.id, meaning=rule.told[0], docs=rule.docs) for rule, one in found if one)
 
 
-def _checked(rule: Rule, view: Any) -> Verdict:
+def _checked(rule: Rule, view: Any) -> Found | None:
     try:
-        return rule.check(view)
+        return rule.check(view) or None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         log.warning("rule %s cannot read these records: %r", rule.id, error)
         return None

@@ -16,18 +16,17 @@ _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
 
 
 @rule("weight-updates.md#the-parity-probe")
-def parity_fails(run: RunRecords) -> Verdict:
-    """Actors do not compute the trainer's log-probabilities: any failed parity probe; grave from 3."""
-    failures = sum(run.values("parity_failures"))
-    told = f"{failures:.0f} probe answers, largest difference {max(run.values('logprob_mismatch'), default=0):.2g} nats"
-    fix = "compare versions and dtypes of actors and trainer; raise it if 16 bits explain the difference"
-    return failures > 0 and Found(worse(failures, 3), told, "weights.probe_tolerance", fix)
-
-
-@rule("learning.md#lag-and-ess")
 def engine_differs(run: RunRecords) -> Verdict:
-    """Engine and trainer disagree on the same policy: a median KL of 0.001 nats, 0.05 in 16 bits; grave from ten times that."""
-    kl, most = median(run.values("mismatch_kl") or [0.0]), _MOST_KL[run.recipe.model.dtype]
+    """Actors and trainer compute different probabilities of the same policy: a failed parity probe (grave from 3), or a median
+    KL of 0.001 nats, 0.05 in 16 bits (grave: ten times that) in steps whose sequences have no KV cache of an older policy."""
+    failures, differences = sum(run.values("parity_failures")), run.values("logprob_mismatch")
+    if failures > 0:
+        told = f"{failures:.0f} probe answers, largest difference {max(differences, default=0):.2g} nats"
+        fix = "compare versions and dtypes of actors and trainer; raise it if 16 bits explain the difference"
+        return Found(worse(failures, 3), told, "weights.probe_tolerance", fix)
+    alike = [value for step in run.trained if not step.get("multi_version_fraction")
+             and (value := number_at(step, "mismatch_kl")) is not None]  # fmt: skip
+    kl, most = median(alike or [0.0]), _MOST_KL[run.recipe.model.dtype]
     fix = "use icepop, and float32 for model.head_dtype, or no actor.engine.quantization"
     return kl >= most and Found(worse(kl, 10 * most), f"mismatch_kl {kl:.2g} nats", "algorithm.mask", fix)
 
@@ -45,21 +44,15 @@ def ess_low(run: RunRecords) -> Verdict:
 
 
 @rule("learning.md#masks")
-def mask_takes_all(run: RunRecords) -> Verdict:
-    """The mask leaves most tokens out of the loss: 50 %; grave from 95 %."""
-    share, algorithm = run.mean("mask_fraction"), run.recipe.algorithm
-    fix = f"is {algorithm.mask_low:g}, mask_high {algorithm.mask_high:g}, mask_kl {algorithm.mask_kl:g}; widen them"
-    is_bad = share >= 0.5 and algorithm.mask != "none"
-    return is_bad and Found(worse(share, 0.95), f"{percent(share)} of the tokens", "algorithm.mask_low", fix)
-
-
-@rule("learning.md#losses")
-def clip_cuts(run: RunRecords) -> Verdict:
-    """The loss clips many tokens, which then give no gradient: a quarter of the last ones; grave from 75 %."""
-    share, algorithm = run.late("clip_fraction"), run.recipe.algorithm
+def tokens_cut(run: RunRecords) -> Verdict:
+    """The loss leaves many tokens out: a mask half of them (grave: 95 %), or clipping a quarter of the last ones (75 %)."""
+    algorithm, masked, clipped = run.recipe.algorithm, run.mean("mask_fraction"), run.late("clip_fraction")
+    if masked >= 0.5 and algorithm.mask != "none":
+        fix = f"is {algorithm.mask_low:g}, mask_high {algorithm.mask_high:g}, mask_kl {algorithm.mask_kl:g}; widen them"
+        return Found(worse(masked, 0.95), f"the mask takes {percent(masked)}", "algorithm.mask_low", fix)
     fix = f"is {algorithm.clip_low:g}, clip_high {algorithm.clip_high:g}; widen both, or lower max_lag or the learning rate"
-    is_cut = share > MOST_CUT and algorithm.loss in CUTTING
-    return is_cut and Found(worse(share, 0.75), f"{percent(share)} of the tokens", "algorithm.clip_low", fix)
+    is_cut = clipped > MOST_CUT and algorithm.loss in CUTTING
+    return is_cut and Found(worse(clipped, 0.75), f"{percent(clipped)} are clipped", "algorithm.clip_low", fix)
 
 
 @rule("learning.md#the-optimizer")
@@ -67,10 +60,8 @@ def gradient_clipped(run: RunRecords) -> Verdict:
     """Gradients are clipped, so that steps differ only in direction: 9 of 10, to less than a fifth of their norm."""
     share, norm, bound = run.mean("clipped"), run.mean("grad_norm"), run.recipe.trainer.max_grad_norm
     bound = bound or (run.mean("completion_tokens_mean") if run.recipe.algorithm.normalization == "batch" else 1.0)
-    fix = f"is {bound:.3g}; raise it to about the mean norm, {norm:.3g}"
-    return (
-        share >= 0.9 and norm > 5 * bound and Found("warning", f"{percent(share)} of the steps", "trainer.max_grad_norm", fix)
-    )
+    told, fix = f"{percent(share)} of the steps", f"is {bound:.3g}; raise it to about the mean norm, {norm:.3g}"
+    return share >= 0.9 and norm > 5 * bound and Found("warning", told, "trainer.max_grad_norm", fix)
 
 
 @rule("learning.md#learning-rate")
@@ -83,16 +74,6 @@ def policy_unmoved(run: RunRecords) -> Verdict:
     return is_still and Found("grave", f"largest |log weight| {max(moved):.1g}", "trainer.learning_rate", fix)
 
 
-@rule("learning.md#learning-rate")
-def updates_rounded(run: RunRecords) -> Verdict:
-    """All updates together are below the precision of 16-bit weights: rates add up to under 3e-5 in 100 steps, half the
-    spacing of bfloat16 at 0.02."""
-    rates, trainer = run.values("learning_rate"), run.recipe.trainer
-    is_lost = len(rates) >= 100 and sum(rates) < 3e-5 and run.recipe.model.dtype != "float32" and trainer.lora is None
-    fix = f"is {trainer.learning_rate:g}; use 1e-6 or more"
-    return is_lost and Found("warning", f"sum {sum(rates):.2g}", "trainer.learning_rate", fix)
-
-
 @rule("learning.md#losses")
 def kl_grows(run: RunRecords) -> Verdict:
     """The policy has left the initial one far behind: a KL above 1 nat per token that has grown tenfold, without a gain."""
@@ -102,11 +83,6 @@ def kl_grows(run: RunRecords) -> Verdict:
     return is_far and Found("warning", f"{early:.2g} -> {late:.2g} nats", "algorithm.kl_coefficient", fix)
 
 
-def _falls(run: RunRecords) -> bool:
-    early, late = run.early("reward_mean"), run.late("reward_mean")
-    return early > 0 and late < early / 2 and run.change("reward_mean") < -3
-
-
 @rule("learning.md#losses")
 def entropy_explodes(run: RunRecords) -> Verdict:
     """The policy becomes random: twice the first entropy and above 1 nat, without a gain; grave if the reward halves."""
@@ -114,7 +90,8 @@ def entropy_explodes(run: RunRecords) -> Verdict:
     rate = run.recipe.trainer.learning_rate
     field, value = ("algorithm.entropy_coefficient", bonus) if bonus else ("trainer.learning_rate", rate)
     is_wild = run.is_long and late > max(1, 2 * early) and not run.has_learned
-    return is_wild and Found(worse(_falls(run), 1), f"{early:.2g} -> {late:.2g} nats", field, f"is {value:g}; lower it tenfold")
+    fix = f"is {value:g}; lower it tenfold"
+    return is_wild and Found(worse(run.has_collapsed, 1), f"{early:.2g} -> {late:.2g} nats", field, fix)
 
 
 @rule("learning.md#learning-rate")
@@ -122,13 +99,13 @@ def policy_collapsed(run: RunRecords) -> Verdict:
     """The reward has fallen far below its start: under half of it, by 3 standard errors."""
     told = f"reward {run.early('reward_mean'):.3g} -> {run.late('reward_mean'):.3g}"
     fix = f"is {run.recipe.trainer.learning_rate:g}; lower it tenfold, and start from an earlier checkpoint"
-    return _falls(run) and Found("grave", told, "trainer.learning_rate", fix)
+    return run.has_collapsed and Found("grave", told, "trainer.learning_rate", fix)
 
 
 @rule("learning.md#losses")
 def entropy_collapsed(run: RunRecords) -> Verdict:
     """The policy has become certain without having learned: a twentieth of the first entropy, without a gain."""
-    early, late, best = run.early("entropy"), run.late("entropy"), run.full_reward
+    early, late, best = run.early("entropy"), run.late("entropy"), run.first_task.reward.correct
     is_certain = run.is_long and early > 0.01 and late < early / 20 and run.late("reward_mean") < 0.9 * best
     told, fix = f"{early:.2g} -> {late:.2g} nats", "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"
     return is_certain and not run.has_learned and Found("warning", told, "algorithm.entropy_coefficient", fix)
@@ -136,36 +113,29 @@ def entropy_collapsed(run: RunRecords) -> Verdict:
 
 @rule("training.md#reading-the-figures")
 def bottleneck(run: RunRecords) -> Verdict:
-    """One part keeps the others waiting: the lag limit in half of the steps; weight updates for 20 % of the time; the trainer
-    waits for half, or computes for 90 % while actors are busy for less than half."""
+    """One part keeps the others waiting: the lag limit in half of the steps; a mean lag above 4 and above the largest predicted
+    one; weight updates for 20 % of the time; the trainer waits for half, or computes for 90 % while actors are busy for less
+    than half."""
     if not run.is_long or run.recipe.mode != "pipeline":
         return None
-    total, busy, lag = run.late("step_s.total"), run.late("actor_busy_fraction"), run.late("max_lag_too_small")
+    total, busy, lag = run.late("step_s.total"), run.late("actor_busy_fraction"), run.late("lag.mean")
     waits, computes, sends, copies = (
         run.late(f"step_s.{one}") / (total or math.nan) for one in ("wait", "compute", "send", "snapshot")
     )
-    ranks, number = run.recipe.trainer.ranks, run.recipe.actor.number
+    actor, ranks, predicted = run.recipe.actor, run.recipe.trainer.ranks, run.late("largest_lag")
+    more = max(actor.number + 1, round(actor.number / max(0.1, 1 - waits)))
+    causes = (
+        (run.late("max_lag_too_small") >= 0.5, "bound by lag", "algorithm.max_lag",
+         f"is {run.recipe.algorithm.max_lag}; use {predicted:.0f} or more"),
+        (lag > max(4, predicted), f"mean lag {lag:.3g}, predicted at most {predicted:.3g}", "actor.sequences_in_progress",
+         f"is {actor.sequences_in_progress}; lower it, or use fewer actors"),
+        (sends + copies >= 0.2, "commit-bound", "weights.backend",
+         "use nccl if possible, a larger weights.chunk_mib, and fewer evaluations"),
+        (waits >= 0.5 and busy >= 0.5, "actor-bound", "actor.count", f"is {actor.number}; {more} would keep the trainer busy"),
+        (waits >= 0.5 and busy < 0.5 and not run.late("held_by_max_lag"), "verifier-bound", "reward.scorer",
+         "add verifier workers, or make the reward faster; pipelinerl validate shows the time of a call"),
+        (computes >= 0.9 and busy < 0.5, "trainer-bound", "trainer.nproc",
+         f"is {ranks}; give the trainer more GPUs, and actors fewer"),
+    )  # fmt: skip
     told = f"waits {percent(waits)}, computes {percent(computes)}, sends {percent(sends)}; actors busy {percent(busy)}"
-    if lag >= 0.5:
-        fix = f"is {run.recipe.algorithm.max_lag}; use {run.late('largest_lag'):.0f} or more"
-        return Found("note", f"bound by lag in {percent(lag)} of the steps: {told}", "algorithm.max_lag", fix)
-    if sends + copies >= 0.2:
-        fix = "use nccl if possible, a larger weights.chunk_mib, and fewer evaluations"
-        return Found("note", f"commit-bound: {told}", "weights.backend", fix)
-    if waits >= 0.5 and busy >= 0.5:
-        fix = f"is {number}; {max(number + 1, round(number / max(0.1, 1 - waits)))} would keep the trainer busy"
-        return Found("note", f"actor-bound: {told}", "actor.count", fix)
-    if waits >= 0.5 and busy < 0.5 and not run.late("held_by_max_lag"):
-        fix = "add verifier workers, or make the reward faster; pipelinerl validate shows the time of a call"
-        return Found("note", f"verifier-bound: {told}", "reward.scorer", fix)
-    fix = f"is {ranks}; give the trainer more GPUs, and actors fewer"
-    return computes >= 0.9 and busy < 0.5 and Found("note", f"trainer-bound: {told}", "trainer.nproc", fix)
-
-
-@rule("architecture.md#staleness")
-def queue_old(run: RunRecords) -> Verdict:
-    """Finished sequences wait long for their step: a mean lag above 4 and above the largest predicted one."""
-    lag, predicted = run.late("lag.mean"), run.late("largest_lag")
-    fix = f"is {run.recipe.actor.sequences_in_progress}; lower it, or use fewer actors"
-    is_old = run.is_long and lag > max(4, predicted)
-    return is_old and Found("note", f"{lag:.3g}, predicted {predicted:.3g}", "actor.sequences_in_progress", fix)
+    return next((Found("note", f"{kind}: {told}", field, fix) for is_so, kind, field, fix in causes if is_so), None)

@@ -1,4 +1,4 @@
-"""Name why a recipe will not learn before it runs: rules over its fields, its problems and trial calls of its rewards.
+"""Name why a recipe will not learn before it runs: rules over its problem sets, and over trial calls of their rewards.
 
 Mistakes and doubts that `pipelinerl validate` finds are taken over. Tokens are counted if the tokenizer is on this machine.
 """
@@ -9,19 +9,22 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from statistics import median
 
-from pipelinerl.doctor.findings import Finding, Found, Gravity, Rule, Verdict, add_to, apply, ranked, worse
+from pipelinerl.doctor.findings import Finding, Found, Gravity, Rule, Verdict, add_to, apply, percent, ranked, worse
+from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
-from pipelinerl.recipe.preflight import Examination, named_doubts
-from pipelinerl.recipe.rehearsal import Call
-from pipelinerl.rl.groups import CUTTING
+from pipelinerl.recipe.preflight import Examination, files_in, named_doubts
+from pipelinerl.recipe.rehearsal import Call, answer_forms
+from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.tasks.final_answer import final_answer
-from pipelinerl.tasks.source import FileSource, Problem, Source, Split
+from pipelinerl.tasks.source import Problem, Split
 
 MISTAKE, LACKING, UNPAID = "recipe-mistake", "machine-lacks", "references-unpaid"
 ADOPTED = {
@@ -43,64 +46,137 @@ _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
 """Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
-_TOY = 2e7
-"""Parameters below which a model learns at a hundred times the rate of a language model."""
+_OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.()]")
 
 
-@dataclass(frozen=True)
-class RecipeView:
-    """A recipe, the usable sources of its problems by place, and trial calls of its rewards. `parameters`: of the model, 0 if
-    unknown. `count`: returns the tokens of the longest of some texts."""
+def _literal(pattern: str) -> str:
+    """Return the text that a pattern expects before its group, such as `####` or `answer`; empty if it expects none."""
+    before = re.sub(r"\((?!\?).*", "", re.sub(r"^\(\?[a-z]+\)", "", pattern), flags=re.DOTALL)
+    return re.sub(r"\\(\W)", r"\1", _OPERATORS.sub(" ", before)).strip()
 
-    recipe: Recipe
-    sources: Mapping[str, Source]
-    calls: Sequence[Call] = ()
-    parameters: int = 0
-    count: Callable[[Iterable[str]], int] | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class SetView(Settings):
+    """A problem set of a recipe."""
+
+    place: str
+    share: ProblemSet
+    problems: Sequence[Problem]
+    """First problems, if they are single questions from files."""
+    prompts: str
+    """Texts of some prompts."""
+    num_trained: int
+    """Number of problems from files that are trained on; 0 for other sets."""
+    heldout_known: tuple[int, int]
+    """Number of held-out problems that are also trained on, and of all held-out problems."""
+    calls: Sequence[Call]
+    """Trial calls of the reward."""
+    count: Callable[[Iterable[str]], int] | None
+    """Returns the number of tokens of the longest of some texts."""
+
+    def found(self, gravity: Gravity, evidence: str, field: str, fix: str) -> Found:
+        return Found(gravity, evidence, f"{self.place}{field}", fix)
 
     @property
-    def is_toy(self) -> bool:
-        return self.recipe.model.source == "package" or 0 < self.parameters < _TOY
+    def limit_field(self) -> str:
+        return "max_tokens" if self.place else "sampling.max_tokens"
 
     @property
     def written(self) -> str:
         """A completion of a small model of this package; empty for other models."""
         return _WRITTEN.get(self.recipe.model.name, "") if self.recipe.model.source == "package" else ""
 
-    def files(self) -> Iterator[tuple[str, ProblemSet, list[Problem]]]:
-        """Yield place, set and first problems of each set of single questions that is read from files."""
-        for place, source in self.sources.items():
-            share = self.recipe.sets_by_place[place]
-            if isinstance(source, FileSource) and not share.task.is_episodic:
-                yield place, share, list(source.problems[:_MOST_ROWS])
+    @cached_property
+    def texts(self) -> list[str]:
+        """The problems' prompts."""
+        return ["\n".join(one.texts) for one in self.problems]
+
+    @cached_property
+    def references(self) -> list[str]:
+        return [answer for one in self.problems if (answer := str(one.reference.get("answer") or "").strip())]
+
+    @cached_property
+    def answers(self) -> list[str]:
+        """What right completions have in the place of the answer; empty if the scorer does not compare it with references."""
+        scorer = self.share.reward.scorer
+        known = self.references if scorer in _COMPARING else []
+        return [*map(final_answer, known)] if "math" in scorer else known
+
+    @property
+    def marker(self) -> str:
+        """The text that the reward expects before the answer."""
+        return "boxed" if self.share.reward.scorer == "math_boxed" else _literal(self.share.reward.answer_pattern)
+
+    @property
+    def told(self) -> str:
+        """All that tells the policy in which form to answer."""
+        task, template = self.share.task, self.recipe.model.chat_template
+        return "\n".join((task.instruction, task.system_prompt, task.prompt_template, template, self.prompts))
+
+    @property
+    def asks_for_steps(self) -> re.Match[str] | None:
+        return re.search(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)", self.told)
+
+    @property
+    def thinks(self) -> bool:
+        """True if the model writes its reasoning before an answer without being asked."""
+        asked = self.recipe.model.chat_template_kwargs.get("enable_thinking")
+        named = re.search(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))", self.recipe.model.name)
+        return asked is True or (asked is None and named is not None)
 
     def tokens(self, text: str) -> float:
         """Return the number of tokens of a text or, without a tokenizer, a lower estimate."""
         return self.count([text]) if self.count is not None else len(text) / 6
 
-    def told(self, place: str) -> str:
-        """Return what tells the policy in which form to answer: the set's fields, the template, and its first problems."""
-        task, source = self.recipe.sets_by_place[place].task, self.sources.get(place)
-        is_known = source is not None and not task.is_episodic
-        shown = [source.problem(Split.TRAIN, index) for index in range(8)] if source is not None and is_known else []
-        fields = (task.instruction, task.system_prompt, task.prompt_template, self.recipe.model.chat_template)
-        return "\n".join([*fields, *(text for problem in shown for text in problem.texts)])
+
+_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
+
+
+def _plain(problem: Problem) -> str:
+    return "".join(problem.texts).lower().translate(_IGNORED)
+
+
+def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
+    """Yield the views of all sets of an examined recipe."""
+    try:
+        parameters, count = known_parameters(recipe.model), token_counter(recipe.model)
+    except (UserError, OSError):  # a mistake in the model's folder, which `examine` reports
+        parameters, count = 0, None
+    sources, files, tasks = examined.sources, dict(files_in(examined.sources)), recipe.tasks_by_place
+    held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
+    asked, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
+    for place in tasks.keys() & files.keys():
+        kept = set(map(id, held[place]))
+        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in asked}
+    for place, share in recipe.sets_by_place.items():
+        source, file = None if share.task.is_episodic else sources.get(place), files.get(place)
+        shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
+        yield SetView(
+            recipe=recipe,
+            parameters=parameters,
+            place=place,
+            share=share,
+            problems=file.problems[:_MOST_ROWS] if file and source else [],
+            prompts="\n".join(text for problem in shown for text in problem.texts),
+            num_trained=len(file.problems) - file.num_heldout if file and place in tasks else 0,
+            heldout_known=(sum(_plain(one) in trained for one in held.get(place, ())), len(held.get(place, ()))),
+            calls=[one for one in examined.calls if one.place == place and one.status == "ok"],
+            count=count,
+        )
 
 
 def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldError] = ()) -> list[Finding]:
     """Return all findings about a recipe, the cause first. `problems`: further mistakes, such as too little memory."""
     found = [(LACKING if isinstance(one, Lacking) else MISTAKE, one) for one in (*examined.problems, *problems)]
-    found = sorted([*found, *named_doubts(recipe, examined)], key=lambda one: [*ADOPTED].index(one[0]))
+    doubts = {(id_, one.field): (id_, one) for id_, one in reversed([*named_doubts(recipe, examined)])}  # the first of a kind
+    found = sorted([*found, *reversed(doubts.values())], key=lambda one: [*ADOPTED].index(one[0]))
     return ranked([*(adopted(id_, problem, recipe) for id_, problem in found), *quick_findings(recipe, examined)])
 
 
 def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
     """Return the findings of the rules alone. This takes a fraction of a second after the examination."""
-    try:
-        parameters, count = known_parameters(recipe.model), token_counter(recipe.model)
-    except (UserError, OSError):  # a mistake in the model's folder, which `examine` reports
-        parameters, count = 0, None
-    return apply(RECIPE_RULES, RecipeView(recipe, examined.sources, examined.calls, parameters, count))
+    views = [*_views(recipe, examined)]
+    return ranked([*apply(RECIPE_RULES, *views), *apply(SETTINGS_RULES, *views)])
 
 
 def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Finding:
@@ -113,216 +189,264 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
     return Finding(gravity, told, problem.field, problem.fix, id=id_, meaning=meaning, docs=f"docs/{docs}")
 
 
-def _answers(problems: Iterable[Problem]) -> list[str]:
-    return [answer for one in problems if (answer := str(one.reference.get("answer") or "").strip())]
-
-
-def _right_answers(share: ProblemSet, problems: Iterable[Problem]) -> list[str]:
-    """Return what a right completion has in the place of the answer, if the scorer compares it with the reference."""
-    scorer = share.reward.scorer
-    return [final_answer(one) if "math" in scorer else one for one in _answers(problems)] if scorer in _COMPARING else []
-
-
-# --- problems, prompts and rewards ------------------------------------------------------------------------------------------
+# --- problems ---------------------------------------------------------------------------------------------------------------
 
 
 @rule("recipes.md#tasks")
-def prompts_fill_context(view: RecipeView) -> Verdict:
+def prompts_fill_context(view: SetView) -> Verdict:
     """Prompts leave no room for an answer: the longest one reaches model.max_context; grave if the median one does."""
-    limit = view.recipe.model.max_context
-    for place, _, problems in view.files():
-        texts = sorted(("\n".join(one.texts) for one in problems), key=len)
-        if (longest := view.tokens(texts[-1])) >= limit:
-            middle = view.tokens(texts[len(texts) // 2])
-            fix = f"is {limit:,}; raise it, or leave long problems out of {place}task.path"
-            return Found(worse(middle, limit), f"median {middle:,.0f}, longest {longest:,.0f} tokens", "model.max_context", fix)
+    limit, texts = view.recipe.model.max_context, sorted(view.texts, key=len)
+    middle, longest = (view.tokens(text) for text in (texts[len(texts) // 2], texts[-1])) if texts else (0, 0)
+    fix = f"is {limit:,}; raise it, or leave long problems out of {view.place}task.path"
+    told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
+    return longest >= limit and Found(worse(middle, limit), told, "model.max_context", fix)
+
+
+@rule("recipes.md#tasks")
+def columns_mixed(view: SetView) -> Verdict:
+    """A wrong column is read: 90 % of 8 prompts begin with their answer, have it after the text that the reward looks for, or
+    end with it (a warning); or 90 % of 20 prompts or answers count the rows."""
+    pairs = zip(view.texts, (str(one.reference.get("answer") or "").strip() for one in view.problems), strict=True)
+    rows = [(text.strip(), answer) for text, answer in pairs if answer]
+    marker, least = re.escape(view.marker), max(8, 0.9 * len(view.texts))
+    told = [text for text, answer in rows
+            if text.startswith(answer) or (marker and re.search(rf"{marker}\W*{re.escape(answer)}(?!\w)", text))]  # fmt: skip
+    ends = [text for text, answer in rows if re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
+    if max(len(told), len(ends)) >= least:
+        gravity: Gravity = "grave" if len(told) >= least else "warning"  # a task may be to repeat the last word
+        return view.found(gravity, f"prompts such as {(told + ends)[0]!r:.200}", "task.prompt_field", "leave the answer out")
+    for field, texts in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
+        numbers = [int(found[1]) for text in texts if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
+        if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(texts)):
+            return view.found(
+                "grave", f"it has {', '.join(texts[:4])}, ...", field, "is a number of the row; name another column"
+            )
     return None
 
 
 @rule("recipes.md#tasks")
-def one_answer(view: RecipeView) -> Verdict:
+def one_answer(view: SetView) -> Verdict:
     """Problems have the same answer, so the policy need not read them: 95 % of 20 references; grave if all."""
-    for place, share, problems in view.files():
-        answers = _answers(problems)
-        (top, count), *_ = Counter(answers).most_common(1) or [("", 0)]
-        if len(answers) >= 20 and count >= 0.95 * len(answers) and share.reward.scorer in _COMPARING:
-            told = f"{count} of {len(answers)} are {top!r:.60}"
-            return Found(worse(count, len(answers)), told, f"{place}task.answer_field", "name the column of the answer")
-    return None
+    (top, count), *_ = Counter(view.answers).most_common(1) or [("", 0)]
+    num, told = len(view.answers), f"{count} of {len(view.answers)} are {top!r:.60}"
+    is_bad = num >= 20 and count >= 0.95 * num
+    return is_bad and view.found(worse(count, num), told, "task.answer_field", "name the column of the answer")
+
+
+_DRESSED = re.compile(r"[$€£]\s*-?\d[\d.,]*|-?\d{1,3}(,\d{3})+(\.\d+)?|-?\d[\d.,]*\s*(%|[A-Za-z]{2,12})")
+
+
+def _lost_references(view: SetView, answers: list[str]) -> tuple[list[str], int]:
+    """Return the references that no completion earns anything with, and the number of those examined. Patterns are tried on
+    completions in their form; if that form is not known, the trial calls count."""
+    pattern = view.share.reward.answer_pattern
+
+    def is_lost(answer: str) -> bool:
+        found = ([*re.finditer(pattern, text)][-1:] for text, _ in answer_forms(view.share, answer))
+        return not any(one and (one[0][1] or "").strip() == answer for one in found)
+
+    is_known = pattern and view.share.reward.scorer in ("task", "exact") and not all(map(is_lost, ("7", "yes", "A", "x")))
+    if is_known and (lost := [*filter(is_lost, answers)]):
+        return lost, len(answers)
+    tried = [one for one in view.calls if one.completion and not one.near_miss]
+    lost = [one.completion for one in tried if one.reward <= 0]
+    return (lost, len(tried)) if len(lost) < len(tried) else ([], 0)  # `references-unpaid` reports that all earn nothing
 
 
 @rule("recipes.md#rewards")
-def references_long(view: RecipeView) -> Verdict:
-    """References are whole texts, which no completion repeats exactly: a median of 200 characters, compared exactly."""
-    for place, share, problems in view.files():
-        length = median(map(len, answers)) if (answers := _answers(problems)) else 0
-        if share.reward.scorer in ("task", "exact") and length >= 200:
-            fix = r"extract the final answer, as by '####\s*(.+)', or use reward.scorer: math"
-            return Found("warning", f"{length:,.0f} characters", f"{place}task.answer_pattern", fix)
-    return None
-
-
-_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
-
-
-def _plain(problem: Problem) -> str:
-    return "".join(problem.texts).lower().translate(_IGNORED)
+def references_unmatched(view: SetView) -> Verdict:
+    """References are not what completions have as answers: a median of 8 words, or 5 % of the numbers with a unit or separators
+    if texts are compared; or 5 % of 200 earn nothing in the form of reward.answer_pattern, or when tried (grave: half)."""
+    answers = view.answers[:200]
+    lost, num = _lost_references(view, answers)
+    dressed = [one for one in answers if _DRESSED.fullmatch(one)] if "math" not in view.share.reward.scorer else []
+    if answers and median(len(answer.split()) for answer in answers) >= 8:
+        told, fix = f"such as {answers[0]!r:.200}", r"extract the final answer, as by '####\s*(.+)'"
+        return view.found("warning", told, "task.answer_pattern", fix)
+    if len(lost) > 0.05 * num:
+        told, fix = f"{percent(len(lost) / num)} of {num}, such as {lost[0]!r:.80}", "must find it; or correct the references"
+        return view.found(worse(len(lost), num / 2), told, "reward.answer_pattern", fix)
+    fix = "use math, which compares values, or bare numbers"
+    return len(dressed) > 0.05 * len(answers) and view.found("warning", f"such as {dressed[0]!r:.80}", "reward.scorer", fix)
 
 
 @rule("recipes.md#evaluation")
-def heldout_trained_on(view: RecipeView) -> Verdict:
+def heldout_trained_on(view: SetView) -> Verdict:
     """Held-out problems are also trained on: 5 % of a set's, compared without case, punctuation and spaces."""
-    files = {place: source for place, source in view.sources.items() if isinstance(source, FileSource)}
-    held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
-    asked, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
-    for place in view.recipe.tasks_by_place.keys() & files.keys():
-        kept = set(map(id, held[place]))
-        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in asked}
-    for place, problems in held.items():
-        if (known := sum(_plain(one) in trained for one in problems)) > 0.05 * len(problems):
-            told = f"{known} of {counted(len(problems), 'problem')}"
-            fix = "take them out of the training data, which the accuracy now repeats"
-            return Found("warning", told, f"{place}task.path", fix)
-    return None
+    known, num = view.heldout_known
+    told, fix = f"{known} of {counted(num, 'problem')}", "take them out of the training data, which the accuracy now repeats"
+    return known > 0.05 * num and view.found("warning", told, "task.path", fix)
 
 
 @rule("recipes.md#chat-templates")
-def template_unused(view: RecipeView) -> Verdict:
-    """An instruction-tuned model gets prompts without its chat template: a model named Instruct, Chat or it, and plain."""
-    model = view.recipe.model
+def template_unused(view: SetView) -> Verdict:
+    """An instruction-tuned model gets prompts without its chat template: a model named Instruct, Chat or it, and plain; or
+    model.chat_template does not begin an answer: it has neither add_generation_prompt nor assistant."""
+    model, task = view.recipe.model, view.share.task
+    if model.chat_template and not re.search("add_generation_prompt|assistant", model.chat_template):
+        fix = "end it with the assistant's first tokens if add_generation_prompt"
+        return Found("warning", f"{model.chat_template!r:.80}", "model.chat_template", fix)
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])", model.name.rpartition("/")[2])
-    tasks = {place: one.task for place, one in view.recipe.tasks_by_place.items()}
-    plain = [place for place, task in tasks.items() if task.prompt_style == "plain" and not task.is_episodic]
-    if not plain or model.source == "package" or not (tuned or model.source == "smollm2"):
-        return None
-    return Found("warning", model.name or model.source, f"{plain[0]}task.prompt_style", "is plain; use chat, or a base model")
+    is_tuned = model.source == "smollm2" or (model.source != "package" and tuned)
+    fix = "is plain; use chat, or a base model"
+    is_bad = is_tuned and task.prompt_style == "plain" and not task.is_episodic
+    return is_bad and view.found("warning", model.name or model.source, "task.prompt_style", fix)
 
 
-_OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.]")
+_CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{"role":""")
+_SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
 
 
-def _marker(share: ProblemSet) -> str:
-    """Return the text that the reward expects before the answer, such as `####` or `answer`; empty if it expects none."""
-    before = re.sub(r"\((?!\?).*", "", re.sub(r"^\(\?[a-z]+\)", "", share.reward.answer_pattern), flags=re.DOTALL)
-    return "boxed" if share.reward.scorer == "math_boxed" else re.sub(r"\\(\W)", r"\1", _OPERATORS.sub(" ", before)).strip()
+@rule("recipes.md#chat-templates")
+def template_twice(view: SetView) -> Verdict:
+    """Prompts spell parts of a chat template, which the model reads as plain text: half of the prompts, or a field."""
+    task, texts = view.share.task, view.texts
+    fix = "leave it out; prompt_style: chat writes it"
+    for name in ("system_prompt", "instruction", "prompt_template"):
+        if found := _CONTROL.search(getattr(task, name)):
+            return view.found("warning", repr(found[0]), f"task.{name}", fix)
+    patterns = (_CONTROL, _SPEAKER) if task.prompt_style == "chat" else (_CONTROL,)
+    spelled = [found[0] for text in texts if (found := next(filter(None, (one.search(text) for one in patterns)), None))]
+    told = f"{', '.join(spelled[:1])!r} in {counted(len(spelled), 'prompt')}"
+    return len(spelled) >= max(1, len(texts) / 2) and view.found("warning", told, "task.path", fix)
 
 
-@rule("recipes.md#rewards")
-def form_unsaid(view: RecipeView) -> Verdict:
-    r"""Nothing says in which form to answer: neither \boxed nor the beginning of reward.answer_pattern is in the prompts; grave
-    if a small model of this package never writes it."""
-    for place, share in view.recipe.tasks_by_place.items():
-        marker, text = _marker(share), view.told(place).lower()
-        if view.written and not re.search(share.reward.answer_pattern, view.written):
-            told = f"the model writes {view.written!r}"
-            return Found("grave", told, f"{place}reward.answer_pattern", "use the shipped recipe's")
-        words = re.findall(r"[a-z]{2,}", marker.lower()) or [marker.lower()]
-        if len(marker) >= 2 and not share.task.is_episodic and not view.is_toy and not all(word in text for word in words):
-            field = "system_prompt" if share.task.prompt_style == "chat" else "instruction"
-            return Found("warning", f"the reward looks for {marker!r}", f"{place}task.{field}", "say it there, with an example")
-    return None
-
-
-@rule("learning.md#truncated-completions")
-def answers_too_long(view: RecipeView) -> Verdict:
-    """Right answers do not fit into max_tokens: half of the references in their form, or what a small packaged model writes."""
-    if view.tokens(view.written) > view.recipe.max_tokens:
-        fix = f"is {view.recipe.max_tokens}; use 64"
-        return Found("grave", f"the model writes {view.written!r}", "sampling.max_tokens", fix)
-    for place, share, problems in view.files():
-        lengths = [view.tokens(f"{_marker(share)} {one}") for one in _right_answers(share, problems)[:64]]
-        if lengths and median(lengths) > share.max_tokens:
-            fix = f"is {share.max_tokens}; use {2 * math.ceil(max(lengths))} or more"
-            return Found("grave", f"median {median(lengths):.0f} tokens", f"{place or 'sampling.'}max_tokens", fix)
-    return None
-
-
-@rule("learning.md#truncated-completions")
-def reasoning_cut(view: RecipeView) -> Verdict:
-    """The prompt asks for reasoning that does not fit: under 128 tokens; under 1,024 for a model that thinks first."""
-    model = view.recipe.model
-    thinks = model.chat_template_kwargs.get("enable_thinking") is True or re.search(r"(?i)\b(r1|qwq|thinking)\b", model.name)
-    for place, share in view.recipe.tasks_by_place.items():
-        asks = re.search(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)", view.told(place))
-        needed = 1024 if thinks else 128 if asks else 0
-        if share.max_tokens < needed and not share.task.is_episodic:
-            told = "the model thinks first" if thinks else f"the prompt says {asks[0]!r}" if asks else ""
-            return Found("warning", told, f"{place or 'sampling.'}max_tokens", f"is {share.max_tokens}; use {4 * needed}")
-    return None
+_DAMAGED = re.compile(r"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);")
 
 
 @rule("recipes.md#tasks")
-def stop_cuts_answers(view: RecipeView) -> Verdict:
-    """A stop text ends completions before the answer: it is in half of the references or in the text before the answer
-    (grave), or blank and prompts ask for steps."""
-    answers = [answer for _, share, problems in view.files() for answer in _right_answers(share, problems)]
-    told = "\n".join(map(view.told, view.recipe.tasks_by_place))
-    markers = [_marker(share) for share in view.recipe.tasks_by_place.values()]
-    for stop in view.recipe.sampling.stop:
-        is_in_form = bool(stop.strip()) and any(stop.strip() in one for one in markers)
-        if is_in_form or (answers and sum(stop in answer for answer in answers) >= 0.5 * len(answers)):
-            return Found("grave", f"{stop!r} occurs in right answers", "sampling.stop", "leave it out")
-        if not stop.strip() and re.search(r"(?i)step|reason|think|explain|boxed", told):
-            return Found("warning", f"{stop!r}, but the prompt asks for steps", "sampling.stop", "leave it out")
-    return None
+def texts_damaged(view: SetView) -> Verdict:
+    """Prompts are damaged: 5 % have characters of a wrong encoding or of HTML, or 10 to 90 % are cut at the same length."""
+    texts, longest = view.texts, max(map(len, view.texts), default=0)
+    odd = [found[0] for text in texts if (found := _DAMAGED.search(text))]
+    cut = [text for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
+    if len(odd) > 0.05 * len(texts):
+        told, fix = f"{odd[0]!r} in {counted(len(odd), 'prompt')}", "write the file again, as UTF-8 and without entities"
+        return view.found("warning", told, "task.path", fix)
+    told, fix = f"{len(cut)} end after {longest} characters, as with {cut[0][-40:]!r}" if cut else "", "give whole prompts"
+    return 0.9 * len(texts) >= len(cut) >= max(5, 0.1 * len(texts)) and view.found("warning", told, "task.path", fix)
+
+
+@rule("recipes.md#tasks")
+def problems_few(view: SetView) -> Verdict:
+    """Few problems are trained on very often, so that the policy may learn them by heart: each 100 times, a note."""
+    groups, num = view.recipe.trainer.steps * groups_per_step(view.recipe) / len(view.recipe.mixture), view.num_trained
+    told, fix = f"{counted(num, 'problem')}, each {groups / max(1, num):.0f} times", "add some, or watch the held-out accuracy"
+    return num > 0 and groups >= 100 * num and view.found("note", told, "task.path", fix)
+
+
+@rule("recipes.md#evaluation")
+def evaluation_blind(view: SetView) -> Verdict:
+    """Evaluations say nothing: they are further apart than the run is long (and 100 steps), or have one problem; a note."""
+    steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
+    if view.share.task.heldout_problems == 1:
+        return view.found("note", "an accuracy of 0 or 1", "task.heldout_problems", "hold out 32 or more")
+    fix = f"use {max(1, steps // 10)}, or 0 for the first and last only"
+    return every > max(steps, 100) and Found("note", f"{every} of {steps} steps", "evaluation.every_steps", fix)
+
+
+# --- rewards and answers ----------------------------------------------------------------------------------------------------
 
 
 @rule("recipes.md#rewards")
-def format_outweighs(view: RecipeView) -> Verdict:
-    """The format outweighs the answer: a weight below 0, or of reward.correct or more."""
-    for place, share in view.recipe.tasks_by_place.items():
-        reward = share.reward
-        if not 0 <= reward.format_weight < reward.correct:
-            return Found("warning", f"{reward.format_weight:g}", f"{place}reward.format_weight", f"use {reward.correct / 10:g}")
+def terms_outweigh(view: SetView) -> Verdict:
+    """Another term outweighs the answer: format_weight below 0, or of reward.correct or more; an overlong penalty of twice it,
+    or for half of max_tokens. Or any text earns the format term."""
+    reward, overlong = view.share.reward, view.share.reward.overlong
+    right, tokens, limit = reward.correct, overlong.buffer_tokens, view.share.max_tokens
+    checks = (
+        (not 0 <= reward.format_weight < right, f"{reward.format_weight:g}", "format_weight", f"use {right / 10:g}"),
+        (reward.format_pattern and re.fullmatch(reward.format_pattern, "", re.DOTALL), "it matches an empty text",
+         "format_pattern", "name what must be there"),
+        (tokens and overlong.penalty > 2 * right, f"{overlong.penalty:g}", "overlong.penalty", f"use {right:g}"),
+        (tokens > limit / 2, f"{tokens} of {limit} tokens", "overlong.buffer_tokens", f"use {limit // 4}"),
+    )  # fmt: skip
+    return next((view.found("warning", told, f"reward.{name}", fix) for is_bad, told, name, fix in checks if is_bad), None)
+
+
+@rule("recipes.md#rewards")
+def empty_paid(view: SetView) -> Verdict:
+    """An empty completion earns a reward: half of reward.correct in a trial call; a warning if the function is your own."""
+    paid = [one.reward for one in view.calls if not one.completion]
+    gravity: Gravity = "warning" if view.share.reward.is_function else "grave"
+    fix = "check its default, or the problem's tests"
+    is_bad = bool(paid) and min(paid) >= 0.5 * view.share.reward.correct
+    return is_bad and view.found(gravity, f"it earns {min(paid):g}", "reward.scorer", fix)
+
+
+def _is_said(words: list[str], text: str) -> bool:
+    """Return whether the text has all words, other than in a prohibition such as `do not use \\boxed`."""
+    forbidden = rf"(?i)\b(?:not|never|no|without|avoid|omit)\s+(?:\w+\s+){{0,2}}\W?{re.escape(words[0])}"
+    return all(word in re.sub(forbidden, "", text) for word in words)
+
+
+@rule("recipes.md#rewards")
+def form_unsaid(view: SetView) -> Verdict:
+    r"""Nothing says in which form to answer: \boxed, the beginning of reward.answer_pattern or the text of format_pattern is
+    not in the prompts, or forbidden there (grave if a small model of this package never writes it); or the pattern begins with
+    ^, and prompts ask for steps."""
+    pattern, task = view.share.reward.answer_pattern, view.share.task
+    if view.written and not re.search(pattern, view.written):
+        return view.found("grave", f"the model writes {view.written!r}", "reward.answer_pattern", "use the shipped recipe's")
+    if task.is_episodic or view.is_toy:
+        return None
+    if re.match(r"\^|\\A", pattern) and view.asks_for_steps:
+        return view.found("warning", pattern, "reward.answer_pattern", "leave out its ^, as steps come first")
+    text = view.told.lower() if (ignores_case := pattern.startswith("(?i)")) else view.told
+    for marker in (view.marker, _literal(view.share.reward.format_pattern)):
+        words = re.findall(r"[A-Za-z]{2,}", marker.lower() if ignores_case else marker) or [marker]
+        if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
+            field = "task.system_prompt" if task.prompt_style == "chat" else "task.instruction"
+            return view.found("warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
     return None
 
 
-# --- sampling and learning ------------------------------------------------------------------------------------------------
+@rule("learning.md#truncated-completions")
+def max_tokens_small(view: SetView) -> Verdict:
+    """Answers do not fit into max_tokens: half of the references in their form, or what a small packaged model writes (grave);
+    or prompts ask for reasoning, and it is under 128 tokens; under 1,024 for a model that thinks first."""
+    limit, asks = view.share.max_tokens, view.asks_for_steps
+    written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
+    lengths = [*map(view.tokens, written)] or [0]
+    if (middle := median(lengths)) > limit:
+        told, fix = f"{middle:.0f} tokens, such as {written[0]!r:.80}", f"is {limit}; use {2 * math.ceil(max(lengths))} or more"
+        return view.found("grave", told, view.limit_field, fix)
+    needed = 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if asks else 0
+    told = f"the prompt says {asks[0]!r}" if asks else "the model thinks first"
+    return limit < needed and view.found("warning", told, view.limit_field, f"is {limit}; use {4 * needed}")
 
 
-@rule("learning.md#from-rewards-to-advantages")
-def temperature(view: RecipeView) -> Verdict:
-    """Completions of a group are too much alike, or too wild: a temperature below 0.5 (grave below 0.1) or above 1.5."""
-    value = view.recipe.sampling.temperature
-    return not 0.5 <= value <= 1.5 and Found(worse(-value, -0.1), f"{value:g}", "sampling.temperature", "use 1")
+@rule("recipes.md#tasks")
+def stop_cuts_answers(view: SetView) -> Verdict:
+    """A stop text ends completions before the answer: it is in 5 % of the references (grave: half), in reward.answer_pattern
+    (grave), in the instructions before the answer, or it is blank or one character, and prompts ask for steps."""
+    marker, pattern = view.marker, re.sub(r"\\(\W)", r"\1", view.share.reward.answer_pattern)
+    before = f"{view.share.task.instruction}\n{view.share.task.system_prompt}"
+    before = before.partition(marker)[0] if marker else before
+    for stop in view.recipe.sampling.stop:
+        bare, cut = stop.strip(), sum(stop in answer for answer in view.answers) / max(1, len(view.answers))
+        cut = 1.0 if bare and (bare in marker or (len(bare) > 1 and bare in pattern)) else cut
+        is_short = len(bare) <= 1 and re.search(r"(?i)step|reason|think|explain|boxed", view.told)
+        why = ("it occurs in right answers" if cut > 0.05 else "the prompt asks for steps" if is_short
+               else "the prompt tells the policy to write it before the answer" if bare and bare in before else "")  # fmt: skip
+        if why:
+            return Found(worse(cut, 0.5), f"{stop!r}: {why}", "sampling.stop", "leave it out")
+    return None
 
 
-@rule("learning.md#learning-rate")
-def learning_rate_high(view: RecipeView) -> Verdict:
-    """The learning rate destroys the model: 5e-5, for adapters 2e-3, for a toy 0.01; grave from 20 times that."""
-    lora, rate = view.recipe.trainer.lora is not None, view.recipe.trainer.learning_rate
-    most, usual = (2e-3, 1e-5) if lora else (1e-2, 1e-4) if view.is_toy else (5e-5, 1e-6)
-    return rate > most and Found(worse(rate, 20 * most), f"{rate:g}", "trainer.learning_rate", f"use about {usual:g}")
-
-
-@rule("learning.md#learning-rate")
-def learning_rate_low(view: RecipeView) -> Verdict:
-    """The learning rate cannot change the policy: rate × steps, of 50 steps or more, under 3e-5 in 16 bits (half the spacing of
-    bfloat16 at 0.02), 1e-6 in float32; grave from a tenth of that."""
-    trainer, dtypes = view.recipe.trainer, (view.recipe.model.dtype, view.recipe.weights.wire_dtype)
-    moved = trainer.learning_rate * max(1, trainer.steps - min(trainer.warmup_steps, trainer.steps) / 2)
-    least = 3e-5 if "bfloat16" in dtypes and trainer.lora is None else 1e-6
-    told, fix = f"a weight moves by at most {moved:.2g}", f"is {trainer.learning_rate:g}; use 1e-6 or more, a toy 1e-4"
-    return moved < least and trainer.steps >= 50 and Found(worse(-moved, -least / 10), told, "trainer.learning_rate", fix)
-
-
-@rule("learning.md#losses")
-def penalty_dominates(view: RecipeView) -> Verdict:
-    """A penalty outweighs the reward: algorithm.kl_coefficient from 1, entropy_coefficient from 0.1."""
-    kl, entropy = view.recipe.algorithm.kl_coefficient, view.recipe.algorithm.entropy_coefficient
-    if kl >= 1:
-        return Found("warning", f"{kl:g}", "algorithm.kl_coefficient", "use 0 to 0.05")
-    return entropy >= 0.1 and Found("warning", f"{entropy:g}", "algorithm.entropy_coefficient", "use 0 to 0.01")
-
-
-@rule("learning.md#losses")
-def bounds_narrow(view: RecipeView) -> Verdict:
-    """The loss's bounds keep few tokens, or all: clip ranges under 0.01 (above 0.05 for gspo), masks within 10 % of 1."""
-    algorithm = view.recipe.algorithm
-    low, high, clip = algorithm.mask_low, algorithm.mask_high, max(algorithm.clip_low, algorithm.clip_high)
-    if algorithm.mask in ("icepop", "sequence") and (low > 0.9 or high < 1.1):
-        return Found(worse(low - high, -0.02), f"π / μ from {low:g} to {high:g}", "algorithm.mask_low", "use 0.5, mask_high 5")
-    if algorithm.loss == "gspo":
-        told = f"{clip:g} for whole sequences"
-        return clip > 0.05 and Found("warning", told, "algorithm.clip_high", "use 4e-4, clip_low 3e-4")
-    return algorithm.loss in CUTTING and clip < 0.01 and Found("warning", f"{clip:g}", "algorithm.clip_high", "use 0.2")
+@rule("recipes.md#another-model-as-judge")
+def judge_misled(view: SetView) -> Verdict:
+    """The judge cannot mark well: its template has neither {prompt} nor {reference}, does not ask for the form of the pattern,
+    or gives another highest mark than full_marks."""
+    if (judge := view.share.reward.judge) is None:
+        return None
+    words = re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
+    marks = [float(one) for one in re.findall(r"(?i)(?:\d\s*(?:to|-|–)|out of)\s*(\d+)", judge.template)]
+    told, field, fix = "it has neither", "template", "add the problem, {prompt}, or {reference}"
+    if re.search(r"\{(prompt|reference)\}", judge.template):
+        told, fix = f"the pattern is {judge.pattern!r}", "ask for this form, with an example"
+        if not words or _is_said(words, judge.template.lower()):
+            told, field, fix = f"{judge.full_marks:g}", "full_marks", f"the template says {max(marks, default=0):g}; use that"
+            if not marks or judge.full_marks in marks:
+                return None
+    return view.found("warning", told, f"reward.judge.{field}", fix)

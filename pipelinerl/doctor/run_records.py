@@ -14,13 +14,13 @@ from statistics import fmean, pvariance
 from typing import Any
 
 from pipelinerl.audit.journal import JOURNAL, parse_event, read_lines
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.run_dir import RunDir, free_bytes, read_json
 from pipelinerl.run_summary import evaluation_of, jsonl_ends, read_jsonl
 
 Record = Mapping[str, Any]
 Reasons = Mapping[str, Mapping[str, int]]
-_SAMPLES_READ, _LOG_BYTES = 200, 65_536
+_SAMPLES_READ = 200
 _WIDEST, _NARROWEST = 20, 3
 YOUNG_S = 600.0
 """A run that began at most so long ago and has no summary may still run, perhaps on another machine."""
@@ -39,6 +39,7 @@ class RunRecords:
     undone: int = 0
     """Number of optimizer steps that a restart undid."""
     is_running: bool = False
+    is_young: bool = False
     free_bytes: float = math.inf
     bytes_per_step: float = 0.0
     checkpoint_bytes: int = 0
@@ -89,23 +90,26 @@ class RunRecords:
         known = told if isinstance(told, list) else []
         return known or [one for step in self.steps if (one := evaluation_of(step)) is not None]
 
+    @cached_property
+    def trained_samples(self) -> list[Record]:
+        return [one for one in self.samples if not one.get("heldout")]
+
     @property
-    def heldout_change(self) -> int:
-        """Return 1 or -1 if the held-out accuracy rose or fell so that the 95 % intervals are separate, else 0."""
+    def first_task(self) -> ProblemSet:
+        return next(iter(self.recipe.tasks_by_place.values()))
+
+    @cached_property
+    def has_learned(self) -> bool:
+        """Return whether the reward rose by 3 standard errors, or the held-out accuracy so that its intervals are separate."""
         sets = [list((one.get("sets") or {}).values())[:1] for one in self.evaluations]
         ends = [one["accuracy"] for of in sets for one in of if one.get("accuracy")]
-        if len(ends) < 2:
-            return 0
-        return (ends[-1]["low"] > ends[0]["high"]) - (ends[-1]["high"] < ends[0]["low"])
+        return self.change("reward_mean") > 3 or (len(ends) > 1 and ends[-1]["low"] > ends[0]["high"])
 
     @property
-    def has_learned(self) -> bool:
-        """Return whether the reward rose by 3 standard errors, or the held-out accuracy did."""
-        return self.change("reward_mean") > 3 or self.heldout_change > 0
-
-    @property
-    def full_reward(self) -> float:
-        return max(share.reward.correct for share in self.recipe.mixture.values())
+    def has_collapsed(self) -> bool:
+        """Return whether the reward fell below half of its start, by 3 standard errors."""
+        early, late = self.early("reward_mean"), self.late("reward_mean")
+        return early > 0 and late < early / 2 and self.change("reward_mean") < -3
 
     @property
     def is_stuck(self) -> bool:
@@ -139,7 +143,6 @@ def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, 
     has them."""
     run_dir, journal = RunDir(folder, ""), folder / JOURNAL
     summary = {} if is_running else read_json(run_dir.summary)  # it may be of an earlier start
-    is_running = is_running or (not summary and time.time() - run_dir.recipe.stat().st_mtime < YOUNG_S)
     steps = read_jsonl(run_dir.metrics)
     grown = [path.stat().st_size for path in (run_dir.metrics, run_dir.samples, journal) if path.is_file()]
     reasons = reasons if reasons is not None else summary.get("sequence_reasons")
@@ -151,6 +154,7 @@ def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, 
         reasons=_reasons_in(journal) if reasons is None else reasons,
         undone=len({str(one.get("step")) for one in read_jsonl(folder / "metrics-undone.jsonl")}),
         is_running=is_running,
+        is_young=not summary and time.time() - run_dir.recipe.stat().st_mtime < YOUNG_S,
         free_bytes=free_bytes(folder),
         bytes_per_step=sum(grown) / max(1, len(steps)),
         checkpoint_bytes=run_dir.checkpoint_bytes(),
@@ -170,10 +174,7 @@ def _reasons_in(journal: Path) -> dict[str, dict[str, int]]:
 def _last_error(logs: Path) -> str:
     """Return the last line with an error in a service's log, after the service's name; empty if there is none."""
     for path in (logs / f"{name}.log" for name in ("trainer", "actor-0", "verifier", "model", "nats")):
-        if path.is_file():
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
-            if found := [line for line in lines if "error" in line.lower()]:
-                return f"{path.stem}: {found[-1].strip()[:300]}"
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        if found := [line for line in lines if "error" in line.lower()]:
+            return f"{path.stem}: {found[-1].strip()[:300]}"
     return ""

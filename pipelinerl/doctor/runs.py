@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipelinerl.doctor import failures, learning, lessons
-from pipelinerl.doctor.findings import Finding, apply
+from pipelinerl.doctor.findings import Finding, apply, ranked
 from pipelinerl.doctor.run_records import Reasons, records_in
+from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_of_run
@@ -25,4 +26,6 @@ def examine_run(
     file = RunDir(folder, "").recipe
     if recipe is None and not file.is_file():
         raise FieldError("RUN", str(folder), "has no recipe.yaml: give the folder of a run, or a recipe")
-    return apply(RUN_RULES, records_in(folder, recipe or recipe_of_run(file), reasons, is_running=is_running))
+    run = records_in(folder, recipe or recipe_of_run(file), reasons, is_running=is_running)
+    settings = [] if run.has_learned else apply(SETTINGS_RULES, Settings(run.recipe))
+    return ranked([*settings, *apply(RUN_RULES, run)])

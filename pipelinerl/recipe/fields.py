@@ -477,7 +477,7 @@ class TaskShare(ProblemSet):
 
 class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
-    temperature: float = Field(1.0, gt=0, le=4, description="Temperature at which actors sample training data.")
+    temperature: float = Field(1.0, gt=0, le=2, description="Temperature at which actors sample training data.")
     max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens; fewer if the context is full.")
     stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = Field(
         default_factory=list,
@@ -744,7 +744,7 @@ class WeightUpdateConfig(Section):
 
 class EvaluationConfig(Section):
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between evaluations; 0 = first and last only.")
-    temperature: float = Field(0.0, ge=0, le=4, description="Temperature of held-out answers; 0 = greedy.")
+    temperature: float = Field(0.0, ge=0, le=2, description="Temperature of held-out answers; 0 = greedy.")
     samples: int = Field(1, ge=1, le=1024, description="Answers to each problem; above 1, pass@k is reported up to this k.")
     sets: list[ProblemSet] = Field(
         default_factory=list,

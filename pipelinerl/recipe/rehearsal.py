@@ -111,18 +111,19 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
         if answer:
             is_mathematics = share.reward.scorer in _MATHEMATICS
             final = final_answer(answer) if is_mathematics else answer.strip()
-            yield Call(place, problem, answer, _forms(share, final) if final else ())
+            yield Call(place, problem, answer, answer_forms(share, final) if final else ())
             for miss in near_misses(final) if is_mathematics else ():
-                yield Call(place, problem, forms=_forms(share, miss), near_miss=miss)
+                yield Call(place, problem, forms=answer_forms(share, miss), near_miss=miss)
         if index == 0 or not answer:
             yield Call(place, problem)
 
 
-def _forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
+def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
     """Return pairs (completion, answer to find in it). The completion is `answer` between the texts around the group of
     `answer_pattern`, or `answer` alone. For mathematics, both also occur with a box around `answer`."""
     pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
     pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # Of alternatives, take the first.
+    pattern = re.sub(r"(?<!\\)(?:\^|\$|\\[bAZ])", "", pattern)  # positions, which have no text
     before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
     before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
     answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]

@@ -58,6 +58,13 @@ def final_answer(reference: str) -> str:
     return told[1] if told else reference.strip()
 
 
+def bare_answer(reference: str) -> str:
+    """Return the final answer in lower case, without currency, separators of thousands, a unit after a number, and `.0`."""
+    bare = re.sub(r"\\[!,;: $()]|[$~£€]|(?<=\d),(?=\d{3}(?!\d))", "", final_answer(reference)).lower().strip(" .")
+    number = re.fullmatch(r"(-?\d+)(\.\d+)?\s*[a-z%]{0,12}", bare)
+    return number[1] + (number[2] or "").rstrip("0").rstrip(".") if number else bare
+
+
 def near_misses(answer: str) -> list[str]:
     """Return answers that resemble `answer` and are certainly wrong: its first number, its negation, or its parts swapped."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()

@@ -30,6 +30,10 @@ def of_length(item: RewardInput) -> float:
     return min(1.0, len(item.completion) / 60)
 
 
+def brief(item: RewardInput) -> float:
+    return 1 / (1 + len(item.completion))
+
+
 def noise(item: RewardInput) -> float:
     """Draw the reward from the completion's hash."""
     return hashlib.sha256(item.completion.encode()).digest()[0] / 255

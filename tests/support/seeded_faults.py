@@ -7,6 +7,8 @@ shows them: the recipe itself is well-formed.
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,23 @@ class RunFault:
     expected: tuple[str, ...]
     overrides: tuple[str, ...]
     recipe: str = "arithmetic"
+    """Name of a shipped recipe, or `init` and a template of `pipelinerl init`."""
     steps: int = 12
+    answers: Callable[[list[str]], list[str]] | None = None
+    """Makes the answers of a file of sums, which replaces the recipe's task, from the right ones."""
+    event: str = ""
+    """`resume`: the run is continued after `steps`, for as many again. Else the process that is killed after the fifth step."""
+
+
+def sums() -> list[Row]:
+    """Return 400 sums in the form of the small model `arithmetic`."""
+    drawn = random.Random(0)
+    questions = {"".join(f"{drawn.choice('+-')}{drawn.randrange(10)}" for _ in range(4))[1:] for _ in range(400)}
+    return [{"prompt": f"{one}=", "answer": str(eval(one))} for one in sorted(questions)]
+
+
+def _shuffled(answers: list[str]) -> list[str]:
+    return random.Random(1).sample(answers, len(answers))
 
 
 RUN_FAULTS = (
@@ -39,8 +57,8 @@ RUN_FAULTS = (
              (r"reward.answer_pattern='#(-?\d+)\n'",)),
     RunFault("stop-early", "a stop text occurs before the answer", ("answers-absent",),
              ("sampling.stop=[';']",)),
-    RunFault("greedy", "a temperature of almost 0 makes all completions of a group alike", ("completions-identical",),
-             ("sampling.temperature=0.01",)),
+    RunFault("greedy", "a temperature of almost 0 makes all completions of a group alike",
+             ("temperature", "completions-identical"), ("sampling.temperature=0.01",)),
     RunFault("constant", "the reward returns its default for everything", ("reward-constant",), (f"{_REWARDS}:constant",)),
     RunFault("always-full", "the reward accepts any text", ("groups-all-right", "reward-constant"),
              (f"{_REWARDS}:always_full",)),
@@ -54,16 +72,17 @@ RUN_FAULTS = (
              ("task.config={min_terms: 9, max_terms: 9, min_digits: 2, max_digits: 2}",)),
     RunFault("rate-low", "the learning rate changes nothing", ("policy-unmoved",), ("trainer.learning_rate=1e-9",)),
     RunFault("rate-high", "the learning rate destroys the policy",
-             ("policy-collapsed", "entropy-explodes", "ess-low"), ("trainer.learning_rate=0.03",), steps=20),
-    RunFault("entropy-bonus", "the entropy bonus outweighs the reward", ("entropy-explodes", "policy-collapsed"),
+             ("learning-rate-high", "policy-collapsed", "entropy-explodes", "ess-low"),
+             ("trainer.learning_rate=0.03",), steps=20),
+    RunFault("entropy-bonus", "the entropy bonus outweighs the reward", ("penalty-dominates", "entropy-explodes"),
              ("algorithm.entropy_coefficient=5",), steps=40),
-    RunFault("mask-narrow", "the mask accepts only a ratio of 1", ("mask-takes-all",),
+    RunFault("mask-narrow", "the mask accepts only a ratio of 1", ("bounds-wrong", "tokens-cut"),
              ("algorithm.mask=icepop", "algorithm.mask_low=1", "algorithm.mask_high=1")),
-    RunFault("clip-narrow", "the clip range is narrower than rounding", ("clip-cuts",),
+    RunFault("clip-narrow", "the clip range is narrower than rounding", ("bounds-wrong", "tokens-cut"),
              ("algorithm.loss=ppo_clip", "algorithm.clip_low=1e-6", "algorithm.clip_high=1e-6")),
     RunFault("norm-tiny", "every gradient is clipped to almost nothing", ("gradient-clipped",),
              ("trainer.max_grad_norm=0.001",)),
-    RunFault("format-heavy", "the format term outweighs the answer", ("term-dominates", "format-without-answer"),
+    RunFault("format-heavy", "the format term outweighs the answer", ("term-dominates",),
              ("reward.format_pattern='.{0,18}'", "reward.format_weight=5"), steps=16),
     RunFault("lag-small", "max_lag is below the lag of full actors", ("dropped-stale", "bottleneck"),
              ("algorithm.max_lag=0",)),
@@ -73,6 +92,31 @@ RUN_FAULTS = (
              ("task.episode_timeout_s=0.02",), "guess"),
     RunFault("context", "prompts leave no room in the context", ("sequences-lost", "all-cut"),
              ("model.max_context=24", "sampling.max_tokens=8")),
+    RunFault("shuffled", "answers belong to other questions", ("references-unrelated",), (), answers=_shuffled),
+    RunFault("units", "references have a unit", ("right-unrewarded",), ("reward.scorer=exact",),
+             answers=lambda answers: [f"{one} apples" for one in answers]),
+    RunFault("decimals", "references are decimals", ("right-unrewarded",), ("reward.scorer=exact",),
+             answers=lambda answers: [f"{one}.0" for one in answers]),
+    RunFault("first-number", "the pattern takes the first number of the solution", ("answers-misread",),
+             (r"reward.answer_pattern='^(-?\d+)'",)),
+    RunFault("stop-hash", "a stop text begins the answer", ("answers-absent",), ("sampling.stop=['#']",)),
+    RunFault("overlong", "the length penalty outweighs the answer", ("term-dominates",),
+             ("reward.overlong={buffer_tokens: 60, penalty: 20}",), steps=16),
+    RunFault("of-length", "the reward counts characters", ("right-unrewarded",), (f"{_REWARDS}:of_length",), steps=40),
+    RunFault("format-never", "no completion has the form that the format term wants", ("format-never",),
+             ("reward.format_pattern='<think>.*</think>.*'", "reward.format_weight=0.2"), steps=16),
+    RunFault("easy", "the model solves everything already", ("groups-all-right",),
+             ("task.config={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",)),
+    RunFault("kl-huge", "the KL term keeps the policy where it is", ("penalty-dominates",), ("algorithm.kl_coefficient=100",),
+             steps=20),
+    RunFault("weight-decay", "weight decay shrinks the weights to nothing", ("optimizer-settings",),
+             ("trainer.weight_decay=1000",), steps=30),
+    RunFault("epsilon", "AdamW's epsilon is above any gradient", ("optimizer-settings",), ("trainer.epsilon=10",)),
+    RunFault("temperature", "sampling is nearly random", ("temperature",), ("sampling.temperature=2",)),
+    RunFault("reward-huge", "rewards are in the thousands and not normalized", ("reward-scale", "gradient-clipped"),
+             ("reward.correct=5000", "algorithm.normalize_std=false")),
+    RunFault("adapter-rate", "adapters get the learning rate of all weights", ("policy-unmoved", "learning-rate-low"),
+             ("trainer.lora={rank: 8}", "trainer.learning_rate=1e-7")),
 )  # fmt: skip
 
 ROWS: list[Row] = [
@@ -110,6 +154,9 @@ def _with(**columns: Callable[[Row], object]) -> Callable[[list[Row]], list[Row]
 _TOY = {"model": {"source": "package", "name": "arithmetic", "max_context": 128}, "sampling": {"max_tokens": 64},
         "reward": {"answer_pattern": r"#(-?\d+)$"},
         "task": {"source": "reasoning_gym", "name": "chain_sum", "prompt_style": "compact"}}  # fmt: skip
+_JUDGED: Row = {"reward.scorer": "judge", "reward.answer_pattern": ""}
+_JUDGE: Row = {"url": "http://judge", "model": "judge", "pattern": r"Score: (\d+)", "full_marks": 10.0,
+          "template": "Problem: {prompt}\nMark from 0 to 10: {completion}\nEnd with Score: and the mark."}  # fmt: skip
 RECIPE_FAULTS = (
     RecipeFault("a misspelt field is refused, not ignored", "recipe-mistake", {"trainer.learnig_rate": 1e-6}),
     RecipeFault("a temperature of 0 gives equal completions", "recipe-mistake", {"sampling.temperature": 0.0}),
@@ -137,7 +184,7 @@ RECIPE_FAULTS = (
     RecipeFault("the answer's column is a constant", "one-answer", {}, _with(answer=lambda row: "1")),
     RecipeFault("nearly all answers are yes", "one-answer", {"reward.answer_pattern": "Answer: (yes|no)"},
                 lambda rows: [row | {"answer": "yes" if i > 2 else "no"} for i, row in enumerate(rows)]),
-    RecipeFault("references are whole solutions", "references-long", {},
+    RecipeFault("references are whole solutions", "references-unmatched", {},
                 _with(answer=lambda row: f"{'We add the tens and then the ones. ' * 8}#### {row['answer']}")),
     RecipeFault("the evaluation set is the training file", "heldout-trained-on", {"evaluation.sets": [
         {"name": "test", "task": {"source": "jsonl", "path": "rows.jsonl", "prompt_style": "chat", "heldout_problems": 100}}]}),
@@ -150,22 +197,22 @@ RECIPE_FAULTS = (
                  "task.instruction": "End with Answer: and the number."}),
     RecipeFault("nobody asks for a box", "form-unsaid", {"reward.scorer": "math_boxed", "reward.answer_pattern": ""}),
     RecipeFault("a small model never writes a box", "form-unsaid", _TOY | {"reward.answer_pattern": r"\\boxed\{(-?\d+)\}"}),
-    RecipeFault("a small model's sum does not fit", "answers-too-long", _TOY | {"sampling.max_tokens": 4}),
+    RecipeFault("a small model's sum does not fit", "max-tokens-small", _TOY | {"sampling.max_tokens": 4}),
     RecipeFault("nobody asks for ####", "form-unsaid", {"reward.answer_pattern": r"####\s*(-?\d+)"}),
     RecipeFault("nobody asks for answer tags", "form-unsaid",
                 {"reward.answer_pattern": "<answer>(.*?)</answer>", "task.system_prompt": "You are a helpful assistant."}),
-    RecipeFault("steps do not fit", "reasoning-cut", {"sampling.max_tokens": 32}),
-    RecipeFault("thinking does not fit", "reasoning-cut", {"model.chat_template_kwargs": {"enable_thinking": True}}),
-    RecipeFault("references do not fit", "answers-too-long", {"sampling.max_tokens": 16, "reward.scorer": "exact",
+    RecipeFault("steps do not fit", "max-tokens-small", {"sampling.max_tokens": 32}),
+    RecipeFault("thinking does not fit", "max-tokens-small", {"model.chat_template_kwargs": {"enable_thinking": True}}),
+    RecipeFault("references do not fit", "max-tokens-small", {"sampling.max_tokens": 16, "reward.scorer": "exact",
                 "reward.answer_pattern": "", "task.system_prompt": "Write the sentence."},
                 _with(answer=lambda row: "The sum of both of the numbers in the question above, which one can find by adding "
                       f"them, is exactly {row['answer']} and nothing else")),
     RecipeFault("a line end stops the first step", "stop-cuts-answers", {"sampling.stop": ["\n"]}),
     RecipeFault("a stop text begins the answer", "stop-cuts-answers", {"sampling.stop": ["Answer:"]}),
-    RecipeFault("one token holds no answer", "answers-too-long",
+    RecipeFault("one token holds no answer", "max-tokens-small",
                 {"sampling.max_tokens": 1, "task.system_prompt": "End with Answer: and the number."}),
     RecipeFault("a stop text occurs in the references", "stop-cuts-answers", {"sampling.stop": ["1"]}),
-    RecipeFault("the format earns more than the answer", "format-outweighs",
+    RecipeFault("the format earns more than the answer", "terms-outweigh",
                 {"reward.format_pattern": "<think>.*</think>.*", "reward.format_weight": 2.0}),
     RecipeFault("sampling is nearly greedy", "temperature", {"sampling.temperature": 0.05}),
     RecipeFault("sampling is nearly random", "temperature", {"sampling.temperature": 2.0}),
@@ -181,18 +228,150 @@ RECIPE_FAULTS = (
                 {"algorithm.max_lag": 1, "actor.sequences_in_progress": 512}),
     RecipeFault("the KL term outweighs the reward", "penalty-dominates", {"algorithm.kl_coefficient": 5.0}),
     RecipeFault("the entropy bonus outweighs the reward", "penalty-dominates", {"algorithm.entropy_coefficient": 1.0}),
-    RecipeFault("the clip range of sequences is used for tokens", "bounds-narrow",
+    RecipeFault("the clip range of sequences is used for tokens", "bounds-wrong",
                 {"algorithm.loss": "ppo_clip", "algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4}),
-    RecipeFault("the clip range of tokens is used for sequences", "bounds-narrow",
+    RecipeFault("the clip range of tokens is used for sequences", "bounds-wrong",
                 {"algorithm.loss": "gspo", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}),
-    RecipeFault("the mask accepts only equal probabilities", "bounds-narrow",
+    RecipeFault("the mask accepts only equal probabilities", "bounds-wrong",
                 {"algorithm.mask": "icepop", "algorithm.mask_low": 1.0, "algorithm.mask_high": 1.0}),
+    RecipeFault("references are short solutions", "references-unmatched", {},
+                _with(answer=lambda row: f"{row['prompt'][8:-1]} equals {row['answer']}")),
+    RecipeFault("half of the references have a unit", "references-unmatched", {},
+                lambda rows: [row | {"answer": row["answer"] + " cm" * (i % 2)} for i, row in enumerate(rows)]),
+    RecipeFault("references have separators of thousands", "references-unmatched", {"reward.answer_pattern": "Answer: (.+)"},
+                _with(answer=lambda row: f"1,{int(row['answer']):03d}")),
+    RecipeFault("references are percentages, and texts are compared", "references-unmatched",
+                {"reward.answer_pattern": "Answer: (.+)"}, _with(answer=lambda row: f"{row['answer']}%")),
+    RecipeFault("references begin with a capital letter, and answers do not", "references-unmatched",
+                {"reward.answer_pattern": "Answer: (yes|no)", "task.system_prompt": "End with Answer: yes or Answer: no."},
+                lambda rows: [row | {"answer": "Yes" if i % 2 else "No"} for i, row in enumerate(rows)]),
+    RecipeFault("every question is the same", "recipe-mistake", {}, _with(prompt=lambda row: "Compute the sum.")),
+    RecipeFault("the prompt's template leaves the question out", "recipe-mistake",
+                {"task.prompt_template": "Solve the following problem."}),
+    RecipeFault("the prompt's column is that of the answer", "columns-mixed", {"task.prompt_field": "answer"}),
+    RecipeFault("the answer's column is that of the prompt", "columns-mixed", {"task.answer_field": "prompt"}),
+    RecipeFault("the answer's column numbers the rows", "columns-mixed", {"task.answer_field": "id"},
+                lambda rows: [row | {"id": i} for i, row in enumerate(rows)]),
+    RecipeFault("the prompt's column names the rows", "columns-mixed", {"task.prompt_field": "id"},
+                lambda rows: [row | {"id": f"question-{i}"} for i, row in enumerate(rows)]),
+    RecipeFault("prompts tell their answer", "columns-mixed", {},
+                _with(prompt=lambda row: f"{row['prompt']} (Answer: {row['answer']})")),
+    RecipeFault("rows hold prompts in a chat template", "template-twice", {},
+                _with(prompt=lambda row: f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n")),
+    RecipeFault("the system prompt begins with a token of its own", "template-twice",
+                {"task.system_prompt": "<|begin_of_text|>Reason step by step. End with Answer: and the number."}),
+    RecipeFault("prompts are lists of messages, written as text", "template-twice", {},
+                _with(prompt=lambda row: json.dumps([{"role": "user", "content": row["prompt"]}]))),
+    RecipeFault("prompts end with the next speaker, in a chat", "template-twice", {},
+                _with(prompt=lambda row: f"User: {row['prompt']}\nAssistant:")),
+    RecipeFault("the system prompt forbids the form of answers", "form-unsaid",
+                {"task.system_prompt": "Reason step by step. Give the number alone, and do not write Answer: before it."}),
+    RecipeFault("the pattern has other letters than the prompt", "form-unsaid", {"reward.answer_pattern": r"ANSWER: (-?\d+)"}),
+    RecipeFault("the pattern reads the first number", "form-unsaid", {"reward.answer_pattern": r"^\D*(\d+)"}),
+    RecipeFault("nobody asks for the format that earns", "form-unsaid",
+                {"reward.format_pattern": "<reasoning>.*</reasoning>.*", "reward.format_weight": 0.1}),
+    RecipeFault("a stop text ends the reasoning, before the answer", "stop-cuts-answers",
+                {"sampling.stop": ["</think>"], "task.system_prompt": "Think in <think></think>, then write Answer: and it.",
+                 "sampling.max_tokens": 1024}),
+    RecipeFault("the first full stop ends completions", "stop-cuts-answers", {"sampling.stop": ["."]}),
+    RecipeFault("wrong formats cost more than right answers earn", "terms-outweigh",
+                {"reward.format_pattern": ".*Answer.*", "reward.format_weight": -1.0}),
+    RecipeFault("any text has the format", "terms-outweigh", {"reward.format_pattern": ".*", "reward.format_weight": 0.5}),
+    RecipeFault("the penalty of length outweighs the answer", "terms-outweigh",
+                {"reward.overlong": {"buffer_tokens": 64, "penalty": 100.0}}),
+    RecipeFault("every length is penalized", "terms-outweigh", {"reward.overlong": {"buffer_tokens": 512, "penalty": 1.0}}),
+    RecipeFault("rewards are in the thousands", "reward-scale", {"reward.correct": 5000.0}),
+    RecipeFault("rewards are millionths", "reward-scale", {"reward.correct": 1e-6}),
+    RecipeFault("weight decay erases the model", "optimizer-settings", {"trainer.weight_decay": 1e4}),
+    RecipeFault("AdamW's epsilon is above any gradient", "optimizer-settings", {"trainer.epsilon": 1.0}),
+    RecipeFault("gradients are clipped to nothing", "optimizer-settings", {"trainer.max_grad_norm": 1e-6}),
+    RecipeFault("AdamW forgets squares sooner than means", "optimizer-settings", {"trainer.beta2": 0.5}),
+    RecipeFault("the learning rate of all weights is used for adapters", "learning-rate-low", {"trainer.lora": {"rank": 16}}),
+    RecipeFault("adapters are scaled to nothing", "learning-rate-low",
+                {"trainer.lora": {"rank": 16, "alpha": 1e-6}, "trainer.learning_rate": 1e-5}),
+    RecipeFault("the engine refuses such a temperature", "recipe-mistake", {"sampling.temperature": 4.0}),
+    RecipeFault("clipping never clips", "bounds-wrong", {"algorithm.loss": "ppo_clip", "algorithm.clip_high": 100.0}),
+    RecipeFault("importance weights are unbounded", "bounds-wrong", {"algorithm.clamp": 1e9}),
+    RecipeFault("any divergence masks wrong answers", "bounds-wrong",
+                {"algorithm.mask": "off_policy_sequence", "algorithm.mask_kl": 0.0}),
+    RecipeFault("evaluations come after the end", "evaluation-blind", {"evaluation.every_steps": 10_000}),
+    RecipeFault("one problem is held out", "evaluation-blind", {"task.heldout_problems": 1}),
+    RecipeFault("two problems are left for training", "problems-few", {}, lambda rows: rows[:34]),
+    RecipeFault("a step sees one problem", "batch-small", {"trainer.batch_size": 8}),
+    RecipeFault("the loss of the value head outweighs the policy's", "penalty-dominates",
+                {"algorithm.advantage": "value", "algorithm.value_coefficient": 100.0}),
+    RecipeFault("the file was read in a wrong encoding", "texts-damaged", {},
+                _with(prompt=lambda row: f"It’s a sum: {row['prompt']}".encode().decode("cp1252"))),
+    RecipeFault("prompts are HTML", "texts-damaged", {}, _with(prompt=lambda row: f"&lt;p&gt;{row['prompt']}&lt;/p&gt;")),
+    RecipeFault("prompts are cut at 120 characters", "texts-damaged", {}, _with(
+        prompt=lambda row: f"{row['prompt']} {'Add the tens, then the ones, and care. ' * (int(row['answer']) % 7)}"[:120])),
+    RecipeFault("the chat template never begins an answer", "template-unused",
+                {"model.chat_template": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"}),
+    RecipeFault("the reward prefers short texts, so that nothing is best", "empty-paid",
+                {"reward.scorer": "tests.support.faulty_rewards:brief", "task.answer_field": ""}, tried=True),
+    RecipeFault("the judge sees neither problem nor reference", "judge-misled", _JUDGED | {"reward.judge": _JUDGE | {
+        "template": "Mark this answer from 0 to 10: {completion}\nEnd with Score: and the mark."}}),
+    RecipeFault("the judge's highest mark is another", "judge-misled",
+                _JUDGED | {"reward.judge": _JUDGE | {"full_marks": 1.0}}),
+    RecipeFault("the judge is not told how to write its mark", "judge-misled", _JUDGED | {"reward.judge": _JUDGE | {
+        "pattern": r"RATING=(\d+)"}}),
 )  # fmt: skip
 
+HEALTHY_RECIPES: dict[str, tuple[Row, Callable[[list[Row]], list[Row]]]] = {
+    "as it is": ({}, list),
+    "the pattern ends with the text": ({"reward.answer_pattern": r"Answer:\s*(-?\d+)$"}, list),
+    "choices": ({"reward.answer_pattern": r"Answer: ([A-D])", "task.system_prompt": "End with Answer: and the letter."},
+                lambda rows: [row | {"prompt": f"{row['prompt']}\nA) 1\nB) 2\nC) 3\nD) 4", "answer": "ABCD"[i % 4]}
+                              for i, row in enumerate(rows)]),
+    "solutions in the form of GSM8K": (
+        {"reward.scorer": "math", "reward.answer_pattern": "", "task.answer_pattern": r"####\s*(.+)"},
+        _with(answer=lambda row: f"First we add the tens, and then we add the ones.\n#### {row['answer']}")),
+    "solutions in the form of MATH": (
+        {"reward.scorer": "math_boxed", "reward.answer_pattern": "", "task.system_prompt": r"Give the answer in \boxed{}."},
+        _with(answer=lambda row: rf"First we add the tens, and then the ones, so that it is $\boxed{{{row['answer']}}}$.")),
+    "a base model in the form of R1-Zero": (
+        {"task.prompt_style": "plain", "task.system_prompt": "", "sampling.stop": ["\nUser:"],
+         "task.prompt_template": "User: {prompt} Reason first. End with Answer: and the number.\nAssistant:"}, list),
+    "a thinking model": (
+        {"model.name": "Qwen/Qwen3-4B", "sampling.max_tokens": 1536, "reward.format_pattern": "<think>.*</think>.*",
+         "reward.format_weight": 0.1, "task.system_prompt": "End with Answer: and the number."}, list),
+    "adapters": ({"trainer.lora": {"rank": 16}, "trainer.learning_rate": 2e-5}, list),
+    "GRPO with a small KL term": (
+        {"algorithm.loss": "grpo", "algorithm.kl_coefficient": 0.04, "trainer.weight_decay": 0.1}, list),
+    "the end tag of the answer stops": (
+        {"sampling.stop": ["</answer>"], "reward.answer_pattern": r"<answer>\s*(-?\d+)",
+         "task.system_prompt": "Reason step by step, then write <answer>the number</answer>."}, list),
+    "a soft length penalty": ({"reward.overlong": {"buffer_tokens": 128, "penalty": 1.0}}, list),
+    "a judge": (_JUDGED | {"reward.judge": _JUDGE}, list),
+}  # fmt: skip
+"""Changes of RECIPE and ROWS that are no faults."""
+
+_SMALL = ("trainer.batch_size=64", "evaluation.every_steps=0", "task.heldout_problems=64")
+_HEALTHY: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {
+    "arithmetic": (30, {
+        "seed-0": (), "seed-1": ("seed=1",), "seed-2": ("seed=2",), "conventional": ("mode=conventional",),
+        "two-actors": ("actor.count=2", "actor.sequences_in_progress=64"), "group-4": ("sampling.group_size=4",),
+        "group-16": ("sampling.group_size=16",), "lora": ("trainer.lora={rank: 8}", "trainer.learning_rate=1e-3"),
+        "grpo": ("algorithm.loss=grpo",), "gspo": ("algorithm.loss=gspo",), "cispo": ("algorithm.loss=cispo",),
+        "value": ("algorithm.advantage=value", "algorithm.normalize_std=false"), "icepop": ("algorithm.mask=icepop",),
+        "kl": ("algorithm.kl_coefficient=0.01",), "filter": ("algorithm.filter_equal_rewards=true",),
+        "cosine": ("trainer.schedule=cosine",), "unbounded-lag": ("algorithm.max_lag=null",),
+        "format": ("reward.format_pattern='.*#.*'", "reward.format_weight=0.1"),
+    }),
+    "repeated-addition": (12, {"seed-0": (), "seed-1": ("seed=1",), "cut": ("sampling.max_tokens=256",)}),
+    "code": (16, {"seed-0": (), "seed-1": ("seed=1",)}),
+    "guess": (14, {"shipped": (), "seed-0": _SMALL, "seed-1": (*_SMALL, "seed=1")}),
+    "calculator": (14, {"shipped": (), "seed-0": _SMALL, "conventional": (*_SMALL, "mode=conventional")}),
+    "smollm2": (16, {"seed-0": ("task.heldout_problems=16", "evaluation.every_steps=0")}),
+    "init": (40, {"seed-0": ()}), "init code": (20, {"seed-0": ()}), "init gsm8k": (8, {"seed-0": ()}),
+    "init tools": (5, {"seed-0": ()}), "init agent": (5, {"seed-0": ()}), "init environment": (10, {"seed-0": ()}),
+}  # fmt: skip
+"""Number of steps, and overrides by name, of healthy runs of each recipe."""
 HEALTHY = tuple(
-    RunFault(f"{recipe}-{seed}", "a shipped recipe with another seed", (), (f"seed={seed}",), recipe, steps)
-    for recipe, steps, seeds in (
-        ("arithmetic", 30, 7), ("repeated-addition", 12, 3), ("code", 16, 3), ("guess", 20, 4), ("calculator", 20, 3),
-    )
-    for seed in range(seeds)
+    RunFault(f"{recipe.replace(' ', '-')}-{name}", "a healthy run", (), overrides, recipe, steps)
+    for recipe, (steps, kinds) in _HEALTHY.items()
+    for name, overrides in kinds.items()
+) + tuple(
+    RunFault(f"arithmetic-{event}", "a healthy run", (), ("seed=3", "checkpoint.every_steps=4"), steps=steps, event=event)
+    for event, steps in (("resume", 12), ("actor-0", 30), ("trainer", 30))
 )  # fmt: skip

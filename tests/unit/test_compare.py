@@ -155,7 +155,7 @@ def test_results_are_those_of_the_records_whatever_the_end(
         "Optimizer steps": "3 of 100", "Seconds": "6.0", "Tokens trained per second": "50", "Sequences trained": "24",
         "Mean lag": "2.25", "Mean ESS": "0.900", "Outcome": outcome,
     }  # fmt: skip
-    assert doctor == ("grave 1: The run ended with an error" if "failed" in outcome else "nothing found")
+    assert doctor == ("grave 1: The run failed" if "failed" in outcome else "nothing found")
 
 
 def test_a_running_run_has_no_end_yet_and_a_resumed_one_tells_its_starts(

@@ -13,12 +13,14 @@ import yaml
 
 from pipelinerl.commands.doctor import doctor
 from pipelinerl.doctor.findings import apply
-from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, RecipeView
+from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, quick_findings
 from pipelinerl.doctor.run_records import RunRecords
 from pipelinerl.doctor.runs import RUN_RULES, examine_run
+from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe, recipe_names, set_value
-from tests.support.seeded_faults import RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
+from pipelinerl.recipe.preflight import Examination
+from tests.support.seeded_faults import HEALTHY_RECIPES, RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
 from tests.unit.builders import make_recipe
 
 Step = dict[str, Any]
@@ -70,7 +72,6 @@ STUCK = {"reward_mean": 0.0, "equal_reward_groups": 1.0, "groups_all_right": 0.0
 CLIPPED = {"algorithm": {"loss": "ppo_clip"}}
 MASKED = {"algorithm": {"mask": "icepop"}}
 JUDGE = {"url": "http://judge", "model": "j", "template": "{completion}", "pattern": r"(\d)"}
-BFLOAT16 = {"source": "path", "name": "nowhere", "max_context": 64, "dtype": "bfloat16"}
 TWO = {"task": None, "tasks": [{"name": name, "task": {"name": name}} for name in ("a", "b")]}
 SMALL = {"tasks": {"a": {"sequences": 62, "reward_mean": 0.5}, "b": {"sequences": 2, "reward_mean": 0.5}}}
 WAITS = {"step_s": {"total": 1.0, "wait": 0.8, "compute": 0.1, "snapshot": 0.0, "send": 0.05}}
@@ -92,12 +93,17 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "grave dropped-stale": lambda: lost("lag", "dropped_stale", 2000),
     "warning dropped-filtered": lambda: lost("equal rewards", "dropped_filtered", 2400),
     "grave run-failed": lambda: healthy(summary={"error": "actor-0 died"}),
-    "grave no-steps": lambda: replace(healthy(last_error="trainer: CUDA error"), steps=[], samples=[]),
+    "grave run-failed CUDA": lambda: replace(healthy(last_error="trainer: CUDA error"), steps=[], samples=[]),
     "note steps-lost": lambda: healthy(undone=3),
     "warning disk-fills": lambda: healthy(is_running=True, free_bytes=1e9, checkpoint_bytes=2 * 10**9),
+    "grave model-broken": lambda: replace(
+        healthy(), samples=[sample(number, step=1, tokens=["!"] * 40) for number in range(8)]
+    ),
+    "grave model-broken 7.5 nats": lambda: with_figures(healthy(), entropy=7.5),
     "grave all-cut 100%": lambda: with_figures(
         healthy(recipe={"reward": {"truncated": "mask"}}), truncated_fraction=1.0, **FLAT
     ),
+    "warning all-cut model.max_context": lambda: with_figures(healthy(), truncated_fraction=0.8, **FLAT),
     "grave all-cut": lambda: with_figures(healthy(), truncated_fraction=1.0, answers_absent=1.0, **STUCK),
     "warning think-unclosed": lambda: with_figures(
         replace(healthy(), samples=[sample(number, prompt="<think>\n", completion="Well,") for number in range(10)]), **FLAT
@@ -107,12 +113,18 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         healthy(), answers_absent=1.0, answers_missed=0.3, **{**STUCK, "equal_reward_groups": 0.5}
     ),
     "grave answers-absent": lambda: with_figures(healthy(), answers_absent=1.0, answers_missed=0.0, **STUCK),
+    "grave answers-misread": lambda: with_figures(
+        replace(healthy(), samples=[sample(number, completion="3+4=7", answer="3", reward=0.0) for number in range(10)]), **FLAT
+    ),
+    "grave right-unrewarded 10 right": lambda: with_figures(
+        replace(healthy(), samples=[sample(one, reference="$7 ", answer="7.0 kg", reward=0.0) for one in range(10)]), **STUCK
+    ),
     "grave right-unrewarded": lambda: with_figures(
         replace(healthy(), samples=[sample(number, reward=0.0) for number in range(10)]), **STUCK
     ),
-    "warning format-without-answer": lambda: with_figures(
-        healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
-        **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}
+    "grave references-unrelated": lambda: with_figures(
+        replace(healthy(), samples=[sample(one, answer=str(one % 9), reference=str(one * 5 % 11)) for one in range(60)]),
+        reported={"chain_sum": {"answer": 0.09}}, **FLAT
     ),
     "grave groups-all-wrong": lambda: with_figures(healthy(), **STUCK),
     "grave groups-all-right": lambda: with_figures(
@@ -122,19 +134,24 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         healthy(recipe={"reward": {"scorer": "judge", "judge": JUDGE}}), **STUCK
     ),
     "grave reward-constant": lambda: with_figures(healthy(), reward_mean=0.5, equal_reward_groups=1.0, groups_all_right=0.0),
+    "warning term-dominates answer 0 of 1": lambda: with_figures(
+        healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
+        **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}
+    ),
     "warning term-dominates": lambda: with_figures(healthy(), term_spread={"answer": 0.1, "format": 2.0}),
+    "warning format-never": lambda: with_figures(
+        healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
+        reported={"chain_sum": {"answer": 0.5, "format": 0.0}}
+    ),
     "warning task-starves": lambda: with_figures(healthy(recipe=TWO), **SMALL),
     "warning length-grows": lambda: with_figures(healthy(), {"completion_tokens_mean": 30.0}, **FLAT),
-    "grave parity-fails": lambda: with_figures(healthy(), parity_failures=1),
+    "grave engine-differs probe answers": lambda: with_figures(healthy(), parity_failures=1),
     "grave engine-differs": lambda: with_figures(healthy(), mismatch_kl=0.05),
     "warning ess-low": lambda: with_figures(healthy(), ess=0.2),
-    "grave mask-takes-all": lambda: with_figures(healthy(recipe=MASKED), mask_fraction=0.99),
-    "grave clip-cuts": lambda: with_figures(healthy(recipe=CLIPPED), clip_fraction=0.9),
+    "grave tokens-cut mask_low": lambda: with_figures(healthy(recipe=MASKED), mask_fraction=0.99),
+    "grave tokens-cut clip_low": lambda: with_figures(healthy(recipe=CLIPPED), clip_fraction=0.9),
     "warning gradient-clipped": lambda: with_figures(healthy(recipe={"trainer": {"max_grad_norm": 0.1}}), clipped=True),
     "grave policy-unmoved": lambda: with_figures(healthy(), log_weight_abs_max=1e-5, **FLAT),
-    "warning updates-rounded": lambda: replace(
-        healthy(recipe={"model": BFLOAT16}), steps=[step(number, 120) | {"learning_rate": 1e-9} for number in range(1, 121)]
-    ),
     "warning kl-grows": lambda: with_figures(healthy(), {"reference_kl": 5.0}, reference_kl=0.01, **FLAT),
     "warning entropy-explodes": lambda: with_figures(healthy(), {"entropy": 5.0}, entropy=1.0, **FLAT),
     "grave policy-collapsed": lambda: with_figures(healthy(), {"reward_mean": 0.01}, **FLAT),
@@ -144,7 +161,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "note bottleneck verifier-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **WAITS),
     "note bottleneck actor-bound": lambda: with_figures(healthy(), **WAITS),
     "note bottleneck trainer-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **BUSY),
-    "note queue-old": lambda: with_figures(healthy(), lag={"mean": 9.0, "max": 12}),
+    "note bottleneck mean lag 9": lambda: with_figures(healthy(), lag={"mean": 9.0, "max": 12}),
 }  # fmt: skip
 """For each rule, by gravity, id and words that the finding has, a run in which it must be the first finding."""
 
@@ -186,15 +203,25 @@ def test_the_evidence_has_figures_a_sample_and_what_to_set() -> None:
     assert (one.field, (one.sample or {})["completion"]) == ("reward.answer_pattern", "#7")
 
 
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    recipe = deepcopy(RECIPE)
+    for name, value in changes.items():
+        set_value(recipe, name.split("."), deepcopy(value))
+    return recipe
+
+
 def judge(
     tmp_path: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tried: int
 ) -> Any:
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "seeded.yaml").write_text(yaml.safe_dump(recipe))
-    args = argparse.Namespace(subject="seeded.yaml", overrides=[], gpu_memory=None, reward_rows=tried, json=True)
+    args = argparse.Namespace(
+        subject=str(tmp_path / "seeded.yaml"), overrides=[], gpu_memory=None, reward_rows=tried, json=True
+    )
     code, told = doctor(args), json.loads(capsys.readouterr().out)
     assert code == any(one["gravity"] == "grave" for one in told["findings"])
-    return [one for one in told["findings"] if one["gravity"] != "note"]
+    findings = [one for one in told["findings"] if one["id"] != "machine-lacks"]
+    return [one for one in findings if one["gravity"] != "note"] or findings
 
 
 @pytest.mark.parametrize("fault", RECIPE_FAULTS, ids=lambda fault: fault.name)
@@ -203,28 +230,39 @@ def test_a_seeded_fault_of_a_recipe_is_the_first_finding(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    recipe = deepcopy(RECIPE)
-    for name, value in fault.changes.items():
-        set_value(recipe, name.split("."), deepcopy(value))
-    first, *_ = judge(tmp_path, recipe, fault.rows(ROWS), capsys, 12 if fault.tried else 0)
+    first, *_ = judge(tmp_path, changed(fault.changes), fault.rows(ROWS), capsys, 12 if fault.tried else 0)
     assert first["id"] == fault.expected, first
 
 
-def test_the_recipe_without_a_fault_has_no_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", HEALTHY_RECIPES)
+def test_a_recipe_without_a_fault_has_no_finding(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    assert judge(tmp_path, RECIPE, ROWS, capsys, 12) == []
+    changes, rows = HEALTHY_RECIPES[name]
+    assert judge(tmp_path, changed(changes), rows(ROWS), capsys, 12) == []
+
+
+def test_a_reward_beside_the_recipe_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    text = "def score(item):\n    return float(item.answer == item.reference['answer'])\n"
+    (tmp_path / "own_reward.py").write_text(text)
+    assert judge(tmp_path, changed({"reward.scorer": "own_reward:score"}), ROWS, capsys, 12) == []
+    (tmp_path / "seeded.yaml").rename(tmp_path / "recipe.yaml")
+    args = argparse.Namespace(subject=str(tmp_path), overrides=[], gpu_memory=None, reward_rows=2, json=False)
+    assert doctor(args) == 0  # a folder of `pipelinerl init` is no run
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_shipped_recipes_have_no_finding(name: str) -> None:
-    assert apply(RECIPE_RULES, RecipeView(load_recipe(name, []), {})) == []
+    assert quick_findings(load_recipe(name, []), Examination()) == []
 
 
 def test_every_rule_of_a_recipe_is_seeded() -> None:
-    known = {one.id for one in RECIPE_RULES} | ADOPTED.keys()
+    known = {one.id for one in (*RECIPE_RULES, *SETTINGS_RULES)} | ADOPTED.keys()
     assert known - {fault.expected for fault in RECIPE_FAULTS} == {"machine-lacks", "references-misread", "template"}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.tasks.final_answer import final_answer, near_misses
+from pipelinerl.tasks.final_answer import bare_answer, final_answer, near_misses
 from services.verifier.rewards.item import BadReference, RewardInput
 from services.verifier.rewards.mathematics import math_scorer
 
@@ -40,6 +40,12 @@ def test_each_reference_of_the_table_is_right_in_a_box_and_its_near_misses_are_w
     missed = [(one, miss) for one in references for miss in near_misses(final_answer(one))]
     assert len(missed) > 100
     assert [pair for pair in missed if paid(scorer, pair[0], rf"\boxed{{{pair[1]}}}")] == []
+
+
+@pytest.mark.parametrize("reference", ["1200", "1,200.00", "$1200", "1200 apples", "so.\n#### 1,200 %", r"it is \boxed{1200}."])
+def test_the_bare_answer_has_no_currency_separator_unit_or_zeros(reference: str) -> None:
+    assert bare_answer(reference) == "1200"
+    assert [bare_answer(one) for one in ("Yes.", "-0.50", "1,2", "x = 3")] == ["yes", "-0.5", "1,2", "x = 3"]
 
 
 @pytest.mark.parametrize(

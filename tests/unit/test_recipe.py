@@ -220,7 +220,7 @@ def test_unknown_override_paths_get_near_matches(override: str, said: str) -> No
         ("task.config", [1], "use a mapping"),
         ("task.name", 5, "use text"),
         ("weights.deadline_s", float("inf"), "use a number, above 0"),
-        ("evaluation.temperature", float("nan"), "use a number, at least 0 and at most 4"),
+        ("evaluation.temperature", float("nan"), "use a number, at least 0 and at most 2"),
         ("reward.answer_pattern", "(", "not a regular expression"),
         ("reward.answer_pattern", r"\d+", "must have a group (...) around the answer"),
         ("reward.format_pattern", "[", "not a regular expression"),

@@ -165,7 +165,7 @@ def test_a_report_of_a_run_that_still_goes_on_and_of_one_without_a_single_step(t
     assert found() == [], "it began just now"
     began = time.time() - YOUNG_S - 60
     os.utime(tmp_path / "recipe.yaml", (began, began))
-    assert found() == ["no-steps"]
+    assert found() == ["run-failed"]
     with subprocess.Popen(["sleep", "60"], env={"RECIPE": str(tmp_path / "recipe.yaml")}) as trainer:
         (tmp_path / "pids.json").write_text(json.dumps({"trainer": trainer.pid}))
         assert found() == [], "its trainer lives"
