@@ -257,7 +257,7 @@ MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number i
         ("semicolons.csv", as_csv(MULTILINE).replace(b'","', b'";"').replace(b"t,a", b"t;a")),
         ("tabs.csv", as_csv(MULTILINE).replace(b'","', b'"\t"').replace(b"t,a", b"t\ta")),
         ("commas.tsv", as_csv(MULTILINE)),
-        ("long names.tsv", as_csv(MULTILINE).replace(b'","', b'"\t"x"\t"').replace(b"t,a", b"t\tx, y, z\ta")),
+        ("long names.tsv", as_csv(MULTILINE).replace(b'","', b'"\t"x"\t"').replace(b"t,a", b"t\tw, x, y, z\ta")),
         ("p.json", json.dumps(MULTILINE).encode()),
         ("lines.json", as_jsonl(MULTILINE)),
         ("p.ndjson", as_jsonl(MULTILINE)),
