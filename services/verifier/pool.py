@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 NO_WORKER = "no reward worker is up"
 MOST_DEATHS = 2
 ROUNDS_IN_VAIN = 8
-"""If the first rewards of a task all time out, this many for each worker besides those of one hopeless prompt, its waiting items
-fail without a call."""
+"""If the first rewards of a task all time out, this many for each worker and those of one hopeless prompt, the task's waiting
+items fail without a call."""
 DIED = "the process of reward"
 """Beginning of the message of an item on which `MOST_DEATHS` workers died."""
 START_TIMEOUT_S = 120.0
