@@ -39,8 +39,9 @@ def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
     """Return the arguments. Those of `serve` behind `--` are `passed_on`. Raises `SystemExit` for a mistake."""
     end = argv.index("--") if argv[:1] == ["serve"] and "--" in argv else len(argv)
     args, others = parser.parse_known_args(argv[:end], argparse.Namespace(passed_on=argv[end + 1 :]))
-    if others and args.command == "chat" and args.prompt is None and not others[0].startswith("-"):
-        args.prompt = others.pop(0)  # argparse of Python 3.11 finds no optional argument behind options
+    if others and args.command == "chat" and args.prompt is None and (others[0] == "--" or not others[0].startswith("-")):
+        begin = others[0] == "--"  # argparse of Python 3.11 finds no optional argument behind options
+        args.prompt, others = "".join(others[begin : begin + 1]), others[begin + 1 :]
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     return args

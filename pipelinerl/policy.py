@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipelinerl.errors import FieldError, first_line
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
 from pipelinerl.recipe.loading import recipe_from_data, recipe_of_run
-from pipelinerl.run_dir import ABOUT, checkpoint_of, read_json, run_of, tokenizer_of
+from pipelinerl.run_dir import checkpoint_of, run_of, tokenizer_of, version_of
 from pipelinerl.tasks.source import Problem
 
 
@@ -25,13 +25,13 @@ class Policy:
         """Load a checkpoint, or an adapter onto its base model; of a run, load the newest checkpoint or that of a version. The
         task is the first one of the run's recipe. Raises `FieldError` if there is no such checkpoint or it does not load."""
         path = self.path = checkpoint_of(folder, version)
-        self.version = read_json(tokenizer_of(path) / ABOUT).get("policy_version")
+        self.version = version_of(path)
         self.name = "policy" if self.version is None else f"v{self.version}"
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_of(path))
             model: Any = AutoModelForCausalLM.from_pretrained(path)
             self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-        except (OSError, ValueError, ImportError, torch.OutOfMemoryError) as error:
+        except Exception as error:  # a damaged file raises errors of safetensors, tokenizers or torch, with no common base
             raise FieldError("RUN", str(path), f"transformers cannot load it: {first_line(error)}") from error
         file, style = run_of(path) / "recipe.yaml", "chat" if self.tokenizer.chat_template else "plain"
         usual = {"name": "none", "model": {"source": "path", "name": str(path)}, "sampling": {"max_tokens": 512}}
@@ -72,6 +72,8 @@ class Policy:
         while len(tokens) < min(max_tokens, context - len(prompt)):
             output = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits, cache = output.logits[0, -1].float(), output.past_key_values
+            if logits.isnan().any():
+                raise FieldError("RUN", str(self.path), "its weights give no numbers (NaN); use an earlier version")
             chances = (logits / max(temperature, 1e-5)).softmax(-1)  # of a smaller temperature, they would overflow
             inputs = (torch.multinomial(chances, 1) if temperature > 0 else logits.argmax()).view(1, 1)
             if int(inputs) in self._ends:

@@ -250,7 +250,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, with None for NaN and infinities; empty if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -305,8 +305,16 @@ def run_of(folder: Path) -> Path:
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
-    """Return the folder with a checkpoint's tokenizer and version. A run's adapter lies in the checkpoint that has them."""
-    return checkpoint if (checkpoint / "tokenizer_config.json").is_file() else checkpoint.parent
+    """Return the folder with a checkpoint's tokenizer and version. A run's adapter lies in the checkpoint that has them; for
+    another adapter without a tokenizer, return its base model, which may be a name on the hub."""
+    found = (one for one in (checkpoint, checkpoint.parent) if (one / "tokenizer_config.json").is_file())
+    return next(found, Path(read_json(checkpoint / ADAPTER).get("base_model_name_or_path") or checkpoint))
+
+
+def version_of(checkpoint: Path) -> int | None:
+    """Return the policy version that a checkpoint states, if it does."""
+    version = read_json(tokenizer_of(checkpoint) / ABOUT).get("policy_version")
+    return version if isinstance(version, int) else None
 
 
 def policies_of(folder: Path) -> dict[int, Path]:
@@ -315,7 +323,7 @@ def policies_of(folder: Path) -> dict[int, Path]:
     found = {number: path.parents[1] for number, path in resumable(run).items()}
     for one in (run / "checkpoint", run):  # the latter is a model outside a run
         if any((one / file).is_file() for file in MODEL_IN):
-            found[int(read_json(one / ABOUT).get("policy_version") or max(found, default=0))] = one
+            found[version_of(one) or max(found, default=0)] = one
     return dict(sorted(found.items()))
 
 
@@ -352,8 +360,9 @@ def trainer_starts(run_dir: Path) -> list[int]:
 
 def recipe_changes_of(run_dir: Path) -> list[str]:
     """Return the changes of the recipe at each start of the run's trainer, as `version 20: trainer.steps: 100 → 200`."""
-    changes = read_json(run_dir / LINEAGE).get(CHANGES) or {}
-    return [f"version {version}: {change}" for version, made in changes.items() for change in made]
+    changes = read_json(run_dir / LINEAGE).get(CHANGES)
+    lists = changes.items() if isinstance(changes, dict) else ()
+    return [f"version {version}: {change}" for version, made in lists if isinstance(made, list) for change in made]
 
 
 def missing_from(run_dir: Path) -> str:

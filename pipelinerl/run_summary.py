@@ -197,7 +197,7 @@ def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             value = json.loads(line, parse_constant=lambda _: None)  # some writers write NaN and infinities
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             yield value

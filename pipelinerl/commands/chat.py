@@ -57,7 +57,7 @@ def _policy(args: argparse.Namespace, version: int | None) -> Any:
     if args.system is not None:
         if (style := policy.task.prompt_style) != "chat":
             raise FieldError("--system", args.system, f"has no place in prompts of task.prompt_style {style}; leave it out")
-        policy.task = policy.task.model_copy(update={"system_prompt": args.system})
+        policy.task = policy.task.model_copy(update={"system_prompt": as_unicode(args.system)})
     return policy
 
 
@@ -129,7 +129,7 @@ def serve_command(checkpoint: Path, arguments: list[str]) -> list[str]:
     name = run_name(run) if run != checkpoint else checkpoint.resolve().name
     model, whole = [str(checkpoint), "--served-model-name", name], tokenizer_of(checkpoint)
     if adapter:
-        rank = max(8, 1 << (int(adapter.get("r", 8)) - 1).bit_length())  # vLLM accepts powers of two from 8
+        rank = max(8, 1 << (int(adapter.get("r") or 8) - 1).bit_length())  # vLLM accepts powers of two from 8
         model = [str(adapter.get("base_model_name_or_path")), "--tokenizer", str(whole), "--enable-lora"]
         model += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={checkpoint}"]
     if dtype := read_json(whole / "config.json").get("dtype"):

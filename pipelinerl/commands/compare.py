@@ -77,7 +77,7 @@ def compare(args: argparse.Namespace) -> int:
         _write(args.csv, "--csv", as_csv(runs))
     if page:
         _write(page, "--out", report_html(comparison(runs), "PrlComparison.draw", COMPARISON_SCRIPTS))
-        print(f"{_as_text(runs)}\n\npage: {page}", file=sys.stderr if str(args.csv) == "-" else sys.stdout)
+        print(f"{_as_text(runs)}\n\npage: {page}", file=sys.stderr if "-" in (str(args.csv), str(page)) else sys.stdout)
         if args.open:
             webbrowser.open(page.resolve().as_uri())
     return 0
@@ -252,11 +252,15 @@ def _as_text(runs: Sequence[ComparedRun]) -> str:
 
 
 def _write(path: Path, option: str, text: str) -> None:
-    """Write a file that only its owner can read, like the folder of a run; `-` is the standard output."""
-    if str(path) == "-":
+    """Write a file that only its owner can read, like the folder of a run; `-` is the standard output. A device or a pipe, such
+    as /dev/null, is not replaced by a file."""
+    if str(path) in ("-", "/dev/stdout"):
         sys.stdout.write(text)
         return
     try:
-        write_whole(path, text, mode=0o600)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_whole(path, text, mode=0o600)
     except OSError as error:
         raise FieldError(option, str(path), f"cannot be written: {error.strerror}; give another file") from error

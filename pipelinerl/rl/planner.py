@@ -240,8 +240,12 @@ def rank_unit(recipe: Recipe) -> int:
     return math.lcm(recipe.trainer.context_parallel, recipe.trainer.shard_ranks or 1)
 
 
+def _rounded_up(ranks: float, recipe: Recipe) -> int:
+    return math.ceil(ranks / rank_unit(recipe)) * rank_unit(recipe)
+
+
 def _fewest_ranks(recipe: Recipe, model: Model, machine: Machine) -> int:
-    return -(-fewest_ranks(recipe, model, machine.memory_gib) // rank_unit(recipe)) * rank_unit(recipe)
+    return _rounded_up(fewest_ranks(recipe, model, machine.memory_gib), recipe)
 
 
 def best_split(splits: list[Split]) -> Split:
@@ -290,7 +294,7 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
             f"raise trainer.batch_size (now {batch_size})"
         )
     actors = math.ceil(chosen.num_generators * chosen.rate / chosen.generation)
-    ranks = max(fewest, math.ceil(chosen.num_trainers * chosen.rate / chosen.training))
+    ranks = _rounded_up(max(fewest, chosen.num_trainers * chosen.rate / chosen.training), recipe)
     enough = actors * machine.per_actor + ranks
     if enough < 0.8 * (chosen.num_generators * machine.per_actor + chosen.num_trainers):
         limits = f"trainer.batch_size (now {batch_size})"

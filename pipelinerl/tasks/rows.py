@@ -209,15 +209,15 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read rows under a header. The separator is the one that gives the first line the most columns. A row's number is that of
-    its first line, because a quoted value may span several lines."""
+    """Read rows under a header. The separator is the one that gives the first line the most columns, or a tab if a .tsv has one
+    there. A row's number is that of its first line, because a quoted value may span several lines."""
     csv.field_size_limit(LONGEST_LINE)
     lines = map(_decoded, _lines(path, stream), count(1))
     reader, first = csv.reader(()), 1
     header: list[str] | None = None
     try:
         top = next(lines, "")
-        separators = "\t,;|" if known_format(path) == ".tsv" else ",;\t|"
+        separators = "\t" if known_format(path) == ".tsv" and "\t" in top else ",;\t|"
         delimiter = max(separators, key=lambda one: len(next(csv.reader([top], delimiter=one), ())))
         reader = csv.reader(chain([top], lines), delimiter=delimiter, strict=True)
         for values in reader:

@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 NO_WORKER = "no reward worker is up"
 MOST_DEATHS = 2
 ROUNDS_IN_VAIN = 8
-"""If the first rewards of a task all time out, this many for each worker, the task's waiting items fail without a call."""
+"""If the first rewards of a task all time out, this many for each worker and those of one hopeless prompt, the task's waiting
+items fail without a call."""
 DIED = "the process of reward"
 """Beginning of the message of an item on which `MOST_DEATHS` workers died."""
 START_TIMEOUT_S = 120.0
@@ -216,7 +217,7 @@ class RewardPool:
         This happens once, since an outage of what the reward calls may end."""
         if task in self._in_vain:
             self._in_vain[task] += 1
-            if self._in_vain[task] == ROUNDS_IN_VAIN * self._most_up:
+            if self._in_vain[task] == ROUNDS_IN_VAIN * self._most_up + self._recipe.sampling.group_size:
                 problem = f"not called: the first {self._in_vain[task]} took more than {timeout_s:g} s (reward.timeout_s)"
                 for job in [job for job in self._jobs if job.item.task == task]:
                     job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem)

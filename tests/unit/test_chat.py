@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,9 +87,12 @@ def contents(prompt: list[dict[str, str]]) -> list[str]:
 def test_one_prompt_gives_one_completion_whose_control_characters_do_not_reach_the_terminal(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["chat", run, "--system", "", "--max-tokens", "3", "--temperature", "0", "--version", "10", "hi"]) == 0
-    assert capsys.readouterr() == (f"{SHOWN}\n", "")
-    assert [(version, contents(prompt), *rest) for version, prompt, *rest in Talker.asked] == [(10, ["", "hi"], 3, 0.0)]
+    options = ["--max-tokens", "3", "--temperature", "0", "--version", "10"]
+    for system, prompt in (("", ["hi"]), ("\udcff", ["--", "-1+2="])):
+        assert main(["chat", run, "--system", system, *options, *prompt]) == 0
+        assert capsys.readouterr() == (f"{SHOWN}\n", "")
+    asked = [(10, ["", "hi"], 3, 0.0), (10, ["\ufffd", "-1+2="], 3, 0.0)]
+    assert [(version, contents(prompt), *rest) for version, prompt, *rest in Talker.asked] == asked
 
 
 def test_a_conversation_goes_on_over_a_stopped_answer_a_mistake_and_another_version_until_it_is_reset(
@@ -146,6 +150,8 @@ def test_vllm_is_given_the_checkpoint_or_base_and_adapter_under_the_runs_name(
     adapter = checkpoint / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 24, "base_model_name_or_path": "org/base"}))
+    assert chat.serve_command(adapter, [])[2:5] == ["org/base", "--tokenizer", "org/base"], "there is no other tokenizer"
+    (checkpoint / "tokenizer_config.json").touch()
     (checkpoint / "config.json").write_text('{"dtype": "float32"}')
     assert chat.serve_command(adapter, []) == [
         *("vllm", "serve", "org/base", "--tokenizer", str(checkpoint), "--enable-lora", "--max-lora-rank", "32"),
@@ -189,3 +195,11 @@ def test_a_policy_answers_token_by_token_until_an_end_of_the_recipe_and_within_i
     assert answer(stop_token_ids=[tokens[3]]) == text[: tokens.index(tokens[3])]
     monkeypatch.setattr(policy, "answer_end", lambda _: tokens[3])
     assert answer() == text[: tokens.index(tokens[3])]
+    for parameter in plain.model.parameters():
+        parameter.data.fill_(math.nan)
+    with pytest.raises(FieldError, match=r"checkpoint': its weights give no numbers \(NaN\); use an earlier version"):
+        next(plain.stream(prompt, 1, 0.0))
+    (tmp_path / "checkpoint" / "pipelinerl.json").write_text('{"policy_version": "x"}')
+    (tmp_path / "checkpoint" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(FieldError, match="checkpoint': transformers cannot load it"):
+        answer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import shutil
 import stat
@@ -241,7 +242,7 @@ DAMAGE = [
     '{"step": 7, "ess": "x", "lag": [1], "time_s": {"a": 1}}', '{"step": 3, "ended_by_length": {"16": 3}}',
     '{"step": 8, "reward_mean": 1e999, "time_s": 1e400}', f'{{"step": 9, "reward_mean": 1{"0" * 400}}}',
     '{"step": 10, "heldout_accuracy": 0.5, "heldout_sets": [3], "weight_update": 3}',
-    '{"step": 12, "sequences": [1]}',
+    '{"step": 12, "sequences": [1]}', f'{{"step": {"9" * 5000}}}', "[" * 100_000,
     '{"step": 11, "heldout_accuracy": "x", "heldout_version": [1], "heldout_sets": {"a": 3}}',
     '{"step": [1], "version": 5, "prompt": "p", "completion": [1], "spans": [3], "reward": 1e999, "heldout": {}}',
     '{"step": 1, "version": 9, "prompt": "p", "heldout": 1, "tokens": 3, "spans": "ab", "branches": [4], "terms": [1]}',
@@ -257,12 +258,13 @@ def test_damaged_records_are_left_out_and_break_nothing(tmp_path: Path, compared
             file.write("\n".join(DAMAGE))
     for name, text in {
         "summary": '{"heldout": 3, "sequences": [], "sequence_reasons": {}}',
-        "lineage": "[]",
+        "lineage": '{"changes": {"5": 7}}',
         "placement": "{}",
         "scale": "3",
     }.items():
         (broken / f"{name}.json").write_text(text)
     empty = run_in(tmp_path / "empty", steps=0)
+    (empty / "lineage.json").write_text('{"changes": [1]}')
     shutil.copytree(
         broken, tmp_path / "bare", ignore=lambda *_: [one.name for one in broken.iterdir() if one.name != "recipe.yaml"]
     )
@@ -287,6 +289,13 @@ def test_runs_of_one_name_are_told_apart_and_the_rows_go_to_the_output_alone(
     assert not (tmp_path / "compare.html").exists()
     code, said, errors = compared("x/run", "y/run", "--csv", "-", "--out", "page.html")
     assert (code, said.splitlines()[0].split(",")[0], errors.splitlines()[-1]) == (0, "run", "page: page.html")
+    code, said, errors = compared("x/run", "y/run", "--out", "-")
+    assert (code, said.rstrip().endswith("</html>"), errors.splitlines()[-1]) == (0, True, "page: -")
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert compared("x/run", "y/run", "--csv", "pipe")[0] == 0
+    assert (os.read(reader, 4), stat.S_ISFIFO(os.stat("pipe").st_mode)) == (b"run,", True), "a pipe is not replaced by a file"
+    os.close(reader)
 
 
 def test_open_shows_the_page(tmp_path: Path, compared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +315,7 @@ def test_open_shows_the_page(tmp_path: Path, compared: Callable[..., Any], monke
         (["a", "none"], "RUN = 'none': there is no such folder"),
         (["a", "file"], "RUN = 'file': is a file"),
         (["a", "b", "--out", "plain"], "--out = 'plain': cannot be written: Is a directory; give another file"),
+        (["a", "b", "--out", "."], "--out = '.': cannot be written: Is a directory; give another file"),
         (["a", "b", "--csv", "none/rows.csv"], "--csv = 'none/rows.csv': cannot be written: No such file or directory"),
     ],
 )

@@ -330,8 +330,8 @@ FILTERED = {"filter_equal_rewards": True, "max_lag": 1}
         (
             {},
             "reward_timeout: the reward took more than 5 s (reward.timeout_s) and was killed",
-            r"^reward\.timeout_s = 5\.0: the first 16 calls of 'task' for chain_sum took longer; make it faster, or raise this",
-            7,
+            r"^reward\.timeout_s = 5\.0: the first 18 calls of 'task' for chain_sum took longer; make it faster, or raise this",
+            8,
         ),
     ],
     ids=["reward raises", "always equal", "setting", "reward times out"],

@@ -243,24 +243,24 @@ class Late(InProcess):
         return VerifyResult(sequence_id=item.sequence_id, status=VERIFY_STATUS_OK)
 
 
-@pytest.mark.parametrize(("fast_at", "num_called"), [(None, 8), (12, 8), (4, 20)])
+@pytest.mark.parametrize(("fast_at", "num_called"), [(None, 11), (13, 11), (10, 20)])
 async def test_once_all_first_rewards_have_timed_out_the_waiting_items_fail(
     monkeypatch: pytest.MonkeyPatch, fast_at: int | None, num_called: int
 ) -> None:
-    """With one worker, 8 timeouts. `fast_at`: position of an item whose reward ends in time."""
+    """With one worker, 8 timeouts and those of a group of 3. `fast_at`: position of an item whose reward ends in time."""
     config = RewardConfig(scorer="exact", timeout_s=3.0)
 
     async def started(recipe: Any) -> Late:
         return Late(config)
 
     monkeypatch.setattr(pool_module, "start_worker", started)
-    recipe: Any = SimpleNamespace(problem_sets={"t": SimpleNamespace(reward=config)})
+    recipe: Any = SimpleNamespace(problem_sets={"t": SimpleNamespace(reward=config)}, sampling=SimpleNamespace(group_size=3))
     pool = RewardPool(recipe, VerifierMetrics(CollectorRegistry(), ["t"]), Readiness(), 20, {})
     slot = asyncio.create_task(pool.run_slot(Late(config)))  # type: ignore[arg-type]
     first = await pool.score(item("fast" if index == fast_at else "slow", index) for index in range(20))
     later = await pool.score(item("slow", index) for index in range(20))
     slot.cancel()
-    told = "not called: the first 8 took more than 3 s (reward.timeout_s)"
+    told = "not called: the first 11 took more than 3 s (reward.timeout_s)"
     assert [result.message == told for result in first] == [index >= num_called for index in range(20)]
     assert all("was killed" in result.message for result in later), "an outage may have ended, so later items are tried"
 

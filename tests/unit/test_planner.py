@@ -124,6 +124,9 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     assert [str(one) for one in misfits(parts, model, replace(machine, per_actor=3), lengths, 6)] == [
         "--accelerators = 6: an actor needs 3 of them and the trainer 4; give more"
     ]
+    limited = parts.model_copy(update={"algorithm": recipe_with(1).algorithm})
+    fewer = "5 accelerators would be as fast: 1 actor and 4 trainer ranks; "
+    assert any(one.startswith(fewer) for one in make_plan(limited, model, machine, lengths, 21).reasons)
     two = 2.5 * tokens_held(lengths, longest_prompt(recipe_with(None))) * model.kv_bytes / GIB
     tight = make_plan(recipe_with(None), model, replace(machine, kv_gib=two), lengths, 9)
     assert tight.split.sequences_in_progress == 2

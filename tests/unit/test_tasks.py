@@ -257,6 +257,7 @@ MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number i
         ("semicolons.csv", as_csv(MULTILINE).replace(b'","', b'";"').replace(b"t,a", b"t;a")),
         ("tabs.csv", as_csv(MULTILINE).replace(b'","', b'"\t"').replace(b"t,a", b"t\ta")),
         ("commas.tsv", as_csv(MULTILINE)),
+        ("long names.tsv", as_csv(MULTILINE).replace(b'","', b'"\t"x"\t"').replace(b"t,a", b"t\tw, x, y, z\ta")),
         ("p.json", json.dumps(MULTILINE).encode()),
         ("lines.json", as_jsonl(MULTILINE)),
         ("p.ndjson", as_jsonl(MULTILINE)),
@@ -436,7 +437,7 @@ def test_small_files_that_unpack_to_very_much_are_refused(tmp_path: Path, monkey
     for name, content in much.items():
         path = tmp_path / f"{name}.gz"
         path.write_bytes(gzip.compress(content))
-        with pytest.raises(UserError, match=rf"{name}\.gz: holds .*more than \d,000 bytes"):
+        with pytest.raises(UserError, match=rf"{name}\.gz: .*more than \d,000 bytes"):
             make_source(file_task(path), seed=0)
 
 

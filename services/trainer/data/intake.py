@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Default of `trainer.give_up_after_groups`: the groups of `STEPS_IN_A_ROW` optimizer steps, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
-"""Number of first rewards of a task in a run that may time out. Then the run ends."""
+"""Number of first rewards of a task, besides those of one hopeless prompt, whose timeout ends the run."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
@@ -239,9 +239,9 @@ class Intake:
             self._in_vain.pop(sequence.task, None)
         elif sequence.failure.startswith("reward_timeout") and sequence.task in self._in_vain:
             self._in_vain[sequence.task] += 1
-            if self._in_vain[sequence.task] >= MOST_IN_VAIN:
+            if self._in_vain[sequence.task] >= (most := MOST_IN_VAIN + self._recipe.sampling.group_size):
                 place, share = next((at, one) for at, one in self._recipe.tasks_by_place.items() if one.name == sequence.task)
-                slow = f"the first {MOST_IN_VAIN} calls of {share.reward.scorer!r} for {share.name} took longer; make it faster"
+                slow = f"the first {most} calls of {share.reward.scorer!r} for {share.name} took longer; make it faster"
                 raise FieldError(f"{place}reward.timeout_s", share.reward.timeout_s, f"{slow}, or raise this limit")
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
