@@ -122,7 +122,7 @@ proto-check:
 		|| { echo "pipelinerl/v1 is not what proto/ generates: run make proto and commit"; exit 1; }
 
 benchmarks: $(STAMP)  ## Run the benchmarks and keep their results (some hours on 2 cores)
-	@for name in bus trainer_overhead rank_orders trainer_memory checkpoint actor_overhead adapters prefix_cache episodes episode_endpoint sandbox observing weight_update membership recovery audit pipeline_vs_conventional stale_kv virtual_accelerators simulated_runs scaling versus_trl; do \
+	@for name in bus trainer_overhead rank_orders trainer_memory checkpoint actor_overhead adapters prefix_cache episodes episode_endpoint sandbox observing weight_update weight_log membership far_actor recovery audit pipeline_vs_conventional stale_kv virtual_accelerators simulated_runs scaling versus_trl; do \
 		echo "== $$name" && $(BIN)/python -m benchmarks.$$name || exit 1; done
 	@$(BIN)/python -m benchmarks.table
 

@@ -34,6 +34,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
 from pipelinerl.transfer.group import WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
+from pipelinerl.transfer.stream_file import StreamFile
 from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
 from services.actor.metrics import ActorMetrics
@@ -103,7 +104,7 @@ class TensorReceiver:
     def __init__(self, address: str, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
         self._address, self._stall_timeout_s = address, stall_timeout_s
         self._manifest: Manifest | None = None
-        self._group: WeightGroup | None = None
+        self._group: WeightGroup | StreamFile | None = None
         self._staged: dict[str, Tensor] = {}
         self._aborted = threading.Event()
         self._idle = threading.Lock()
@@ -117,6 +118,11 @@ class TensorReceiver:
         self._leave()
         here = replace(group, bind_host=self._address)
         self._group = await asyncio.to_thread(WeightGroup.connect, here, timeout_s)
+
+    async def open_stream(self, path: Path, version: PolicyVersion) -> None:
+        assert self._manifest is not None, "prepare comes first"
+        self._leave()
+        self._group = StreamFile(str(path), self._manifest, version)
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         return await asyncio.to_thread(self._receive, version, deadline_s)

@@ -50,6 +50,10 @@ _COLUMNS = {
         "failed_probes largest_mismatch"
     ),
     "checkpoint": "case step_s blocking_ms writing_s restore_s ratio ratio_best ratio_cpu_time goal",
+    "weight_log": (
+        "case changed delta_mb share bare_share encode_s_per_gb bare_encode_s_per_gb encode_ratio decode_s_per_gb "
+        "bare_decode_s_per_gb decode_ratio sha256_s_per_gb"
+    ),
     "actor_overhead": (
         "case weights actor_tokens_per_s bare_tokens_per_s bare_without_logprobs_tokens_per_s ratio ratio_best goal"
     ),
@@ -78,6 +82,10 @@ _COLUMNS = {
     "weight_update": (
         "model way updates copy_ms goal_ms stall_p50_ms stall_p99_ms gap_p50_ms gap_p99_ms step_ms "
         "decoding_during_receive tokens_lost receive_ms prepare_ms"
+    ),
+    "far_actor": (
+        "case max_lag lag_max steps step_s near_tokens_per_s near_tokens_per_cpu_s near_stall_ms near_ratio far_tokens_per_s "
+        "join_s join_mb far_versions mb_per_version s_per_version reward_first_half reward_second_half"
     ),
     "weight_bandwidth": "model megabytes chunk_megabytes rounds bare_mb_per_s alone_mb_per_s ratio goal into_engine_mb_per_s",
     "virtual_accelerators": (
@@ -285,11 +293,48 @@ SUMMARY = (
         file="weight_bandwidth",
     ),
     Figure(
+        "weight_log",
+        "a delta's bytes against the whole weights', bfloat16, 135M parameters, Adam at 1e-6, step 6",
+        {"case": "step 6"},
+        "share",
+        "",
+        at_most="goal_share",
+    ),
+    Figure(
+        "weight_log",
+        "encoding it, processor seconds per GB",
+        {"case": "step 6"},
+        "encode_s_per_gb",
+        "",
+        at_most="goal_s_per_gb",
+    ),
+    Figure(
+        "weight_log", "encoding against bare zstd on the same bytes", {"case": "step 6"}, "encode_ratio", at_most="goal_ratio"
+    ),
+    Figure(
+        "weight_log", "decoding against bare zstd on the same bytes", {"case": "step 6"}, "decode_ratio", at_most="goal_ratio"
+    ),
+    Figure(
         "membership",
         "copies of the weights that leave the trainer when 16 actors join at once; 16 if each had a side group of its own",
         {"newcomers": 16},
         "copies",
         at_most=1.25,
+    ),
+    Figure(
+        "far_actor",
+        "largest lag of a run in which one of two actors is behind a link of 20 Mbit/s; its limit is 4",
+        {"case": "20 Mbit/s"},
+        "lag_max",
+        "",
+        at_most="max_lag",
+    ),
+    Figure(
+        "far_actor",
+        "the near actor's tokens per CPU second in that run against those with an unlimited link",
+        {"case": "20 Mbit/s"},
+        "near_ratio",
+        at_least=0.95,
     ),
     Figure(
         "prefix_cache",

@@ -256,6 +256,25 @@ def _audit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--versions", action="store_true", help="list every version, not only unusual ones")
 
 
+def _replay(parser: argparse.ArgumentParser) -> None:
+    _example(
+        parser,
+        "pipelinerl replay runs/try                                      # every step, and compare the digests",
+        "pipelinerl replay runs/try --from 40 --to 60 --set algorithm.loss=grpo",
+        "pipelinerl replay runs/try --step 47 --tokens                   # the tokens of a step, the worst first",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run with `record: true`, finished or not")
+    parser.add_argument("--from", dest="first", metavar="STEP", type=int, help="first step to show (default: the first one)")
+    parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="last step (default: the last recorded one)")
+    parser.add_argument("--step", metavar="STEP", type=int, help="a single step; short for --from STEP --to STEP")
+    parser.add_argument("--tokens", action="store_true", help="show the tokens of --step instead of its figures")
+    parser.add_argument("--most", metavar="N", type=int, default=4, help="number of sequences that --tokens shows (4)")
+    parser.add_argument(
+        "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
+        help="compute with another field of trainer or algorithm (repeatable); figures are shown beside the recorded ones",
+    )  # fmt: skip
+
+
 def _dead_letters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not")
     _server(parser)
@@ -329,6 +348,7 @@ COMMANDS = {
     "serve": ("serve a trained policy by vLLM, with OpenAI's API", _serve, "chat:serve"),
     "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", _plan, "plan:plan"),
     "report": ("rebuild report.html of a run", _report, "run_folder:report"),
+    "replay": ("compute a recorded run's optimizer steps again, and compare the weights", _replay, "replay:replay"),
     "compare": ("compare runs: recipes, accuracies with intervals, curves, samples", _compare, "compare:compare"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", _audit, "run_folder:audit"),
     "dead-letters": ("list a run's abandoned prompt groups", _dead_letters, "run_folder:dead_letters"),

@@ -58,7 +58,7 @@ FIGURES = (
     Figure("loss", "Loss of the whole batch, with the recipe's normalisation.", "loss", "none"),
     Figure("skipped", "Reason why the step changed no weight: `loss not finite` or `gradient not finite`; otherwise empty.",
            "steps_skipped_total", "steps", help="Optimizer steps that changed no weight."),
-    Figure("grad_norm", "L2 norm of the policy's gradient before clipping, without a value head.", "gradient_norm", "none",
+    Figure("grad_norm", "L2 norm of the policy's gradient before clipping, apart from a value head.", "gradient_norm", "none",
            on_page=True),
     Figure("clipped", "True if the gradient was clipped to [the bound of its norm](learning.md#the-optimizer).",
            "steps_clipped_total", "steps", help="Optimizer steps whose gradient was clipped to the bound of its norm.",

@@ -18,8 +18,8 @@ from pipelinerl.tasks.source import Problem
 
 
 class Policy:
-    """A checkpoint with the prompts of its task. Attributes: `path`, `version` (None if unknown), `name` such as `v20`, `task`,
-    `temperature` and `max_tokens` (those of held-out answers), `model`, `tokenizer`."""
+    """A checkpoint's model, which gets prompts in the form of its task. Attributes: `path`, `version` (None if unknown), `name`
+    such as `v20`, `task`, `temperature` and `max_tokens` (those of held-out answers), `model`, `tokenizer`."""
 
     def __init__(self, folder: Path, version: int | None = None) -> None:
         """Load a checkpoint, or an adapter onto its base model; of a run, load the newest checkpoint or that of a version. The

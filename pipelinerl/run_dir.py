@@ -29,7 +29,7 @@ ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
 """Files of a checkpoint, with its version, and of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
 STATE_FORMAT = 3
-"""Version of a checkpoint's training state. A run cannot continue from a checkpoint with another version."""
+"""Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
 """Free space that a run needs at its start beside its next checkpoint, and free space that it leaves to other programs."""
 

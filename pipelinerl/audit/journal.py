@@ -8,6 +8,7 @@ The field `event` names the kind of event:
     issue       group, samples, version
     close       outcome, reason, ids          if trained, also the `version` that the step made, the number of `branches`,
                                               and the sampled `tokens` of these branches
+    weights     version, sha256               with `record: true`, the digest of this version's weights as actors get them
     step        version, counts               the ledger's own counts after that step
     checkpoint  version, position             it is on disk, and covers SEQUENCES up to `position`
     position    position                      the streams were created again, and SEQUENCES is read from there

@@ -256,7 +256,7 @@ class Bus:
             return await self._store(subject, payload, {**headers, MSG_ID: msg_id})
         except BusError as error:
             if is_stream_full(error):
-                raise BusError(f"{stream} is full: {await self._limits_of(stream)}") from error
+                raise BusError(f"{stream} is full: {await self.limits_of(stream)}") from error
             raise
 
     async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
@@ -269,7 +269,8 @@ class Bus:
         with bus_errors(f"publishing {len(payload)} bytes on {subject}"):
             return int((await self.connection.ask(subject, payload, headers or None))["seq"])
 
-    async def _limits_of(self, stream: str) -> str:
+    async def limits_of(self, stream: str) -> str:
+        """Return a stream's limits for the message that it is full. Raises `BusError`."""
         with bus_errors(f"looking at {stream} at {self.connection.url}"):
             config = (await self.connection.js.stream_info(stream)).config
         limits = {"messages": config.max_msgs, "bytes": config.max_bytes}

@@ -57,7 +57,8 @@ def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> di
 
 
 def _trainer(subjects: Subjects) -> list[str]:
-    """Allow the trainer to make the streams, publish prompts and orders, read every stream, and purge SEQUENCES."""
+    """Allow the trainer to make the streams, publish prompts and orders, read every stream, purge SEQUENCES, and
+    write and delete objects of the weight log."""
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
         subjects.prompts,
@@ -74,11 +75,15 @@ def _trainer(subjects: Subjects) -> list[str]:
         *_reading(subjects.sequences_stream),
         *_reading(subjects.control_stream),
         *_reading(subjects.members_stream),
+        f"$O.{subjects.weights_bucket}.>",
+        *(f"{_API}.STREAM.{call}.{subjects.weights_stream}" for call in ("CREATE", "INFO", "PURGE", "MSG.GET")),
+        *_reading(subjects.weights_stream),
     ]
 
 
 def _actor(subjects: Subjects) -> list[str]:
-    """Allow an actor to take prompt groups, follow orders, and publish sequences, answers, hand-overs and dead letters."""
+    """Allow an actor to take prompt groups, follow orders, and publish sequences, answers, hand-overs and dead letters, and
+    read the weight log."""
     filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.dead_stream)
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
@@ -92,6 +97,8 @@ def _actor(subjects: Subjects) -> list[str]:
         f"$JS.ACK.*.*.{queue}.>",  # for servers whose acknowledgements name a domain and an account
         *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # to name the limit in the error if one is full
         *_reading(subjects.control_stream),
+        f"{_API}.STREAM.MSG.GET.{subjects.weights_stream}",
+        *_reading(subjects.weights_stream),
     ]
 
 

@@ -26,6 +26,8 @@ class StreamLimits:
     sequences_max_bytes: int = 8 * 1024**3
     sequences_max_messages: int = 10_000_000
     dead_max_messages: int = 10_000
+    weights_max_bytes: int = 8 * 1024**3
+    """Limit of the weight log's bucket, if there is one. The log may need five times the size of the weights."""
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
@@ -110,7 +112,7 @@ ACTORS = "actors"
 
 
 class Subjects:
-    """Subjects, streams and the membership bucket of one run. Subjects are prefixed by the run, so that runs share one NATS."""
+    """Subjects, streams and buckets of one run. Subjects are prefixed by the run, so that runs share one NATS."""
 
     def __init__(self, run: str) -> None:
         self.run = check_run_name(run)
@@ -122,6 +124,8 @@ class Subjects:
         self.members_stream = f"KV_{self.members_bucket}"  # as JetStream calls the bucket's stream
         data = (self.prompts_stream, self.sequences_stream, self.control_stream, self.dead_stream)
         self.every_stream = (*data, self.members_stream)
+        self.weights_bucket = f"weights-{run}"  # made only for a weight log in NATS
+        self.weights_stream = f"OBJ_{self.weights_bucket}"
 
     def control(self, kind: str, actor: str = "") -> str:
         """Return a control message's subject. `actor`: sender of an answer, or receiver of an order to one actor."""
@@ -131,7 +135,7 @@ class Subjects:
         return f"$KV.{self.members_bucket}.{actor}"
 
 
-FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "sleep", "abort", "end")
+FROM_TRAINER = ("manifest", "epoch", "announce", "commit", "published", "sleep", "abort", "end")
 FROM_ACTOR = ("joined", "staged", "serving", "failed")
 TO_ONE_ACTOR = ("epoch", "announce", "commit", "abort")
 """Orders that the trainer may also send to one actor, for a side group."""

@@ -116,9 +116,12 @@ class OrderedReader(Puller, Generic[_Item]):
         *,
         subjects: tuple[str, ...] = (),
         from_position: int = 0,
+        read_ahead: int = BATCH,
     ) -> None:
-        """With `from_position` 0, read the last message of each subject, then every new one."""
+        """With `from_position` 0, read the last message of each subject, then every new one. `read_ahead`: maximum number of
+        messages to hold."""
         super().__init__(connection, stream)
+        self._read_ahead = read_ahead
         self._convert, self._subjects, self._next_position = convert, subjects, from_position
         self._buffer: deque[tuple[_Item, int]] = deque()  # items, each with its bytes
         self._buffered_bytes = 0
@@ -163,10 +166,10 @@ class OrderedReader(Puller, Generic[_Item]):
 
     def _is_low(self) -> bool:
         held = self._outstanding + len(self._buffer)
-        return held <= BATCH // 2 and self._buffered_bytes <= _PULL_BYTES and self._connection.is_connected
+        return held <= self._read_ahead // 2 and self._buffered_bytes <= _PULL_BYTES and self._connection.is_connected
 
     async def _pull(self) -> None:
-        count = BATCH - self._outstanding - len(self._buffer)
+        count = self._read_ahead - self._outstanding - len(self._buffer)
         self._outstanding += count
         try:
             with bus_errors(f"reading {self._stream}"):

@@ -17,7 +17,7 @@ from pipelinerl.errors import FieldError, Lacking, counted, first_line, one_of
 from pipelinerl.kube import checks
 from pipelinerl.local.placing import placed_here
 from pipelinerl.recipe.devices import Device
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import NATS, Recipe
 from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, modules_beside, parse_yaml, understood
 from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in, importable
@@ -96,9 +96,11 @@ def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
     """Return the problems of the chart's values in a file. Raises `FieldError` if the file has no values of this chart."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-        claim = values["trainer"]["persistence"]
+        claim, nats = values["trainer"]["persistence"], values["nats"]
         full = None if claim.get("existingClaim") else volume_problem(recipe, claim["size"])
-        return checks.problems(values, recipe) + ([full] if full else [])
+        small = log_problem(recipe, nats["weightsMaxGib"]) if recipe.weights.log_place == NATS else None
+        of_trainer = [full, small] if values["trainer"]["enabled"] else []
+        return checks.problems(values, recipe) + [problem for problem in of_trainer if problem]
     except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         fix = f"cannot be read as chart values ({first_line(error)}); give values.yaml of the ConfigMap RELEASE-validation"
         raise FieldError("--chart-values", str(file), fix) from error
@@ -205,11 +207,7 @@ def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
     """Return why the model and its checkpoints do not fit on the trainer's volume of this size. None if they do, or if neither
     the model's files nor its name on the hub tell its size. (A number in a path may mean anything.)"""
     unknown = FieldError("trainer.persistence.size", size, "is empty; set the size of the volume, such as 500Gi")
-    try:
-        model = model_of(recipe, None) if recipe.model.source == "hub" or known_parameters(recipe.model) else None
-    except FieldError:
-        model = None
-    if model is None:
+    if (model := _known_model(recipe)) is None:
         return None if size else unknown
     keep, each = recipe.checkpoint.keep, checkpoint_bytes(recipe, int(model.parameters))
     needed = (keep + 1) * each + model.weights_bytes
@@ -217,6 +215,23 @@ def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
         return None
     why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
     return FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
+
+
+def log_problem(recipe: Recipe, max_gib: float) -> FieldError | None:
+    """Return why the weight log in NATS cannot hold the whole versions that it keeps; None if it can, or if the model's size is
+    unknown."""
+    needed = 3 * model.weights_bytes if (model := _known_model(recipe)) else 0
+    if needed <= max_gib * GIB:
+        return None
+    fix = f"cannot hold the three whole versions that the weight log keeps; give at least {needed / GIB:,.0f}"
+    return FieldError("nats.weightsMaxGib", max_gib, f"{fix} and enlarge nats.persistence.size, or set recipe.set.weights.log")
+
+
+def _known_model(recipe: Recipe) -> Model | None:
+    try:
+        return model_of(recipe, None) if recipe.model.source == "hub" or known_parameters(recipe.model) else None
+    except FieldError:
+        return None
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:

@@ -92,7 +92,7 @@ def run_failed(run: RunRecords) -> Verdict:
 
 @rule("reliability.md#the-trainer")
 def steps_lost(run: RunRecords) -> Verdict:
-    """A restart undid optimizer steps: any step in metrics-undone.jsonl."""
+    """A restart undid optimizer steps: metrics-undone.jsonl has at least one."""
     fix = f"is {run.recipe.checkpoint.every_steps}; lower it to repeat fewer steps after a restart"
     return run.undone > 0 and Found("note", counted(run.undone, "step"), "checkpoint.every_steps", fix)
 

@@ -190,7 +190,8 @@ def groups_all_wrong(run: RunRecords) -> Verdict:
 
 @rule("recipes.md#tasks")
 def groups_all_right(run: RunRecords) -> Verdict:
-    """Every answer is right, so that nothing is left to learn: 75 % of the last groups, a note; grave from 95 % of all."""
+    """Every answer is right, so that nothing is left to learn: 75 % of the last groups, a note. In a run that has not learned,
+    a warning if it is 75 % of all its groups, and grave from 95 %."""
     share, late = run.mean("groups_all_right"), run.late("groups_all_right")
     samples = [one for one in run.trained_samples if one.get("reference")]
     is_accurate = len(samples) < 4 or any(map(_written, samples))  # otherwise the reward is constant

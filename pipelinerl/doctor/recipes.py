@@ -97,7 +97,7 @@ class SetView(Settings):
 
     @cached_property
     def answers(self) -> list[str]:
-        """What right completions have in the place of the answer; empty if the scorer does not compare it with references."""
+        """The right answers, taken from the references; empty if the scorer does not compare answers with references."""
         scorer = self.share.reward.scorer
         known = self.references if scorer in _COMPARING else []
         return [*map(final_answer, known)] if "math" in scorer else known
@@ -280,8 +280,8 @@ def heldout_trained_on(view: SetView) -> Verdict:
 
 @rule("recipes.md#chat-templates")
 def template_unused(view: SetView) -> Verdict:
-    """An instruction-tuned model gets prompts without its chat template: a model named Instruct, Chat or it, and plain; or
-    model.chat_template does not begin an answer: it has neither add_generation_prompt nor assistant."""
+    """An instruction-tuned model gets prompts without its chat template: its name has instruct, chat, it or thinking, or it is
+    smollm2, and the prompts are plain. Or model.chat_template has neither add_generation_prompt nor assistant."""
     model, task = view.recipe.model, view.share.task
     if model.chat_template and not re.search("add_generation_prompt|assistant", model.chat_template):
         fix = "end it with the assistant's first tokens if add_generation_prompt"
@@ -337,7 +337,7 @@ def problems_few(view: SetView) -> Verdict:
 
 @rule("recipes.md#evaluation")
 def evaluation_blind(view: SetView) -> Verdict:
-    """Evaluations say nothing: they are further apart than the run is long (and 100 steps), or have one problem; a note."""
+    """Evaluations say nothing: their interval exceeds both the run's length and 100 steps, or they have one problem; a note."""
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
     if view.share.task.heldout_problems == 1:
         return view.found("note", "an accuracy of 0 or 1", "task.heldout_problems", "hold out 32 or more")

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import NATS, Recipe
 
 Values = Mapping[str, Any]
 _UNITS = {unit: Decimal(f"1e{power}") for unit, power in zip("numkMGTPE", (-9, -6, -3, 3, 6, 9, 12, 15, 18), strict=True)}
@@ -24,7 +24,9 @@ _ALLOWED = "(also if a policy of your own already allows this)"
 
 def problems(values: Values, recipe: Recipe) -> list[FieldError]:
     """Return an error for each value that Kubernetes would refuse, or with which the run could not work. Pure."""
-    checks = (_limits(values, values.get("defaultLimits") or {}), _numbers(values, recipe), _blocked(values, recipe))
+    checks = [_limits(values, values.get("defaultLimits") or {}), _numbers(values, recipe), _blocked(values, recipe)]
+    if values["trainer"]["enabled"]:
+        checks.append(_trainer_numbers(values, recipe))
     return [problem for check in checks for problem in check]
 
 
@@ -54,23 +56,15 @@ def _limits(values: Values, defaults: Values, path: str = "") -> Iterator[FieldE
 def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
     nats, actor, verifier, expected = values["nats"], values["actor"], values["verifier"], values["trainer"]["expectedActors"]
     size, most = nats["persistence"]["size"], nats["sequencesMaxGib"]
-    if nats["enabled"] and quantity(size) * Decimal("0.75") < quantity(f"{most}Gi"):
-        fix = f"is more than three quarters of nats.persistence.size = {size}; enlarge the volume, or lower this"
+    log = nats["weightsMaxGib"] if recipe.weights.log_place == NATS else 0
+    if nats["enabled"] and quantity(size) * Decimal("0.75") < quantity(f"{most}Gi") + quantity(f"{log}Gi"):
+        beside = f" with nats.weightsMaxGib = {log}" if log else ""
+        fix = f"is{beside} more than three quarters of nats.persistence.size = {size}; enlarge the volume, or lower this"
         yield FieldError("nats.sequencesMaxGib", most, fix)
-    scaler = actor["autoscaling"]
-    least = "autoscaling.minReplicas" if scaler["enabled"] else "replicas"
-    if (fewest := scaler["minReplicas"] if scaler["enabled"] else actor.get("replicas")) and expected > fewest:
-        fix = f"is more than actor.{least} = {fewest}, so that the first step would wait for ever; make them equal"
-        yield FieldError("trainer.expectedActors", expected, fix)
     rolling = (actor["strategy"].get("rollingUpdate") or {}) if actor["strategy"]["type"] == "RollingUpdate" else {}
     if all(re.fullmatch("0+%?", str(rolling.get(part, "25%"))) for part in ("maxSurge", "maxUnavailable")):
-        fix = "maxSurge and maxUnavailable are both 0, so that no pod could ever be replaced; raise one of them"
+        fix = "maxSurge and maxUnavailable are both 0, so no pod could ever be replaced; raise one of them"
         yield FieldError("actor.strategy.rollingUpdate", rolling, fix)
-    nodes, here = values["trainer"]["nodes"], values["trainer"].get("gpus") or recipe.trainer.ranks
-    for name in ("context_parallel", "shard_ranks"):
-        if (share := getattr(recipe.trainer, name)) and nodes * here % share:
-            fix = f"does not divide the {nodes * here} ranks of the trainer (trainer.nodes = {nodes}, {here} each)"
-            yield FieldError(f"recipe.set.trainer.{name}", share, f"{fix}; change it, trainer.nodes or trainer.gpus")
     scaled = ((one["autoscaling"], one.get("replicas")) for one in (actor, verifier))
     actors, pods = (by["maxReplicas"] if by["enabled"] else replicas for by, replicas in scaled)
     actors, each = max(1, expected) if actors is None else actors, verifier["maxEpisodes"]
@@ -78,6 +72,20 @@ def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
     if pods is not None and pods * each < wanted:
         fix = f"in each of {pods} pods is less than the {wanted} episodes that the actors keep in progress; raise it or the"
         yield FieldError("verifier.maxEpisodes", each, f"{fix} number of pods, or set recipe.set.actor.episodes_in_progress")
+
+
+def _trainer_numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
+    actor, trainer = values["actor"], values["trainer"]
+    scaler, expected = actor["autoscaling"], trainer["expectedActors"]
+    least = "autoscaling.minReplicas" if scaler["enabled"] else "replicas"
+    if (fewest := scaler["minReplicas"] if scaler["enabled"] else actor.get("replicas")) and expected > fewest:
+        fix = f"is more than actor.{least} = {fewest}, so that the first step would wait for ever; make them equal"
+        yield FieldError("trainer.expectedActors", expected, fix)
+    nodes, here = trainer["nodes"], trainer.get("gpus") or recipe.trainer.ranks
+    for name in ("context_parallel", "shard_ranks"):
+        if (share := getattr(recipe.trainer, name)) and nodes * here % share:
+            fix = f"does not divide the {nodes * here} ranks of the trainer (trainer.nodes = {nodes}, {here} each)"
+            yield FieldError(f"recipe.set.trainer.{name}", share, f"{fix}; change it, trainer.nodes or trainer.gpus")
 
 
 def _blocked(values: Values, recipe: Recipe) -> Iterator[FieldError]:
@@ -100,8 +108,11 @@ def _blocked(values: Values, recipe: Recipe) -> Iterator[FieldError]:
         fix = f"is empty, so that no verifier would reach the recipe's judge ({judges}); add a rule to its address {_ALLOWED}"
         yield FieldError("networkPolicy.verifierEgress", [], fix)
     api = policy["kubernetesApi"] if values["kubernetesApi"]["enabled"] else {}
+    api = api if values["trainer"]["enabled"] else {}
     to_networks = 443 in api.get("ports", []) and any(not re.search(r"\.\d+/32$|/128$", cidr) for cidr in api.get("cidrs", []))
-    store = next((url for url in (recipe.checkpoint.upload, recipe.model.name) if re.match("(s3|gs|hf)://", url or "")), "")
+    named = (recipe.checkpoint.upload, recipe.weights.log, recipe.model.name)
+    store = next((url for url in named if re.match("(s3|gs|hf)://", url or "")), "")
     if store and not (to_networks or policy["hub"]["enabled"] or policy.get("extraEgress")):
-        fix = f"is empty, so that the trainer would not reach {store} while networkPolicy.hub.enabled is false; add a rule to"
+        who = "trainer" if values["trainer"]["enabled"] else "actors"
+        fix = f"is empty, so that the {who} would not reach {store} while networkPolicy.hub.enabled is false; add a rule to"
         yield FieldError("networkPolicy.extraEgress", [], f"{fix} the store's address {_ALLOWED}")

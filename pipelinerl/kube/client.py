@@ -156,7 +156,7 @@ class KubeClient:
         await self._ask(permission, name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
     async def may(self, permission: Permission, name: str = "") -> bool:
-        """Return whether the ServiceAccount has this permission in its namespace, on object `name` or (empty) on all."""
+        """Return whether the ServiceAccount has this permission in its namespace, for object `name` or, if empty, for all."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}

@@ -2,8 +2,8 @@
 
     python -m pipelinerl.kube.page --trainer HOST:PORT --report FILE --names runs.example.com
 
-The server has no token, login or volume of the run, so its visitors reach nothing of the trainer but its page. It asks for no
-login, and neither does the trainer's page: the Ingress must do so.
+The server holds no credentials and mounts no volume of the run, so its visitors reach nothing of the trainer but its page.
+Neither this server nor the trainer's page authenticates visitors. The Ingress must do that.
 """
 
 from __future__ import annotations

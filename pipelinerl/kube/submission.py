@@ -251,8 +251,8 @@ class Look:
 async def look(release: Release) -> Look:
     """Return the release as it is now. Raises `ServiceError` if it does not exist, or if its run publishes no state."""
     if not (found := await run_states(release.client, f"{RUNS},{release.selector}")):
-        fix = "pipelinerl runs lists them; a release without kubernetesApi.enabled cannot be watched"
-        raise ServiceError(f"no run of a release {release.name} in namespace {release.client.namespace}: {fix}")
+        fix = "list the runs with `pipelinerl runs`; a release without kubernetesApi.enabled cannot be watched"
+        raise ServiceError(f"found no run of release {release.name} in namespace {release.client.namespace}: {fix}")
     pods = await release.client.items(LIST_PODS, f"{release.selector},{COMPONENT} in (actor,nats,page,trainer,verifier)")
     state, data = found[0], found[0].get("data") or {}
     uid = f"{state['metadata'].get('uid', '')} {data.get('policyVersion', '')}"
@@ -260,8 +260,8 @@ async def look(release: Release) -> Look:
 
 
 async def watch(release: Release, state: RunState, display: Display, began_s: float) -> Look:
-    """Show the run until it is finished. Raises `ServiceError` if the run fails or its release is gone, and `KubeError` if a
-    right is missing. If the API server does not answer or the trainer restarts, wait."""
+    """Show the run until it is finished. After a first look, wait while the API server does not answer or the trainer restarts.
+    Raises `ServiceError` if the run fails or its release is gone, `KubeError` if the first look fails or a right is missing."""
     seen, following, finished_s = await look(release), asyncio.create_task(asyncio.sleep(0)), 0.0
     process: tuple[object, ...] = ()
     refused: list[KubeError] = []

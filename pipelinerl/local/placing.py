@@ -38,6 +38,8 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
         why = "NCCL before 2.30 does not connect two processes on one GPU"
         if recipe.weights.backend == "nccl":
             raise FieldError("weights.backend", "nccl", f"{why}; use auto or gloo")
+        if recipe.weights.backend == "log":
+            return recipe, placement, lines
         lines.append(f"note: weights are sent by Gloo, since {why}")
         recipe = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"backend": "gloo"})})
     return recipe, placement, lines

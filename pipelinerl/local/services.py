@@ -1,4 +1,4 @@
-"""Command, environment and number of threads of each service of a local run. The variables are those of a pod.
+"""Command, environment and number of threads of each service of a local run. A pod has the same variables.
 
 This module also starts the process that unpacks or copies the initial policy.
 """

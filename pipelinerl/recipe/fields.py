@@ -528,8 +528,8 @@ class ActorConfig(Section):
     )
     colocate: Changeable[bool] = Field(
         False,
-        description="In conventional mode, one GPU serves the actor and the trainer in turns: vLLM sleeps while the trainer "
-        "computes. Only in a local run of one actor and one rank.",
+        description="In conventional mode, let the actor and the trainer take turns on one GPU: vLLM sleeps while the trainer "
+        "computes. This needs a local run with one actor and one rank.",
     )
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
     publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or NATS.")
@@ -704,11 +704,25 @@ class TrainerConfig(Section):
         return self.nproc or 1
 
 
+NATS = "nats"
+"""Value of `weights.log` for the object store of the run's NATS."""
+
+
 class WeightUpdateConfig(Section):
-    backend: Changeable[Literal["auto", "gloo", "nccl"]] = Field(
+    backend: Changeable[Literal["auto", "gloo", "nccl", "log"]] = Field(
         "auto",
         description="Transport of weights. `auto`: `nccl` if the trainer has a GPU, else `gloo`. `nccl` needs a GPU for every "
-        "rank of trainer and actors; `gloo` copies through host memory.",
+        "rank of trainer and actors; `gloo` copies through host memory. `log`: actors read versions from `weights.log`, each "
+        "at its own speed.",
+    )
+    log: Changeable[str] = Field(
+        "",
+        description="Where versions are also kept as differences (docs/weight-log.md): `nats`, or the URL of a folder, such as "
+        "s3://bucket/weights. Empty = nowhere, or `nats` with `backend: log`.",
+    )
+    anchor_every: Changeable[int] = Field(20, ge=1, description="Versions in `weights.log` between two that are kept whole.")
+    keep_versions: Changeable[bool] = Field(
+        False, description="Keep every version in `weights.log`. false = remove those before the last but one whole version."
     )
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
     staging_buffers: Changeable[int] = Field(
@@ -740,6 +754,11 @@ class WeightUpdateConfig(Section):
     join_timeout_s: Changeable[float] = Field(
         600.0, gt=0, description="Seconds for all actors to register, unless one still loads, then for one to serve a version."
     )
+
+    @property
+    def log_place(self) -> str:
+        """Place of the weight log: a URL or `NATS`; "" = there is none."""
+        return self.log or (NATS if self.backend == "log" else "")
 
 
 class EvaluationConfig(Section):
@@ -784,6 +803,10 @@ class Recipe(Section):
         "pipeline", description="`pipeline`: generate and train at the same time. `conventional`: in turns."
     )
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, the trainer and, with `sampling.seeded`, samples.")
+    record: bool = Field(
+        False,
+        description="Keep the sequences of each step and a digest of each version, so that `pipelinerl replay` can repeat it.",
+    )
     trackers: Annotated[
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
         must(lambda names: len(set(names)) == len(names), "name each tracker once"),

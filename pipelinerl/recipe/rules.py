@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from pipelinerl.errors import FieldError, one_of
-from pipelinerl.recipe.fields import IMPORT_PATH, Recipe, RewardConfig, TaskConfig
+from pipelinerl.recipe.fields import IMPORT_PATH, NATS, Recipe, RewardConfig, TaskConfig
 
 PACKAGED = {
     "arithmetic": ("reasoning_gym", "chain_sum"),
@@ -48,13 +48,14 @@ def value_at(recipe: Recipe, field: str) -> Any:
 
 
 STORES = ("s3", "gs", "hf", "file")
+STORES_OF_LOG = ("s3", "gs", "file")
 
 
-def wrong_url(url: str) -> str:
-    """Return the problem of a URL that does not name a folder in one of `STORES`; empty if it does."""
+def wrong_url(url: str, stores: Sequence[str] = STORES) -> str:
+    """Return the problem of a URL that does not name a folder in one of `stores`; empty if it does."""
     parts = urlsplit(url)
-    if parts.scheme not in STORES or not url.startswith(f"{parts.scheme}://"):
-        return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in STORES)}..."
+    if parts.scheme not in stores or not url.startswith(f"{parts.scheme}://"):
+        return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in stores)}..."
     if parts.username or parts.password:
         return "must not contain credentials: give them in the environment, from a Secret (docs/storage.md)"
     if parts.query or parts.fragment:
@@ -246,3 +247,7 @@ def _others(recipe: Recipe) -> Broken:
         yield "evaluation.samples", "greedy answers to a problem are all the same; use 1, or evaluation.temperature above 0"
     if recipe.checkpoint.upload and (problem := wrong_url(recipe.checkpoint.upload)):
         yield "checkpoint.upload", problem
+    if recipe.weights.log not in ("", NATS) and (problem := wrong_url(recipe.weights.log, STORES_OF_LOG)):
+        yield "weights.log", f"{problem}; or use {NATS!r}"
+    if recipe.weights.backend == "log" and recipe.mode == "conventional":
+        yield "weights.backend", "lets each actor follow at its own speed, but mode = 'conventional' waits for all; use auto"

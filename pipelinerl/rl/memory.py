@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
 
 GIB = 2**30
@@ -246,8 +246,8 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
         field, nproc = "shard_ranks", recipe.trainer.ranks
         enough = str(next((number for number in range(fewest, nproc + 1) if nproc % number == 0), fewest))
     fix = (
-        f"weights, gradients and optimizer state take {state_gib:.1f} GiB per rank ({ranks} share them) and leave less than "
-        f"{1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use {enough} ranks"
+        f"weights, gradients and optimizer state, shared by {counted(ranks, 'rank')}, take {state_gib:.1f} GiB per rank, which "
+        f"leaves less than {1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use {enough} ranks"
     )
     return FieldError(f"trainer.{field}", getattr(recipe.trainer, field) or "auto", fix)
 

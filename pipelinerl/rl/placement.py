@@ -119,8 +119,8 @@ def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_sha
 
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int, active_share: float = 1.0) -> Placed:
-    """Return the placement that `text` gives as JSON of a `Placement`, which may also name a GPU by its position in `devices`.
-    Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
+    """Return the placement in `text`, which is a `Placement` in JSON. It may also name a GPU by its position in `devices`. Its
+    numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:

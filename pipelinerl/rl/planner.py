@@ -209,8 +209,8 @@ def make_plan(
         _why_this_h(h, sequences_in_progress, most),
         f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
         f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; for activations to fit, "
-        f"it may hold {machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} must share them",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; to leave room for "
+        f"activations, at most {machine.memory_gib * MODEL_STATE_SHARE:.0f}: at least {counted(fewest, 'rank')} must share it",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waits for a group, for a batch and for "
         f"{update_s:.2g} s of each weight update add to it",
         *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes}"] if unused else []),
@@ -306,8 +306,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
     step_s = float(machine.decode.step_time(chosen.sequences_in_progress))
     if machine.name in ACCELERATORS and step_s < FASTEST_STEP_S:
         yield (
-            f"by the data sheet a decode step takes {1000 * step_s:.2g} ms, without the overhead of an engine: "
-            f"expect a lower rate, or measure it (--accelerator FILE)"
+            f"according to the data sheet, a decode step takes {1000 * step_s:.2g} ms, without an engine's overhead: "
+            "expect a lower rate, or give measured figures with --accelerator FILE"
         )
 
 

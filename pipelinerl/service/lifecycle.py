@@ -51,7 +51,7 @@ class Readiness:
 
     @property
     def why_not(self) -> str:
-        """Reasons of the process and of its parts; empty if it is ready."""
+        """Why the process and its parts are not ready; empty if all are."""
         return "; ".join(filter(None, (self.reason, *(part.why_not for part in self.parts))))
 
 

@@ -76,6 +76,10 @@ class PolicySettings(BusSettings):
 class ActorSettings(PolicySettings):
     pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not reported.")
     trainer: str = Field("", description="host:port of the trainer, which sends the initial policy if the run built one.")
+    reachable: bool = Field(
+        True,
+        description="Whether the trainer can call this actor. If not, it gets no evaluation requests and no parity probes.",
+    )
     episode_host: str = Field(
         "127.0.0.1", description="Interface on which environments and agents request turns, if the recipe has any."
     )
@@ -108,7 +112,7 @@ class TrainerSettings(PolicySettings):
         description="Host names, separated by commas, by which browsers may open the live page; advertise_host and localhost "
         "are always allowed.",
     )
-    page_key: Path | None = Field(None, description="File with the key at the start of the live page's path. None = no key.")
+    page_key: Path | None = Field(None, description="File with the secret first part of the live page's URL path. None = none.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
     service_account_dir: Path = Field(
         Path("/var/run/secrets/kubernetes.io/serviceaccount"),
@@ -118,6 +122,7 @@ class TrainerSettings(PolicySettings):
     actor_tls_name: str = Field("", description="Name in the actors' certificates, which the trainer calls by address.")
     stream_replicas: int = Field(1, ge=1, le=5, description="Number of NATS servers that keep each stream.")
     sequences_max_gib: float = Field(8.0, gt=0, description="Maximum size of the SEQUENCES stream, GiB.")
+    weights_max_gib: float = Field(8.0, gt=0, description="Maximum size of a weight log in NATS, GiB.")
     transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the store for joining transfer groups.")
     transfer_port: int = Field(0, ge=0, le=65535, description="Port of that store; 0 = any free port.")
 

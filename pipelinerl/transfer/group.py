@@ -87,7 +87,7 @@ def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
     """Return the backend that `weights.backend` means for a trainer with or without a GPU. Raises `FieldError`. Pure."""
     if wanted == "nccl" and not on_gpu:
         raise FieldError("weights.backend", wanted, "this trainer has no GPU: use gloo, or auto")
-    return "nccl" if wanted == "nccl" or (wanted == "auto" and on_gpu) else "gloo"
+    return "nccl" if wanted == "nccl" or (wanted in ("auto", "log") and on_gpu) else "gloo"
 
 
 ABORT_WITHIN_S = 5.0

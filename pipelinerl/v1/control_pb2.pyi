@@ -49,7 +49,7 @@ class LowRank(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., a: _Optional[str] = ..., b: _Optional[str] = ..., scaling: _Optional[float] = ..., transposed: _Optional[bool] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("actor", "process", "grpc_address", "ranks", "manifest_id", "policy_version", "incarnation", "phase", "pod_uid")
+    __slots__ = ("actor", "process", "grpc_address", "ranks", "manifest_id", "policy_version", "incarnation", "phase", "pod_uid", "reads_log")
     ACTOR_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class Registration(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     POD_UID_FIELD_NUMBER: _ClassVar[int]
+    READS_LOG_FIELD_NUMBER: _ClassVar[int]
     actor: str
     process: str
     grpc_address: str
@@ -68,7 +69,8 @@ class Registration(_message.Message):
     incarnation: int
     phase: str
     pod_uid: str
-    def __init__(self, actor: _Optional[str] = ..., process: _Optional[str] = ..., grpc_address: _Optional[str] = ..., ranks: _Optional[int] = ..., manifest_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., phase: _Optional[str] = ..., pod_uid: _Optional[str] = ...) -> None: ...
+    reads_log: bool
+    def __init__(self, actor: _Optional[str] = ..., process: _Optional[str] = ..., grpc_address: _Optional[str] = ..., ranks: _Optional[int] = ..., manifest_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., phase: _Optional[str] = ..., pod_uid: _Optional[str] = ..., reads_log: _Optional[bool] = ...) -> None: ...
 
 class EpochMember(_message.Message):
     __slots__ = ("actor", "process", "first_rank", "ranks")
@@ -177,6 +179,34 @@ class Serving(_message.Message):
     version: int
     stall_s: float
     def __init__(self, actor: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., stall_s: _Optional[float] = ...) -> None: ...
+
+class LogObject(_message.Message):
+    __slots__ = ("version", "key", "bytes", "sha256")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    key: str
+    bytes: int
+    sha256: bytes
+    def __init__(self, version: _Optional[int] = ..., key: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+
+class Published(_message.Message):
+    __slots__ = ("incarnation", "version", "manifest_id", "place", "objects", "sha256")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    version: int
+    manifest_id: str
+    place: str
+    objects: _containers.RepeatedCompositeFieldContainer[LogObject]
+    sha256: bytes
+    def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[int] = ..., manifest_id: _Optional[str] = ..., place: _Optional[str] = ..., objects: _Optional[_Iterable[_Union[LogObject, _Mapping]]] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("incarnation", "epoch", "version", "reason", "actor", "group_broke")

@@ -16,7 +16,7 @@ import time
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable, Container
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from opentelemetry.trace import SpanKind
 
 from pipelinerl.bus.jetstream import Bus, service_bus
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import BusError, MessageError
+from pipelinerl.errors import BusError, FieldError, MessageError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages import sequences
 from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, PolicyVersion, PromptGroup, TokenIds
@@ -44,6 +44,7 @@ from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
+from pipelinerl.transfer.stores import LogStore, open_store
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from pipelinerl.v1.control_pb2 import Registration
 from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, start_of
@@ -73,6 +74,9 @@ HAND_OVER_S = 3.0
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
     """Run the actor until `stop` is set. If an error ends it earlier, raise that error."""
     recipe, registry, readiness = load_recipe(settings.recipe), RunRegistry(settings.run), Readiness("vLLM is starting")
+    if not settings.reachable and (backend := recipe.weights.backend) != "log":
+        fix = "connects trainer and actors; use log here, or set PIPELINERL_REACHABLE=true"
+        raise FieldError("weights.backend", backend, fix)
     metrics = ActorMetrics(registry)
     async with AsyncExitStack() as stack:
         stack.enter_context(suppress(StartStopped))
@@ -110,10 +114,12 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
             episode_port = await stack.enter_async_context(serving)
             episodes.address = host_port(settings.advertise_host, episode_port)
             log.info("environments can request turns at %s", episodes.address)
-        actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes, turn)
+        reading = open_store(recipe.weights.log_place, bus) if recipe.weights.backend == "log" else nullcontext()
+        log_store = await stack.enter_async_context(reading)
+        actor = Actor(settings, recipe, engine, bus, verifier, metrics, context, stop, episodes, turn, log_store)
         register = partial(actor_pb2_grpc.add_ActorServiceServicer_to_server, actor)
         address = await stack.enter_async_context(serve_calls(settings, register, SERVICE, http_port))
-        await actor.run(address.grpc, readiness)
+        await actor.run(address.grpc if settings.reachable else "", readiness)
 
 
 @dataclass(eq=False)
@@ -130,6 +136,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     stop: asyncio.Event
     episodes: Episodes | None = None
     turn: GpuTurn | None = None
+    log_store: LogStore | None = None
     _process: str = field(default_factory=lambda: uuid.uuid4().hex[:12], init=False)
     _started_s: float = field(default_factory=time.monotonic, init=False)
 
@@ -151,7 +158,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             bus, self.training, self._finisher, held, gate, metrics, instance=instance, samples_in_progress=samples
         )
         self._updates = updates = UpdateListener(
-            bus, engine.weights, gate, metrics, instance=instance, process=self._process, turn=self.turn
+            bus, engine.weights, gate, metrics, instance=instance, process=self._process, turn=self.turn, log=self.log_store
         )
         metrics.version.read(lambda: gate.served.number if gate.served else None)
         metrics.ready.read(lambda: float(gate.opened.is_set()))
@@ -167,6 +174,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             grpc_address=grpc_address,
             ranks=self.recipe.actor.engine.tensor_parallel_size,
             pod_uid=settings.pod_uid,
+            reads_log=self.log_store is not None,
         )
         heartbeat = Heartbeat(self.bus, self.gate, lambda: self._updates.manifest_id, me)
         try:

@@ -4,14 +4,15 @@ server starts first, so that it answers probes while the model loads."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from pipelinerl.audit.journal import JOURNAL, Journal
-from pipelinerl.bus.jetstream import service_bus
+from pipelinerl.bus.jetstream import Bus, service_bus
 from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.errors import FieldError
 from pipelinerl.messages.verification import VerifierClient
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import NATS, Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.grpc import serve_calls
@@ -21,6 +22,9 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
+from pipelinerl.transfer.manifest import Manifest
+from pipelinerl.transfer.stores import open_store
+from pipelinerl.transfer.weight_log import CHAINS_KEPT, WeightLog
 from services.trainer.checkpoint.run_state import Start, find_start, write_lineage
 from services.trainer.policy_trainer import PolicyTrainer, load_policy_trainer
 from services.trainer.reporting.metrics import TrainerMetrics
@@ -28,6 +32,7 @@ from services.trainer.reporting.page import ASKED_WITHIN_S, PageBoard, add_page,
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun
+from services.trainer.weight_sync.log_writer import LogWriter
 
 SERVICE = "pipelinerl.v1.TrainerService"
 LoadPolicy = Callable[[Recipe, TrainerSettings, RankSettings, Start], PolicyTrainer]
@@ -75,7 +80,8 @@ async def serve(
             start=start,
             tokenizer=policy.tokenizer,
         )
-        run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder)
+        writer = await stack.enter_async_context(log_writer(settings, recipe, policy.sender.manifest, bus))
+        run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder, writer)
         await stack.enter_async_context(serve_calls(settings, run.add_to_server, SERVICE, http_port))
         readiness.reason = ""
         await run.run(stop)
@@ -83,6 +89,29 @@ async def serve(
             await asyncio.sleep(ASKED_WITHIN_S)  # time for open pages to fetch the end of the run
 
 
+@asynccontextmanager
+async def log_writer(
+    settings: TrainerSettings, recipe: Recipe, manifest: Manifest, bus: Bus
+) -> AsyncIterator[LogWriter | None]:
+    """Open the weight log; None if the recipe has none. Raises `FieldError` if the weights do not fit its size limit."""
+    weights = recipe.weights
+    if not weights.log_place:
+        yield None
+        return
+    if weights.log_place == NATS:
+        check_log_size(settings.weights_max_gib, manifest.total_bytes)
+    async with open_store(weights.log_place, bus) as store:
+        yield LogWriter(WeightLog(store, manifest, bus.run, anchor_every=weights.anchor_every, keep_all=weights.keep_versions))
+
+
+def check_log_size(max_gib: float, weights_bytes: int) -> None:
+    """Raise `FieldError` if a weight log in NATS has no room for the whole versions that it keeps. Pure."""
+    if max_gib * 1024**3 < (least := (CHAINS_KEPT + 1) * weights_bytes):
+        why = f"is too small for the {CHAINS_KEPT + 1} whole versions that the log keeps"
+        fix = f"give more than {least / 1024**3:.3g} (in the chart: nats.weightsMaxGib), or another weights.log"
+        raise FieldError("PIPELINERL_WEIGHTS_MAX_GIB", max_gib, f"{why}; {fix}")
+
+
 def stream_limits(settings: TrainerSettings) -> StreamLimits:
-    sequences_max_bytes = round(settings.sequences_max_gib * 1024**3)
-    return StreamLimits(sequences_max_bytes=sequences_max_bytes, replicas=settings.stream_replicas)
+    sequences, weights = (round(gib * 1024**3) for gib in (settings.sequences_max_gib, settings.weights_max_gib))
+    return StreamLimits(sequences_max_bytes=sequences, weights_max_bytes=weights, replicas=settings.stream_replicas)

@@ -15,9 +15,9 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from services.trainer.checkpoint.store import Uploads
 from services.trainer.data.evaluation import Evaluator
 from services.trainer.data.feeder import Feeder, scan_in_flight
 from services.trainer.data.intake import Intake
+from services.trainer.data.recording import RecordedStep, software, write_step
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LAG_0_TOKENS, measured
 from services.trainer.policy_trainer import PolicyTrainer
@@ -213,7 +214,8 @@ class OptimizerLoop:
             ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
             with self._intake.traces.step(self.version + 1, ids) as span:
                 with measured(seconds, "compute"):
-                    figures = await self._in_compute(self._policy.step, prepared)
+                    async with self._recorded(batch):
+                        figures = await self._in_compute(self._policy.step, prepared)
                 if self._recipe.weights.verify_logprobs:
                     self._intake.judge_actors(figures[LAG_0_TOKENS])
                 self._intake.close(batch, self.version + 1, skipped=bool(figures["skipped"]))
@@ -247,6 +249,24 @@ class OptimizerLoop:
                 await self.checkpoints.if_due(self.version)
         if self._passed_over:
             await self._offer_when_measured()
+
+    @asynccontextmanager
+    async def _recorded(self, batch: list[TrainingGroup]) -> AsyncIterator[None]:
+        """With `record: true`, write the batch to disk while the block computes its step, and then journal the new digest."""
+        if not self._recipe.record:
+            yield
+            return
+        if self.version == self._start.version:
+            await self._journal_digest(self.version)
+        recorded = RecordedStep(self.version + 1, batch, software(self._recipe, self._policy.num_ranks))
+        writing = asyncio.create_task(asyncio.to_thread(write_step, self._run_dir, recorded))
+        yield
+        await writing
+        await self._journal_digest(self.version + 1)
+
+    async def _journal_digest(self, version: int) -> None:
+        sha256 = await self._in_compute(self._policy.digest, PolicyVersion(self._start.lineage.incarnation, version))
+        self.journal.write({"event": "weights", "version": version, "sha256": sha256})
 
     def _capture(self) -> RunState:
         """Capture all state except tensors. The last step's record is written first, so that the figures include it."""

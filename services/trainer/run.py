@@ -38,6 +38,7 @@ from services.trainer.reporting.metrics import RunView
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.server import TrainerService
 from services.trainer.stream_upkeep import StreamUpkeep
+from services.trainer.weight_sync.log_writer import LogWriter
 from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ LOAD_EVERY_S = 5.0
 ANSWER_WITHIN_S = 5.0
 DISMISS_S = 1.5
 """Maximum seconds for ordering the other ranks to end, including the wait for a running computation."""
+LAST_ANNOUNCEMENT_S = 120.0
+"""Maximum seconds to wait for the weight log's store at the run's end."""
 LAST_UPLOAD_S = 1800.0
 """Maximum seconds to wait for the last upload before the process exits (`settings.linger` is false)."""
 HEARTBEATS_ALONE = "departed actors are noticed only by their own message or by a missing heartbeat"
@@ -62,6 +65,7 @@ class TrainingRun:
         journal: Journal,
         start: Start,
         recorder: Recorder,
+        log: LogWriter | None = None,
     ) -> None:
         self._settings, self._recipe, self._bus, self._journal, self._start = settings, recipe, bus, journal, start
         self._incarnation = start.lineage.incarnation
@@ -77,6 +81,7 @@ class TrainingRun:
             incarnation=self._incarnation,
             deadline_s=recipe.weights.deadline_s,
             join_timeout_s=recipe.weights.join_timeout_s,
+            log=log,
         )
         problems, heldout = training_problems(recipe, policy.tokenizer), heldout_problems(recipe, policy.tokenizer)
         vocab_size, lineage, tracker = policy.vocab_size, start.lineage, self.tracker
@@ -162,7 +167,17 @@ class TrainingRun:
             checkpoints.saved_at_s = began_s if checkpoints.saved_at_s is None else checkpoints.saved_at_s
             await asyncio.to_thread(note_training_began, self._settings.run_dir, began_s)
             await self.loop.run()
+            await self._announce_last()
         await self._publish_last()
+
+    async def _announce_last(self) -> None:
+        """Wait until the weight log has the last version, so that a later run can start from there."""
+        if self.updater.log is not None:
+            try:
+                async with asyncio.timeout(LAST_ANNOUNCEMENT_S):
+                    await self.updater.log.all_announced()
+            except TimeoutError:
+                log.error("the run ends, but weights.log lacks its last version: its store did not take it in time")
 
     async def _wait_for_actors(self) -> None:
         """Wait for the expected actors. At the timeout, raise `ServiceError`. With `linger`, or while an actor starts, warn and

@@ -17,6 +17,7 @@ from multiprocessing.pool import AsyncResult, ThreadPool
 
 from pipelinerl.errors import ServiceError, UserError
 from pipelinerl.initial_model import model_source
+from pipelinerl.recipe.fields import TrainerConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR, Readiness, watch_loop
@@ -24,7 +25,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.state_files import StateSaver
-from services.trainer.learn.step import TRAIN, Learner, share_of
+from services.trainer.learn.step import TRAIN, USE, Learner, share_of
 from services.trainer.policy_trainer import load_learner
 from services.trainer.reporting.metrics import rank_orders
 from services.trainer.world import (
@@ -96,6 +97,8 @@ def carry_out(order: Message, learner: Learner, received: Iterator[Message]) -> 
             world.links.send(Message("result", fields, vars(statistics)), 0)
     elif order.kind == SCORE:
         learner.score(order.arrays["token_ids"], adapters=bool(order.arrays["adapters"]))
+    elif order.kind == USE:
+        learner.use(TrainerConfig.model_validate(order.fields["trainer"]))
     elif order.kind in (WEIGHTS, ADAPTER, VALUE_HEAD):
         for _ in learner.gather(order.kind, order.fields["dtype"]):
             pass

@@ -102,6 +102,20 @@ OF_VALUES: list[dict[str, Any]] = yaml.safe_load(r"""
   Deployment/pipelinerl-actor spec: {strategy: {type: Recreate}}
 - values: {actor: {gpus: 0}, trainer: {gpus: 0}, images: {variant: cpu}, test: {transferPair: {enabled: true}}}
   main/transfer-test: {resources limits: {memory: 8Gi}, image: 'pipelinerl/trainer:0.1.0-cpu'}
+- values:  # actors alone, which take part in the run of another release
+    trainer: {enabled: false}
+    nats: {enabled: false, url: 'tls://nats.example.com:4222', existingSecret: login, tlsSecret: nats-ca}
+    recipe: {set: {weights: {backend: log, log: 's3://models/weights'}}}
+    storage: {existingSecret: s3}
+  pod/trainer, pod/nats, pod/release-test, pod/test: {spec: null}
+  Role/pipelinerl-trainer, Service/pipelinerl-trainer, PersistentVolumeClaim/pipelinerl-trainer: {kind: null}
+  env/actor: {PIPELINERL_REACHABLE: 'false', PIPELINERL_TRAINER: null, PIPELINERL_POD_UID: null}
+  main/actor: {envFrom: [{secretRef: {name: s3}}]}
+  main/verifier: {envFrom: null}
+  pod/actor spec: {affinity: null}
+- values: {storage: {existingSecret: s3}}
+  env/actor: {PIPELINERL_REACHABLE: 'true'}
+  main/actor: {envFrom: null}
 - values:
     actor: {hostNetwork: true, schedulerName: volcano}
     trainer: {schedulerName: volcano}

@@ -79,6 +79,7 @@ def _outside(rendered: Rendered, component: str) -> list[tuple[str, list[int]]]:
     return [(peer["ipBlock"]["cidr"], _ports(rule)) for rule in rules for peer in rule["to"] if "ipBlock" in peer]
 
 
+MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 PRIVATE = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
 
 
@@ -91,6 +92,24 @@ def test_ways_out_are_values(component: str) -> None:
     assert _outside(rendered_case("no-kubernetes-api"), component) == []
     assert _outside(rendered_case("external-nats"), component) == [("0.0.0.0/0", [4222]), *api]
     assert ("10.0.0.0/8", []) in _outside(rendered_case("everything"), component)
+
+
+def test_actors_alone_are_reached_by_nobody_and_reach_nats_the_hub_and_a_store() -> None:
+    read = {"weights": {"backend": "log", "log": "s3://models/weights"}}
+    nats = {"enabled": False, "url": "tls://nats.example.com:4222"}
+    rendered = render(
+        {"trainer": {"enabled": False}, "nats": nats, "recipe": {"set": read}, "storage": {"existingSecret": "s3"}}
+    )
+    assert _rules(rendered, "actor", "Ingress") == [{"from": MONITORING, "ports": [{"protocol": "TCP", "port": "http"}]}]
+    assert _outside(rendered, "actor") == [("0.0.0.0/0", [4222]), ("0.0.0.0/0", [443])]
+    assert passes(rendered, "actor", "verifier", 50051)
+    issuer = {"enabled": True, "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}
+    external = {"host": "a.b", "cidrs": ["203.0.113.0/24"]}
+    opened = render({"tls": {"nats": {"enabled": True}, "certManager": issuer}, "nats": {"external": external}})
+    (rule,) = [rule for rule in _rules(opened, "nats", "Ingress") if "ipBlock" in rule["from"][0]]
+    assert rule == {"from": [{"ipBlock": {"cidr": "203.0.113.0/24"}}], "ports": [{"protocol": "TCP", "port": "client"}]}
+    assert "a.b" in opened.one("Certificate", "pipelinerl-nats")["spec"]["dnsNames"]
+    assert opened.one("Service", "pipelinerl-nats-external")["spec"]["ports"][0]["port"] == 4222
 
 
 def test_ways_out_can_be_narrowed() -> None:

@@ -151,6 +151,19 @@ refused:  # by the templates
   "monitoring.from: is": {actor: *hpa, networkPolicy: {monitoring: {from: []}}, metrics: {scrapedOtherwise: true}}
   "ingress.from: is": {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b, withoutLogin: true, from: []}}}}
   "resolve a name; name the pods or addresses that answer DNS (also if a policy of": {networkPolicy: {dns: {to: []}}}
+  "nats.enabled: is true while trainer.enabled is false": {trainer: &none {enabled: false}}
+  "recipe.set.weights.backend: auto needs connections between trainer and actors; while trainer.enabled is false, set":
+    &alone {trainer: *none, nats: {enabled: false, url: 'tls://n'}}
+  "recipe.set.mode: conventional waits until each actor serves":
+    {<<: *alone, recipe: {set: {mode: conventional, weights: &log {backend: log}}}}
+  "recipe.set.model.source: s3://a/b is copied or unpacked by the trainer, which the actors cannot reach":
+    {<<: *alone, recipe: &reads {set: {weights: *log}}, model: {source: 's3://a/b'}}
+  "kueue.queue: q has no group of trainer and actors": {<<: *alone, recipe: *reads, kueue: {queue: q}}
+  "actor.autoscaling.enabled: follows a metric of the trainer":
+    {<<: *alone, recipe: *reads, actor: {autoscaling: {enabled: true, kind: hpa}}, metrics: {scrapedOtherwise: true}}
+  "metrics.prometheusRule.enabled: the alerts need the trainer's":
+    {<<: *alone, recipe: *reads, metrics: {prometheusRule: {enabled: true}}}
+  "nats.external.host: a.b would be open to other clusters without encryption or logins; set": {nats: {external: {host: a.b}}}
   "nats.url: is empty while nats.enabled is false": {nats: {enabled: false}}
   "nats.url: a server does not begin with nats:// or tls://": {nats: {enabled: false, url: 'nats://user:pass,word@nats:4222'}}
   "nats.url: is not used while nats.enabled is true": {nats: {url: 'nats://user:secret@nats.messaging:4222'}}
@@ -182,8 +195,12 @@ refused by the Job:  # before an install or upgrade
     {model: {source: 'hf://a/latest'}, networkPolicy: {<<: *closed, kubernetesApi: {cidrs: [10.0.0.1/32, 'fd00::1/128']}}}
   "not reach gs://a/b":
     {recipe: {set: {checkpoint: {upload: 'gs://a/b'}}}, networkPolicy: {<<: *closed, kubernetesApi: {ports: [6443]}}}
-  "maxSurge and maxUnavailable are both 0, so that no": {actor: {strategy: {rollingUpdate: {maxUnavailable: 0%}}}}
+  "maxSurge and maxUnavailable are both 0, so no": {actor: {strategy: {rollingUpdate: {maxUnavailable: 0%}}}}
   "[4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {nats: {enabled: false, url: 'nats://nats-0.messaging:4222,nats://nats-1.messaging:4223'}}
+  "nats.sequencesMaxGib = 18: is with nats.weightsMaxGib = 8 more than three quarters of":
+    {model: {name: a/0.5B}, nats: {sequencesMaxGib: 18}, recipe: {set: {weights: {log: nats}}}}
+  "nats.weightsMaxGib = 8: cannot hold the three whole versions that the weight log keeps; give at least 43":
+    {model: {name: a/7B}, recipe: {set: {model: {dtype: bfloat16}, weights: {log: nats}}}}
   "nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {nats: {sequencesMaxGib: 25}}
   "verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress":
     {recipe: {set: *episodes}, actor: {replicas: 3}, verifier: {maxEpisodes: 191, autoscaling: {enabled: false}}}
@@ -206,6 +223,7 @@ taken:  # although they look like those
 - {recipe: {set: {checkpoint: {upload: 'file:///data/up'}}}, networkPolicy: *closed, kubernetesApi: {enabled: false}}
 - {model: {source: 'file:///data/first'}, networkPolicy: *closed, kubernetesApi: {enabled: false}}
 - {actor: {podAnnotations: {limits: x, requests: y}, replicas: 0}}
+- {<<: *alone, trainer: {enabled: false, expectedActors: 9}, recipe: {set: {trainer: {shard_ranks: 3}, weights: *log}}}
 - {nats: {url: null}, trainer: {persistence: {size: null, existingClaim: shared}}}
 - {actor: {serviceAccount: &theirs {create: false, name: theirs}}, trainer: {serviceAccount: *theirs}}
 - {nats: {enabled: false, url: 'nats://n:4222', serviceAccount: {name: pipelinerl-actor}}}

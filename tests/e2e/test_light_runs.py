@@ -17,16 +17,19 @@ import pytest
 
 from pipelinerl.local.services import COMMANDS
 from pipelinerl.run_dir import RunDir
+from services.trainer.data.recording import read_step
 from tests.documents.check_documents import described
 from tests.faults.matrix import RANK_1, SURVIVE_WITHIN_S, Fault, interrupt, local_run, run_under_fire, some_faults, write_recipe
 from tests.support import stranger
 from tests.support.lying_actor import LIAR
-from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, write_tiny_recipe
+from tests.support.reading_actor import READER
+from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, replay, write_tiny_recipe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 LIGHT = {**COMMANDS, "actor": (sys.executable, "-m", "benchmarks.light_actor")}
 WITH_A_LIAR = {**COMMANDS, "actor": (sys.executable, "-m", "tests.support.lying_actor")}
+WITH_A_READER = {**COMMANDS, "actor": (sys.executable, "-m", "tests.support.reading_actor")}
 TWO_RANKS = {"nproc": 2, "tokens_per_microbatch": 256}
 
 
@@ -41,9 +44,15 @@ async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
     seed = request.config.getoption("--fault-seed")
     print(f"replay: .venv/bin/python -m pytest tests/e2e/test_light_runs.py --fault-seed {seed}")
     faults = [*some_faults(seed), Fault(RANK_1, "SIGKILL", "optimizer step")]
-    changes = {"algorithm": {"advantage": "value"}, "trainer": {**TWO_RANKS, "steps": 100_000}}
+    changes = {
+        "record": True,
+        "actor": {"count": 2},
+        "algorithm": {"advantage": "value"},
+        "trainer": {**TWO_RANKS, "steps": 100_000},
+        "weights": {"log": "nats", "anchor_every": 5},
+    }
     recipe = write_recipe(tmp_path, tiny_model, len(faults), changes)
-    run_dir, survived = await run_under_fire(tmp_path, recipe, faults, LIGHT, interrupted=True)
+    run_dir, survived = await run_under_fire(tmp_path, recipe, faults, WITH_A_READER, interrupted=True)
     assert len(survived) == len(faults)
     summary, records = json.loads(run_dir.summary.read_text()), records_of(run_dir)
     assert [record["step"] for record in records] == list(range(1, summary["steps"] + 1))
@@ -58,7 +67,14 @@ async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
     assert summary["parity_failures"] == 0
     assert (run_dir.path / "checkpoint" / "value_head" / "model.safetensors").is_file()
     audit(run_dir.path)
+    steps = summary["steps"]
+    again = replay(run_dir.path, "--to", str(steps))
+    assert f"all {steps} versions have the digests of the run" in again, "over kills and restarts, on two ranks"
     samples = [json.loads(line) for line in run_dir.samples.read_text().splitlines()]
+    said = run_dir.log("trainer").read_text()
+    assert said.count(f"actor {READER} joined and serves version") >= 2, "it followed each trainer, by the weight log alone"
+    recorded = [group for step in range(1, steps + 1) for group in read_step(run_dir.path, step).groups]
+    assert READER in {sequence.actor for group in recorded for sequence in group.sequences}
     updates = [record["weight_update"] or {} for record in records]
     assert {key for told in (*records, *updates) for key in told} <= described("metrics.jsonl")
     assert {key for sample in samples for key in sample} <= described("samples.jsonl")

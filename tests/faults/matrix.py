@@ -76,10 +76,10 @@ def some_faults(seed: int) -> list[Fault]:
     return [Fault(service, chosen.choice(SIGNALS), point) for service, point in zip(services, points, strict=True)]
 
 
-def write_recipe(folder: Path, model: Path, num_faults: int, changes: Mapping[str, Mapping[str, Any]] = {}) -> Path:
+def write_recipe(folder: Path, model: Path, num_faults: int, changes: Mapping[str, Any] = {}) -> Path:
     """A run with room for that many faults, a checkpoint every third step, and rewards that take their time. A third of the
     groups are episodes of three turns."""
-    fire: dict[str, dict[str, Any]] = {
+    fire: dict[str, Any] = {
         "task": {"heldout_problems": 4},
         "reward": {"scorer": "tests.faults.slow:score", "answer_pattern": ""},
         "trainer": {"steps": (num_faults + 1) * (STEPS_BETWEEN + 5), "learning_rate": 1e-4},
@@ -88,7 +88,7 @@ def write_recipe(folder: Path, model: Path, num_faults: int, changes: Mapping[st
         "checkpoint": {"every_steps": 3},
     }
     for section, fields in changes.items():
-        fire[section] = {**fire.get(section, {}), **fields}
+        fire[section] = {**fire.get(section, {}), **fields} if isinstance(fields, Mapping) else fields
     return write_tiny_recipe(model, folder, fire, tasks=[{"name": "sums", "weight": 2}, talks()])
 
 

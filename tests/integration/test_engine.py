@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.errors import ManifestMismatch
+from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.sequences import Completion, FinishReason, PolicyVersion, SamplingParams
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.service.lifecycle import StartStopped
-from pipelinerl.transfer.chunks import describe
+from pipelinerl.transfer.chunks import checksum, chunk_of, describe, version_checksum
 from pipelinerl.transfer.manifest import build_manifest
 from services.actor.engine import GenerationRequest
 from services.actor.vllm_engine import start_engine
@@ -74,7 +74,7 @@ async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(kind:
         await check_seeded_prompts(run)
         await check_stops(run)
         await check_adapters(run, tmp_path)
-        await check_weights(run, tied)
+        await check_weights(run, tied, tmp_path)
     await no_process_is_left()
 
 
@@ -189,7 +189,7 @@ async def check_step(run: Running, learner: Learner, version: PolicyVersion, bef
     return served
 
 
-async def check_weights(run: Running, tied: bool) -> None:
+async def check_weights(run: Running, tied: bool, tmp_path: Path) -> None:
     run.sender = WeightSender(describe(run.model.named_parameters(), chunk_bytes=2**18))
     run.sent = run.model.named_parameters
     await parity.check_refusals(run, tied)
@@ -216,6 +216,25 @@ async def check_weights(run: Running, tied: bool) -> None:
     await replaced(run, staging_buffers=1)
     assert run.loading[-1].mode == "shadow"
     await parity.check_switch(run, V[12], V[13], recompute=False)
+    await check_weight_log(run, tmp_path)
+
+
+async def check_weight_log(run: Running, folder: Path) -> None:
+    """A version that the actor has put together from the weight log is a file, which the workers load like a transfer."""
+    version, file = PolicyVersion(1, 99), folder / "stream"
+    parity.change_strongly(run.model, seed=99)
+    stream = run.sender.snapshot(version, run.sent()).on_host()
+    file.write_bytes(stream.numpy().tobytes()[:-1])
+    with pytest.raises(TransferError, match="does not hold"):
+        await run.client.open_stream(file, version)
+    file.write_bytes(stream.numpy().tobytes())
+    await run.client.open_stream(file, version)
+    chunks = run.sender.manifest.chunks
+    expected = version_checksum(run.sender.manifest.manifest_id, [checksum(chunk_of(stream, chunk)) for chunk in chunks])
+    assert (await run.client.receive(version, 120)).checksum == expected
+    await run.client.commit(version)
+    await run.assert_serves(run.model)
+    assert {span[0] for span in (await run.sample(4)).spans} == {str(version)}
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3-moe", False), ("mixtral", True)])

@@ -16,9 +16,9 @@ from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import LogEntry, Subjects
-from pipelinerl.errors import BusError
+from pipelinerl.errors import BusError, FieldError
 from pipelinerl.service.settings import TrainerSettings
-from services.trainer.app import stream_limits
+from services.trainer.app import check_log_size, stream_limits
 from tests.support.guarded_nats import LIMITS, persistently
 
 RUN, HOST, SIZE = "demo", "127.0.0.1", 3
@@ -131,5 +131,8 @@ def test_the_trainers_settings_reach_the_streams(tmp_path: Path) -> None:
     settings = TrainerSettings(
         run=RUN, recipe=tmp_path, instance="trainer", run_dir=tmp_path, verifier="x", stream_replicas=3, sequences_max_gib=1.5
     )
-    limits = stream_limits(settings)
-    assert (limits.replicas, limits.sequences_max_bytes) == (3, 1_610_612_736)
+    limits = stream_limits(settings.model_copy(update={"weights_max_gib": 0.5}))
+    assert (limits.replicas, limits.sequences_max_bytes, limits.weights_max_bytes) == (3, 1_610_612_736, 536_870_912)
+    check_log_size(0.5, 536_870_912 // 3)
+    with pytest.raises(FieldError, match=r"PIPELINERL_WEIGHTS_MAX_GIB = 0\.5: .* give more than 0\.503"):
+        check_log_size(0.5, 180_000_000)

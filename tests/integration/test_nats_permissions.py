@@ -104,6 +104,8 @@ FORBIDDEN: dict[str, Callable[[Bus], Awaitable[object]]] = {
     "$JS.API.STREAM.MSG.GET.PROMPTS_demo": lambda bus: bus.connection.js.get_msg("PROMPTS_demo", 1),
     "$JS.API.DIRECT.GET.PROMPTS_demo": lambda bus: bus.connection.js.get_msg("PROMPTS_demo", 1, direct=True),
     "$JS.API.CONSUMER.CREATE.PROMPTS_demo": lambda bus: bus.connection.js.add_consumer("PROMPTS_demo", ConsumerConfig()),
+    "$O.weights-demo.C.x": lambda bus: bus.connection.js.publish("$O.weights-demo.C.x", b"forged weights"),
+    "$JS.API.STREAM.PURGE.OBJ_weights-demo": lambda bus: bus.connection.js.purge_stream("OBJ_weights-demo"),
     "$JS.API.STREAM.CREATE.OTHER": lambda bus: bus.connection.js.add_stream(StreamConfig(name="OTHER", subjects=["x"])),
 }
 

@@ -285,7 +285,7 @@ async def test_a_run_that_failed_is_told_with_its_reason_and_stays(api: ApiServe
     assert "kubectl -n train --context tests logs -l app.kubernetes.io/instance=own" in said
     assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
     assert await pipelinerl("submit", "--attach", "other", "-n", NAMESPACE) == 1
-    assert "no run of a release other in namespace train" in capsys.readouterr().err
+    assert "found no run of release other in namespace train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Uploads to a real S3 server that is away, refuses, hangs and dies; and models fetched from it. Loopback only.
+"""Uploads to a real S3 server that is away, refuses, hangs and dies; models fetched from it; and the weight log in it. Loopback
+only.
 
 Run by `make test-storage`, with the server beside the environment and not in it (docs/development.md).
 """
@@ -20,12 +21,16 @@ from pyarrow.fs import FileSelector, FileSystem
 
 from pipelinerl.errors import FieldError
 from pipelinerl.service.retry import Backoff
+from pipelinerl.transfer import stores
+from pipelinerl.transfer.stores import LogDamaged, LogStore, ObjectMissing, StoreError, open_store
+from pipelinerl.transfer.weight_log import Replica, WeightLog
 from services.trainer.checkpoint import store as uploads
 from services.trainer.checkpoint.store import LATEST, MANIFEST
 from tests.support.machine import free_port
 from tests.unit.builders import RUN
 from tests.unit.test_training_run import until_logged
 from tests.unit.test_uploads import fetched, model
+from tests.unit.test_weight_log import MIXED, History, run_history, torn
 from tests.unit.trainer_fakes import training_run
 
 pytest.importorskip("moto", reason="no moto: make test-storage has it")
@@ -148,3 +153,67 @@ async def test_what_a_server_does_costs_retries_and_a_model_is_there_whole_or_no
         await asyncio.to_thread(fetched, f"{ROOT}/step-2", tmp_path / "c")
     assert (await asyncio.to_thread(fetched, f"{ROOT}/{LATEST}", tmp_path / "d"))[1] == {"config.json": b"4"}
     assert KEY not in caplog.text
+
+
+LOG = "s3://models/team/log"
+
+
+async def content(store: LogStore, key: str, max_bytes: int = 10**9) -> bytes:
+    return b"".join([piece async for piece in store.get(key, max_bytes)])
+
+
+@pytest.mark.timeout(300)
+async def test_the_weight_log_is_read_bit_for_bit_and_no_half_object_is_visible(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.start()
+    await server.make_bucket()
+    secret = f"s3://someone:{KEY}@models/team/log?region=us-east-1"
+    async with open_store(secret, None) as store, open_store(LOG, None) as reading:  # type: ignore[arg-type]
+        assert store.place == LOG
+        await run_history(store, reading, tmp_path, versions=40, seed=21)
+
+        with pytest.raises(RuntimeError, match="torn"):
+            await store.put("w/torn", torn([b"x" * 30_000_000]))
+        with pytest.raises(ObjectMissing, match="s3://models/team/log: there is no object w/torn"):
+            await content(reading, "w/torn")
+        whole = os.urandom(30_000_000)
+        assert (await store.put("w/whole", [whole[:11], memoryview(whole)[11:]]))[0] == len(whole)
+        assert await content(reading, "w/whole") == whole
+        with pytest.raises(LogDamaged, match="w/whole: bytes are more than 20000000"):
+            await content(reading, "w/whole", 20_000_000)
+        await store.delete("w/whole")
+        await store.delete("w/whole")
+        assert await store.keys("w") == []
+
+        uploader = f"""
+import asyncio, os, signal
+from pipelinerl.transfer.stores import open_store
+def parts():
+    yield os.urandom(30_000_000)
+    os.kill(os.getpid(), signal.SIGKILL)
+async def main():
+    async with open_store({LOG!r}, None) as store:
+        await store.put("w/killed", parts())
+asyncio.run(main())
+"""
+        assert subprocess.run([sys.executable, "-c", uploader], check=False).returncode == -signal.SIGKILL
+        assert await store.keys("w") == []
+
+        history, reader = History(MIXED, 22), Replica(reading, MIXED, tmp_path / "reader")
+        log = WeightLog(store, MIXED, "w", anchor_every=3)
+        await reader.bring_to(await log.add(history.version, history.tensor()))
+        published = await log.add(history.step(), history.tensor())
+        assert server.process is not None
+        monkeypatch.setattr(stores, "STALL_S", 2.0)
+        with stopped(server.process):  # it hangs
+            for call in (log.add(history.step(), history.tensor()), reader.bring_to(published)):
+                with pytest.raises(StoreError) as caught:
+                    await call
+                assert KEY not in str(caught.value)
+        monkeypatch.setattr(stores, "STALL_S", 60.0)
+        assert (await reader.bring_to(await log.add(history.step(), history.tensor()))).is_file()
+        assert reader.version == history.version
+        server.end()
+        with pytest.raises(StoreError):
+            await log.add(history.step(), history.tensor())

@@ -62,12 +62,12 @@ def write_tiny_model(folder: Path) -> None:
 def write_tiny_recipe(
     model: Path,
     folder: Path,
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    changes: Mapping[str, Any] | None = None,
     mode: str = "pipeline",
     tasks: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """A run of a few optimizer steps; `changes` to its sections; `tasks` that differ from its own, in its place. A third of its
-    completions go to their limit, so that sequences span versions."""
+    """A run of a few optimizer steps; `changes` to its sections and fields; `tasks` that differ from its own, in its place. A
+    third of its completions go to their limit, so that sequences span versions."""
     recipe: dict[str, Any] = {
         "name": "tiny",
         "mode": mode,
@@ -88,7 +88,7 @@ def write_tiny_recipe(
         "checkpoint": {"every_steps": 4},
     }
     for section, fields in (changes or {}).items():
-        recipe[section] = {**recipe.get(section, {}), **fields}
+        recipe[section] = {**recipe.get(section, {}), **fields} if isinstance(fields, Mapping) else fields
     if tasks:
         recipe["tasks"] = [{**one, "task": recipe["task"] | one.get("task", {})} for one in tasks]
         del recipe["task"]
@@ -106,6 +106,13 @@ def audit(run_dir: Path) -> None:
     """Raises `AssertionError` with the output of `pipelinerl audit` unless everything adds up."""
     done = pipelinerl("audit", str(run_dir))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def replay(run_dir: Path, *options: str) -> str:
+    """Compute the recorded steps again. Raises `AssertionError` with the output unless every digest is the run's."""
+    done = pipelinerl("replay", str(run_dir), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def pipelinerl(*arguments: str) -> subprocess.CompletedProcess[str]:

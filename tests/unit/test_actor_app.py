@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import MessageError, ServiceError
+from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.messages.control import decode_control
 from pipelinerl.messages.sequences import (
     Completion,
@@ -189,7 +189,10 @@ async def waiting_for_nats(
         await actor
 
 
-async def test_an_actor_says_that_its_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reachable", [True, False])
+async def test_an_actor_says_that_its_engine_starts_and_where_it_can_be_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reachable: bool
+) -> None:
     up = asyncio.Event()
 
     @asynccontextmanager
@@ -197,26 +200,30 @@ async def test_an_actor_says_that_its_engine_starts(tmp_path: Path, monkeypatch:
         await up.wait()
         yield ScriptedEngine()
 
-    monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
+    monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe(weights={"backend": "log"}))
     with NatsServer(tmp_path / "nats") as nats:
         async with jetstream.connect(nats.url, RUN) as bus, asyncio.timeout(60):
             await bus.create_streams()
             stop = asyncio.Event()
-            actor = asyncio.create_task(
-                app.serve(settings().model_copy(update={"nats_url": nats.url}), stop, CONTEXT, start_engine)
-            )
-            heard: list[tuple[str, bool]] = []
+            own = settings().model_copy(update={"nats_url": nats.url, "reachable": reachable})
+            actor = asyncio.create_task(app.serve(own, stop, CONTEXT, start_engine))
+            heard: list[tuple[str, str]] = []
             async with bus.watch_members() as events:
                 async for event in events:
                     assert event.payload is not None
                     said = decode_control(event.payload, Registration)
-                    heard.append((said.phase, said.grpc_address == "-"))
+                    heard.append((said.phase, said.grpc_address.partition(":")[0]))
                     up.set()
                     if len(heard) == 2:
                         break
             stop.set()
             await actor
-    assert heard == [("starting", True), ("starting", False)], "while vLLM starts, and before a manifest comes"
+    called = "127.0.0.1" if reachable else ""
+    assert heard == [("starting", "-"), ("starting", called)], "while vLLM starts, and before a manifest comes"
+    if not reachable:
+        monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
+        with pytest.raises(FieldError, match=r"weights\.backend = 'auto': connects trainer and actors; use log here"):
+            await app.serve(own, stop, CONTEXT, start_engine)
 
 
 async def test_an_actor_that_is_up_before_nats_waits_for_it(

@@ -65,10 +65,12 @@ def test_ranks_that_share_the_states() -> None:
     recipe = load_recipe("gsm")
     assert trainer_problem(recipe, SEVEN_B, 80.0, ranks=3) is None
     said = str(trainer_problem(recipe, SEVEN_B, 80.0, ranks=2))
-    assert said.startswith("trainer.nproc = 4: weights, gradients and optimizer state take 63.7 GiB per rank (2 share them)")
+    assert said.startswith("trainer.nproc = 4: weights, gradients and optimizer state, shared by 2 ranks, take 63.7 GiB")
     assert said.endswith("use at least 3 ranks")
     of_four = str(trainer_problem(load_recipe("gsm", ["trainer.shard_ranks=2"]), SEVEN_B, 80.0, ranks=2))
-    assert of_four.startswith("trainer.shard_ranks = 2: weights, gradients and optimizer state take 63.7 GiB")
+    assert of_four.startswith(
+        "trainer.shard_ranks = 2: weights, gradients and optimizer state, shared by 2 ranks, take 63.7 GiB"
+    )
     assert of_four.endswith("use 4 ranks"), "three do not divide the recipe's four"
     in_8_bits = load_recipe("gsm", ["trainer.optimizer=adamw_8bit"])
     assert trainer_problem(in_8_bits, SEVEN_B, 80.0, ranks=2) is None

@@ -96,6 +96,7 @@ def train(learner: Learner, job: Job) -> Result | None:
     for prepared in steps[:2]:
         outcomes.append(learner.step(prepared))
         learner.order(HEARTBEAT)
+        learner.use(learner.trainer.model_copy(update={"learning_rate": 2 * learner.trainer.learning_rate}))
     scores = np.stack([learner.score(np.arange(11) % 23, adapters=adapters) for adapters in (True, False)])
     adapter = {name: tensor.float().cpu().numpy().copy() for name, tensor in learner.gather(ADAPTER)}
     weights = {name: tensor.float().cpu().numpy().copy() for name, tensor in learner.gather(WEIGHTS)}

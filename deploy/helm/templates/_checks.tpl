@@ -2,7 +2,7 @@
      validation.yaml makes the checks that need arithmetic (pipelinerl/kube/checks.py). */}}
 {{- define "pipelinerl.checks" -}}
 {{- $v := .Values -}}
-{{- range $component := list "actor" "trainer" -}}
+{{- range $component := list "actor" ($v.trainer.enabled | ternary "trainer" "") | compact -}}
 {{- $values := index $v $component -}}
 {{- $gpus := include (printf "pipelinerl.%s.gpus" $component) $ | int -}}
 {{- $wanted := gt $gpus 0 | ternary "cuda" "cpu" -}}
@@ -28,7 +28,7 @@
 {{- end -}}
 {{- end -}}
 {{- $accounts := dict -}}
-{{- range $component := without (list "actor" "trainer" "verifier" "nats") ($v.nats.enabled | ternary "" "nats") -}}
+{{- range $component := include "pipelinerl.components" . | fromYamlArray -}}
 {{- $name := include "pipelinerl.serviceAccountName" (dict "root" $ "component" $component) -}}
 {{- $other := get $accounts $name -}}
 {{- if and $other (or (index $v $component).serviceAccount.create (index $v $other).serviceAccount.create) -}}
@@ -37,6 +37,7 @@
 {{- end -}}
 {{- $_ := set $accounts $name $component -}}
 {{- end -}}
+{{- if not $v.trainer.enabled -}}{{- include "pipelinerl.checks.actorsOnly" . -}}{{- end -}}
 {{- $episodic := and $v.verifier.autoscaling.enabled (ne $v.verifier.autoscaling.kind "cpu") -}}
 {{- $scaler := or (and $v.actor.autoscaling.enabled "actor") (and $episodic "verifier") -}}
 {{- $own := " (also if a policy of your own already allows this)" -}}
@@ -51,6 +52,9 @@
     "set tls.nats.enabled and tls.secrets.nats for the chart's own NATS") $v.nats.tlsSecret))
   (list (and $v.tls.nats.enabled (not $v.nats.enabled)) (print "tls.nats.enabled: encrypts only the chart's own NATS, but nats.enabled "
     "is false; for your own NATS, write tls:// in nats.url and name its CA in nats.tlsSecret"))
+  (list (and $v.nats.external.host (not (and $v.nats.enabled $v.nats.auth.enabled $v.tls.nats.enabled))) (printf (print
+    "nats.external.host: %s would be open to other clusters without encryption or logins; set nats.enabled, nats.auth.enabled and "
+    "tls.nats.enabled to true, or leave it empty") $v.nats.external.host))
   (list (and (not $v.tls.grpc.enabled) (not $v.tls.nats.enabled) (or $v.tls.certManager.enabled ($v.tls.secrets | values | compact)))
     "tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled, tls.nats.enabled or both")
   (list (and $v.tracing.headersSecret (not $v.tracing.endpoint)) (printf
@@ -81,6 +85,31 @@
     "trainer.page.ingress.from: is empty, so that no Ingress controller would reach the page; name its pods" $own))
   (list (and $v.networkPolicy.enabled (not $v.networkPolicy.dns.to)) (print "networkPolicy.dns.to: is empty, so that no pod could "
     "resolve a name; name the pods or addresses that answer DNS" $own))
+) -}}
+{{- end -}}
+
+{{/* The same for a release without a trainer, whose actors belong to the run of another release. */}}
+{{- define "pipelinerl.checks.actorsOnly" -}}
+{{- $v := .Values -}}
+{{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
+{{- $without := "while trainer.enabled is false" -}}
+{{- include "pipelinerl.refuse" (list
+  (list $v.nats.enabled (printf (print "nats.enabled: is true %s, so that the actors would wait at an empty NATS; set it to false, and "
+    "nats.url to the NATS of the release with the trainer") $without))
+  (list (ne (dig "weights" "backend" "auto" $recipe) "log") (printf (print "recipe.set.weights.backend: %s needs connections between "
+    "trainer and actors; %s, set it to log, and weights.log as in the release with the trainer")
+    (dig "weights" "backend" "auto" $recipe) $without))
+  (list (eq (dig "mode" "pipeline" $recipe) "conventional") (printf (print "recipe.set.mode: conventional waits until each actor serves "
+    "a version, but actors that read a log follow at their own speed %s; use pipeline") $without))
+  (list (include "pipelinerl.buildsModel" .) (printf (print "recipe.set.model.source: %s is copied or unpacked by the trainer, which the "
+    "actors cannot reach %s; set it to hub or path, and recipe.set.model.name to a model with the same architecture and tokenizer, such "
+    "as a folder of actor.extraVolumes: the weights come from the log") $recipe.model.source $without))
+  (list $v.actor.autoscaling.enabled (printf (print "actor.autoscaling.enabled: follows a metric of the trainer, which this release does "
+    "not have %s; set it to false, and scale the Deployment or set actor.replicas") $without))
+  (list $v.kueue.queue (printf (print "kueue.queue: %s has no group of trainer and actors %s; leave it empty, and give the queue in "
+    "actor.labels") $v.kueue.queue $without))
+  (list $v.metrics.prometheusRule.enabled (printf (print "metrics.prometheusRule.enabled: the alerts need the trainer's metrics, which "
+    "this release does not have %s; set it to false") $without))
 ) -}}
 {{- end -}}
 

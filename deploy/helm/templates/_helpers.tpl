@@ -67,6 +67,11 @@ app.kubernetes.io/component: {{ . }}
 {{- end -}}
 {{- end -}}
 
+{{/* Services of the release, as a YAML list. */}}
+{{- define "pipelinerl.components" -}}
+{{- list "actor" (.Values.trainer.enabled | ternary "trainer" "") "verifier" (.Values.nats.enabled | ternary "nats" "") | compact | toYaml -}}
+{{- end -}}
+
 {{/* dict root, component: name of its ServiceAccount. */}}
 {{- define "pipelinerl.serviceAccountName" -}}
 {{- $own := (index .root.Values .component).serviceAccount -}}

@@ -41,7 +41,7 @@
 {{- $run := include "pipelinerl.run" . -}}
 {{- $streams := list (printf "PROMPTS_%s" $run) (printf "SEQUENCES_%s" $run) (printf "CONTROL_%s" $run) (printf "DEAD_%s" $run) (printf "KV_members-%s" $run) -}}
 - {{ $run }}.prompts
-{{- range list "manifest" "epoch" "announce" "commit" "sleep" "abort" "end" }}
+{{- range list "manifest" "epoch" "announce" "commit" "published" "sleep" "abort" "end" }}
 - {{ $run }}.control.{{ . }}
 {{- end }}
 {{- range list "epoch" "announce" "commit" "abort" }}
@@ -60,6 +60,11 @@
 - $JS.API.STREAM.MSG.GET.DEAD_{{ $run }}
 - $JS.API.STREAM.PURGE.SEQUENCES_{{ $run }}
 {{- include "pipelinerl.nats.reads" (list (printf "SEQUENCES_%s" $run) (printf "CONTROL_%s" $run) (printf "KV_members-%s" $run)) }}
+- $O.weights-{{ $run }}.>
+{{- range list "CREATE" "INFO" "PURGE" "MSG.GET" }}
+- $JS.API.STREAM.{{ . }}.OBJ_weights-{{ $run }}
+{{- end }}
+{{- include "pipelinerl.nats.reads" (list (printf "OBJ_weights-%s" $run)) }}
 {{- end -}}
 
 {{- define "pipelinerl.nats.actorPublishes" -}}
@@ -78,6 +83,8 @@
 - $JS.API.STREAM.INFO.{{ . }}_{{ $run }}
 {{- end }}
 {{- include "pipelinerl.nats.reads" (list (printf "CONTROL_%s" $run)) }}
+- $JS.API.STREAM.MSG.GET.OBJ_weights-{{ $run }}
+{{- include "pipelinerl.nats.reads" (list (printf "OBJ_weights-%s" $run)) }}
 {{- end -}}
 
 {{/* NATS's own image, to which images.registry and images.tag do not apply. */}}

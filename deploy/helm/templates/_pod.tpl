@@ -50,7 +50,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- range $key := list "nodeSelector" "affinity" "runtimeClassName" "priorityClassName" "schedulerName" -}}
 {{- with index $values $key -}}{{- $_ := set $spec $key . -}}{{- end -}}
 {{- end -}}
-{{- if and (eq .component "actor") $values.scheduleAfterTrainer -}}
+{{- if and (eq .component "actor") .root.Values.trainer.enabled $values.scheduleAfterTrainer -}}
 {{- $required := "requiredDuringSchedulingIgnoredDuringExecution" -}}
 {{- $trainer := include "pipelinerl.selectorLabels" (dict "root" .root "component" "trainer") | fromYaml -}}
 {{- $_ := set $trainer "apps.kubernetes.io/pod-index" (sub (int .root.Values.trainer.nodes) 1 | toString) -}}
@@ -142,7 +142,8 @@ image: {{ include "pipelinerl.image" . | quote }}
 imagePullPolicy: {{ .root.Values.images.pullPolicy }}
 securityContext: {{- include "pipelinerl.containerSecurityContext" . | nindent 2 }}
 env: {{- include "pipelinerl.environment" (dict "own" (include (printf "pipelinerl.%s.env" .component) .) "extra" $values.extraEnv) | nindent 2 }}
-{{- with and (eq .component "trainer") .root.Values.storage.existingSecret }}
+{{- $usesStore := or (eq .component "trainer") (and (eq .component "actor") (include "pipelinerl.actorsReadStore" .root)) }}
+{{- with and $usesStore .root.Values.storage.existingSecret }}
 envFrom: [{secretRef: {name: {{ . | quote }}}}]
 {{- end }}
 resources: {{- include "pipelinerl.resources" (dict "root" .root "values" $values "gpus" $gpus) | nindent 2 }}

@@ -52,6 +52,12 @@
 {{- if or (has $source (list "checkpoint" "smollm2")) (contains "/" $source) -}}true{{- end -}}
 {{- end -}}
 
+{{/* "true" if the actors read weights from an object store, and not from NATS; else nothing. */}}
+{{- define "pipelinerl.actorsReadStore" -}}
+{{- $weights := dig "weights" dict (include "pipelinerl.recipe" . | fromYaml) -}}
+{{- if and (eq (default "" $weights.backend) "log") (contains "://" (default "" $weights.log)) -}}true{{- end -}}
+{{- end -}}
+
 {{/* "true" if a task or an evaluation set has episodes, which run in the verifier's pods and ask the actors for turns; else nothing. */}}
 {{- define "pipelinerl.hasEpisodes" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
@@ -66,12 +72,12 @@
 {{- $found -}}
 {{- end -}}
 
-{{/* URL of a store of checkpoints that no rule (networkPolicy.hub, extraEgress) lets the trainer reach; nothing if there is none. */}}
+{{/* URL of a store of checkpoints or weights that no rule (networkPolicy.hub, extraEgress) lets the trainer reach; nothing if there is none. */}}
 {{- define "pipelinerl.storeWithoutRule" -}}
 {{- $policies := .Values.networkPolicy -}}
 {{- if and $policies.enabled (not $policies.hub.enabled) (not $policies.extraEgress) -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
-{{- list (dig "checkpoint" "upload" "" $recipe) (default "" $recipe.model.source) (default "" $recipe.model.name) | join " " | regexFind "(s3|gs|hf)://[^ ]+" -}}
+{{- list (dig "checkpoint" "upload" "" $recipe) (dig "weights" "log" "" $recipe) (default "" $recipe.model.source) (default "" $recipe.model.name) | join " " | regexFind "(s3|gs|hf)://[^ ]+" -}}
 {{- end -}}
 {{- end -}}
 

@@ -28,4 +28,7 @@
 - {{ . }}.{{ $.root.Release.Namespace }}.svc
 - {{ . }}.{{ $.root.Release.Namespace }}.svc.{{ $.root.Values.network.clusterDomain }}
 {{- end }}
+{{- with and (eq .component "nats") .root.Values.nats.external.host }}
+- {{ . }}
+{{- end }}
 {{- end -}}

@@ -1,8 +1,8 @@
 """Update a vLLM engine's weights from the actor's process: prepare, join, receive, commit, discard.
 
-`join_group`, `receive` and `discard` go to vLLM's workers over a Unix socket, as one JSON object per line. `prepare` and
-`commit` use vLLM's own remote calls, which wait for the end of a decode step and block decoding. vLLM labels tokens
-`<incarnation>:<number>`, in `outputs[i].weight_versions`.
+`join_group`, `open_stream`, `receive` and `discard` go to vLLM's workers over a Unix socket, as one JSON object per line.
+`prepare` and `commit` use vLLM's own remote calls, which wait for the end of a decode step and block decoding. vLLM labels
+tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -64,6 +65,13 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     timeout_s: float
 
 
+class Open(msgspec.Struct, tag=True, frozen=True):
+    """Take the next version from a file that has its whole stream, instead of from a group."""
+
+    path: str
+    version: PolicyVersion
+
+
 class Receive(msgspec.Struct, tag=True, frozen=True):
     """Receive a version into staging and prepare it for serving."""
 
@@ -75,7 +83,7 @@ class Discard(msgspec.Struct, tag=True, frozen=True):
     """Give up a staged version, or a running transfer and its group. Chunks are kept until another version comes."""
 
 
-Order = Join | Receive | Discard
+Order = Join | Open | Receive | Discard
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -217,6 +225,11 @@ class WeightUpdateClient:
         """Leave the previous group and join this one. `group.rank` is the rank of this engine's first worker."""
         assert self._link is not None, "prepare comes first"
         await self._link.ask(Join(replace(group, bind_host=self.bind_host), timeout_s))
+
+    async def open_stream(self, path: Path, version: PolicyVersion) -> None:
+        """Make the next `receive` read `version` from a file that has its whole stream. The file must not change meanwhile."""
+        assert self._link is not None, "prepare comes first"
+        await self._link.ask(Open(str(path), version))
 
     async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         """Receive and stage a version. If this fails, the workers leave the group. A cancelled caller must call `discard`."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import NO_HEADERS, ControlMessage, Headers
 from pipelinerl.errors import ManifestMismatch, MessageError, TransferError, UserError
-from pipelinerl.messages.control import Backend, decode_control
+from pipelinerl.messages.control import Backend, Order, decode_control
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.service.logs import AGGREGATED
@@ -18,14 +18,35 @@ from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
-from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, EpochStart, RunEnd, Serving, Sleep, Staged
+from pipelinerl.transfer.stores import LogStore
+from pipelinerl.v1.control_pb2 import (
+    Abort,
+    Announce,
+    Commit,
+    EpochJoined,
+    EpochStart,
+    Published,
+    RunEnd,
+    Serving,
+    Sleep,
+    Staged,
+)
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
 from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.log_reader import LogReader
 
 log = logging.getLogger(__name__)
 
-CONTROL_TYPES = {"epoch": EpochStart, "announce": Announce, "commit": Commit, "sleep": Sleep, "abort": Abort, "end": RunEnd}
+CONTROL_TYPES = {
+    "epoch": EpochStart,
+    "announce": Announce,
+    "commit": Commit,
+    "published": Published,
+    "sleep": Sleep,
+    "abort": Abort,
+    "end": RunEnd,
+}
 REASON_CHARACTERS = 500
 
 
@@ -35,7 +56,7 @@ class UpdateListener:
     A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
     Orders are ignored if they repeat an earlier one, or do not belong to the epoch that this process has joined. During a NATS
     outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. On a GPU shared with the trainer,
-    this process has the `turn` while its engine is awake."""
+    this process has the `turn` while its engine is awake. With a `log`, this actor is in no epoch and reads versions there."""
 
     def __init__(
         self,
@@ -47,6 +68,7 @@ class UpdateListener:
         instance: str,
         process: str,
         turn: GpuTurn | None = None,
+        log: LogStore | None = None,
     ) -> None:
         self._bus, self._receiver, self._gate, self._metrics = bus, receiver, gate, metrics
         self._instance, self._process, self._turn = instance, process, turn
@@ -62,6 +84,7 @@ class UpdateListener:
         self._alone = False
         """True if the epoch is a side group, which consists of the trainer and joining actors."""
         self.serving = asyncio.Lock()
+        self._reader = LogReader(log, receiver, gate, metrics, self._swap, self._fail) if log is not None else None
 
     @property
     def staging_state(self) -> str:
@@ -77,6 +100,8 @@ class UpdateListener:
         """Handle control messages until cancelled. Waits until the trainer has made the streams. Raises `CommitFailed` if a
         swap fails half-way. If the served model does not fit the trainer's, tells the trainer and raises `UserError`."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
+            if self._reader is not None:
+                stack.callback(self._reader.close)
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)
             messages = await retry_forever(
@@ -95,12 +120,16 @@ class UpdateListener:
         match decoded:
             case Manifest():
                 await self._on_manifest(decoded)
-            case EpochStart():
+            case EpochStart() if self._reader is None:
                 await self._on_epoch(decoded, alone=bool(message.actor))
             case Announce():
                 await self._on_announce(decoded, trace_in(message.headers))
             case Commit():
                 await self._on_commit(decoded, trace_in(message.headers))
+            case Published() if self._reader is not None:
+                self._gate.announce(PolicyVersion(decoded.incarnation, decoded.version))
+                self._reader.offer(decoded)
+                self._read_log(self._reader)
             case Sleep():
                 await self._on_sleep(PolicyVersion(decoded.incarnation, decoded.version))
             case Abort():
@@ -113,7 +142,8 @@ class UpdateListener:
     async def _on_manifest(self, manifest: Manifest) -> None:
         if self.manifest_id == manifest.manifest_id:
             return
-        await self._stop_receiving()
+        async with self.serving:  # a swap to a version of the weight log must not be cancelled half-way
+            await self._stop_receiving()
         try:
             loading = await self._receiver.prepare(manifest)
         except TransferError as error:
@@ -122,6 +152,13 @@ class UpdateListener:
         self._metrics.weight_loader.set({loading.mode: 1.0})
         self.loader = f"{loading.mode}: {loading.reason}" if loading.reason else loading.mode
         log.info("weight loader: %s", self.loader)
+        if self._reader is not None:
+            self._reader.prepared(manifest)
+            self._read_log(self._reader)
+
+    def _read_log(self, reader: LogReader) -> None:
+        if self._receiving is None or self._receiving.done():
+            self._receiving = self._tasks.create_task(reader.catch_up())
 
     async def _refuse(self, error: TransferError) -> NoReturn:
         """Tell the trainer why this actor can serve no version, then raise the error, which ends the actor."""
@@ -203,7 +240,17 @@ class UpdateListener:
         version = PolicyVersion(commit.incarnation, commit.version)
         if not self._in_epoch(commit) or self._staged != version:
             return
-        self._staged, self._gate.swapping = None, True
+        self._staged = None
+        try:
+            await self._swap(commit, trace)
+        except CommitFailed:
+            raise  # the served weights are unknown; the process ends and, once restarted, joins as a new member
+        except TransferError as error:
+            await self._fail(commit, commit.version, error)
+
+    async def _swap(self, commit: Commit, trace: Trace) -> None:
+        """Serve the staged version from the next decode step on, and say so. Raises TransferError if that is impossible."""
+        version, self._gate.swapping = PolicyVersion(commit.incarnation, commit.version), True
         try:
             about = {attributes.VERSION: commit.version, attributes.EPOCH: commit.epoch}
             with child(trace, "weight_update.commit", attributes=about) as span:
@@ -212,11 +259,6 @@ class UpdateListener:
                     self._gate.serve(version)
                 span.set_attribute(attributes.STALL_S, stall_s)
                 child(trace_of(span), "weight_update.load", began_at=before_ns(stall_s)).end()
-        except CommitFailed:
-            raise  # the served weights are unknown; the process ends and, once restarted, joins as a new member
-        except TransferError as error:
-            await self._fail(commit, commit.version, error)
-            return
         finally:
             self._gate.swapping = False
         self._metrics.updates.labels("committed").inc()
@@ -277,7 +319,7 @@ class UpdateListener:
         await retry_forever(lambda: self._bus.publish_control(kind, payload, self._instance, headers), f"answer {kind!r}")
 
 
-def decode_order(message: ControlMessage) -> Manifest | EpochStart | Announce | Commit | Sleep | Abort | RunEnd:
+def decode_order(message: ControlMessage) -> Manifest | Order:
     """Decode a control message. Raises `MessageError`."""
     if message.kind == "manifest":
         return Manifest.from_bytes(message.payload)

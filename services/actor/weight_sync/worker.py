@@ -31,7 +31,8 @@ from pipelinerl.transfer import chunks
 from pipelinerl.transfer.chunks import HEADER_SIZE, ReusedMemory, Unpacker, checksum, prefetch
 from pipelinerl.transfer.group import HOST, WeightGroup, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupFailed, Kept, Manifest, TransferAborted
-from services.actor.weight_sync.client import Discard, Join, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
+from pipelinerl.transfer.stream_file import StreamFile
+from services.actor.weight_sync.client import Discard, Join, Open, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
 from services.actor.weight_sync.loaders import Loader
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Receiver:
     and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to receive into. Without
     it, each piece is new memory of the group's placement. `pinned`: pin such memory of the host, for an engine on a GPU."""
 
-    group: WeightGroup
+    group: WeightGroup | StreamFile
     manifest: Manifest
     version: PolicyVersion
     _: KW_ONLY
@@ -188,7 +189,7 @@ class Staging:
         failed = self._loading.done() and self._loading.exception() is not None
         return Kept() if failed else self._receiver.kept
 
-    def resume(self, group: WeightGroup, timeout_s: float) -> None:
+    def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
         """Begin to receive the missing chunks. If only other ranks lack some, wait for these; this may raise TransferError."""
         self._receiver.group, self._receiver.timeout_s = group, timeout_s
         if not self._loading.done():
@@ -232,7 +233,7 @@ class TransferWorker:
     def __post_init__(self) -> None:
         self._memory = StagingMemory(self.staging_buffers) if self.device.type == "cpu" else None
         self._placement = on_device(self.device)
-        self._group: WeightGroup | None = None
+        self._group: WeightGroup | StreamFile | None = None
         self._staging: Staging | None = None
         self._staged: PolicyVersion | None = None
         self._to_swap: PolicyVersion | None = None
@@ -309,6 +310,9 @@ class TransferWorker:
             match order:
                 case Join():
                     self._join(order)
+                case Open():
+                    self._leave()
+                    self._group = StreamFile(order.path, self.manifest, order.version)
                 case Receive():
                     staged = self._receive(order)
                 case Discard():

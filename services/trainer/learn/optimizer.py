@@ -120,15 +120,19 @@ class PolicyOptimizer:
         self._live = [*policy, *head]
         self._stepped = [_master_of(parameter) for parameter in self._live]
         self._policy, self._head = self._stepped[: len(policy)], self._stepped[len(policy) :]
-        factor = VALUE_RATE_FACTOR
-        if config.value_learning_rate is not None:
-            factor = config.value_learning_rate / config.learning_rate
         groups = [
             {"params": [one for one in self._policy if one.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [one for one in self._policy if one.ndim < 2], "weight_decay": 0.0},  # norms and biases
-            {"params": self._head, "weight_decay": 0.0, RATE_FACTOR: factor},  # decay would bias it towards 0
+            {"params": self._head, "weight_decay": 0.0, RATE_FACTOR: _value_factor(config)},  # decay would bias it towards 0
         ]
         self._adamw = build_adamw([group for group in groups if group["params"]], config)
+
+    def use(self, config: TrainerConfig) -> None:
+        """Take further steps with the learning rates, schedule and bound of `config`."""
+        self.config = config
+        for group in self._adamw.param_groups:
+            if RATE_FACTOR in group:
+                group[RATE_FACTOR] = _value_factor(config)
 
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
         """Clip the gradients, take a step, and clear them. No weight changes if the loss or a gradient is not finite.
@@ -182,6 +186,10 @@ class PolicyOptimizer:
         adamw.zero_grad(set_to_none=True)
         for parameter in new:
             adamw.state[parameter]["step"].zero_()
+
+
+def _value_factor(config: TrainerConfig) -> float:
+    return VALUE_RATE_FACTOR if config.value_learning_rate is None else config.value_learning_rate / config.learning_rate
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:

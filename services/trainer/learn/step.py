@@ -40,7 +40,7 @@ from services.trainer.learn.optimizer import PolicyOptimizer
 from services.trainer.learn.policy import Policy, add_value_head
 from services.trainer.world import ADAPTER, END, SCORE, WEIGHTS, Message, RankLayout, World
 
-TRAIN, BATCHES = "train", "batches"
+TRAIN, BATCHES, USE = "train", "batches", "use"
 
 Share = tuple[HostMicroBatch, ...]
 """Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same length."""
@@ -188,6 +188,13 @@ class Learner:
             if kind == END and self.world.batches is not None:
                 self.world.batches.tell_all(Message(END))
 
+    def use(self, trainer: TrainerConfig) -> None:
+        """Take further steps, on all ranks, with the learning rates, schedule, bound and packing of `trainer`."""
+        if trainer != self.trainer and self.world.is_first and self.world.links is not None:
+            self.world.links.tell_all(Message(USE, {"trainer": trainer.model_dump(mode="json")}))
+        self.trainer = trainer
+        self.optimizer.use(trainer)
+
     def send_batches(self, prepared: PreparedStep) -> None:
         """Rank 0: start to send each rank its batches, on any thread. Steps must be taken in the order in which they are sent.
         Raises `RuntimeError` if a rank is gone."""
@@ -244,7 +251,7 @@ class Learner:
             with self._phases.measure("to_device"):
                 batch = host_batch.on(self.policy.device)
             with self._phases.measure("forward_backward"):
-                its_values, its_terms = self._backward(batch)
+                its_values, its_terms = self.microbatch(batch)
             values.append(its_values)
             terms.append(its_terms)
         with self._phases.measure("totals"):
@@ -256,7 +263,7 @@ class Learner:
         figures["compute_s"] = self._phases.take()
         return meter.token_statistics(of_tokens, share, self._bound), totals, figures
 
-    def _backward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def microbatch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(

@@ -95,6 +95,13 @@ class VersionReady:
 
 
 @dataclass(frozen=True)
+class ServedFromLog:
+    """An actor that reads the weight log serves this version. Without members, nobody else is waited for."""
+
+    version: int
+
+
+@dataclass(frozen=True)
 class TransferFailed:
     """The trainer could not form the group or finish the broadcast. `missing`: actors that did not join the group."""
 
@@ -119,7 +126,17 @@ class HoldCommits:
 
 Answer = EpochJoined | Staged | Serving | Abort
 """A member has joined, has staged the version, serves it, or has failed. The trainer's own end only joins and stages."""
-Event = MemberUp | MembersLeaving | MemberReady | VersionReady | HoldCommits | TransferFailed | DeadlinePassed | Answer
+Event = (
+    MemberUp
+    | MembersLeaving
+    | MemberReady
+    | VersionReady
+    | ServedFromLog
+    | HoldCommits
+    | TransferFailed
+    | DeadlinePassed
+    | Answer
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +164,7 @@ class SetDeadline:
 
 @dataclass(frozen=True)
 class VersionServed:
-    """All remaining members serve the version."""
+    """All remaining members serve the version, or without members, an actor that reads the weight log."""
 
     version: int
     epoch: int
@@ -207,7 +224,8 @@ class Coordinator:
     @property
     def held(self) -> bool:
         """Return whether the version in transfer may be staged, but not committed yet."""
-        return self._under_way and self._held_above is not None and self.version > self._held_above
+        waits = self._under_way or self.phase is Phase.WAITING
+        return waits and self._held_above is not None and self.version > self._held_above
 
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
         """Return how many seconds after its begin the phase counts as stuck or too slow, if no further answer arrives.
@@ -239,6 +257,11 @@ class Coordinator:
                 assert self.phase is Phase.IDLE, f"version {version} offered while {self.version} is {self.phase.value!r}"
                 self.version, self._restarts = version, 0
                 return self._send() if self._group_stands and self.members == self._eligible() else self._form()
+            case ServedFromLog(version):
+                if self.phase is not Phase.WAITING or version < self.version:
+                    return []
+                self.phase = Phase.IDLE
+                return [VersionServed(self.version, self.epoch, ())]
             case HoldCommits(above):
                 self._held_above = above
                 return self._advance()

@@ -100,6 +100,12 @@ class Snapshot:
                 self._checksums[chunk.index] = checksum(raw)
         return raw, self._checksums[chunk.index]
 
+    def on_host(self) -> Tensor:
+        """Wait until `stream` is filled, and return it, or a copy of it, in host memory."""
+        with self._placement.scope():
+            self._placement.synchronize()
+            return self.stream.cpu()
+
     def checksum(self, chunk: Chunk, placement: Placement) -> int:
         """Return the chunk's checksum. The chunk is copied only if the checksum is not known yet."""
         known = self._checksums.get(chunk.index)

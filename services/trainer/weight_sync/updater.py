@@ -31,7 +31,8 @@ from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trac
 from pipelinerl.transfer.manifest import RanksMissing
 from pipelinerl.v1 import control_pb2 as pb
 from services.trainer.weight_sync import coordinator as c
-from services.trainer.weight_sync.membership import MemberChange, Roster, UpdateObserver, UpdateRecord
+from services.trainer.weight_sync.log_writer import LogWriter
+from services.trainer.weight_sync.membership import LogReaders, MemberChange, Roster, UpdateObserver, UpdateRecord
 
 if TYPE_CHECKING:
     from services.trainer.weight_sync.sender import CollectiveGroup, Snapshot, WeightSender
@@ -226,7 +227,8 @@ class TransferSession:
 class WeightUpdater:
     """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
     from the offer of the first version until an actor serves it. `on_change`: called when a version is served or actors are
-    gone."""
+    gone. `log`: also writes each version to the weight log. If there are only actors that read it, a version counts as served
+    once one of them serves it."""
 
     def __init__(
         self,
@@ -237,7 +239,9 @@ class WeightUpdater:
         incarnation: int,
         deadline_s: float,
         join_timeout_s: float,
+        log: LogWriter | None = None,
     ) -> None:
+        self.log, self.readers = log, LogReaders()
         self.bus, self.sender, self.incarnation, self.deadline_s = bus, sender, incarnation, deadline_s
         self._observer, self._join_timeout_s = observer, join_timeout_s
         self.on_change: Callable[[], None] = lambda: None
@@ -265,12 +269,14 @@ class WeightUpdater:
 
     @property
     def members(self) -> dict[str, c.Member]:
-        return self._main.coordinator.members
+        """Return the epoch's members, and the actors that read the weight log and can be called."""
+        readers = {actor: member for actor, member in self.readers.members.items() if member.grpc_address}
+        return self._main.coordinator.members | readers
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`."""
-        return self.roster.serving(self.served_version)
+        """Return the actors that are known to serve `served_version`, and can be called."""
+        return self.roster.serving(self.served_version) | self.readers.serving(self.served_version)
 
     @property
     def states(self) -> dict[str, str]:
@@ -280,6 +286,7 @@ class WeightUpdater:
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
             for name in list(self._main.coordinator.present)
         }
+        states |= self.readers.states
         return states | dict.fromkeys(set(self._draining) - states.keys(), "leaving")
 
     @property
@@ -300,7 +307,7 @@ class WeightUpdater:
 
     @property
     def num_present(self) -> int:
-        return len(self._main.coordinator.present)
+        return len(self._main.coordinator.present) + len(self.readers.members)
 
     async def offer(self, version: int, snapshot: Snapshot) -> None:
         """Wait until no version is in transfer to the epoch, then begin to send `version`."""
@@ -308,6 +315,8 @@ class WeightUpdater:
         self._under_way = snapshot
         self._main.begin(version, snapshot)
         self.post(self._main, c.VersionReady(version))
+        if self.log is not None:
+            self.log.offer(snapshot)
 
     def pod_ends(self, pod: PodEnd) -> None:
         """Remove the actor of a pod that ends, even if the actor still sends heartbeats."""
@@ -332,12 +341,17 @@ class WeightUpdater:
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
         """Wait until the offered `version` is served. Later versions are staged but not committed inside the block."""
-        self.post(self._main, c.HoldCommits(above=version))
+        self._hold_commits(above=version)
         try:
             await self._until(lambda: self.served_version >= version)
             yield
         finally:
-            self.post(self._main, c.HoldCommits(above=None))
+            self._hold_commits(above=None)
+
+    def _hold_commits(self, above: int | None) -> None:
+        self.post(self._main, c.HoldCommits(above))
+        if self.log is not None:
+            self.log.hold(above)
 
     async def run(self) -> None:
         """Run until cancelled. Raises `ServiceError` if no actor serves the first version in time."""
@@ -349,6 +363,8 @@ class WeightUpdater:
                 self.tasks.create_task(self._watch_answers())
                 self.tasks.create_task(self._step_events())
                 self.tasks.create_task(self._first_served_in_time())
+                if self.log is not None:
+                    self.tasks.create_task(self.log.run(self.bus))
         finally:
             for session in (self._main, *self._sides):
                 await session.close()
@@ -371,6 +387,7 @@ class WeightUpdater:
                 if event.payload is None:
                     self._draining.discard(event.actor)
                     self.starting.discard(event.actor)
+                    self._reader_gone(event.actor, "left, or its heartbeat stopped", left=False)
                     self.post(None, c.MembersLeaving.unregistered(event.actor))
                     continue
                 try:
@@ -382,13 +399,29 @@ class WeightUpdater:
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
                 (self.starting.add if said.phase == "starting" else self.starting.discard)(said.actor)
                 if said.phase == "starting":  # an older process of that actor is gone
+                    self._reader_gone(said.actor, "it restarted", left=False)
                     self.post(None, c.MembersLeaving.unregistered(said.actor))
                 elif said.phase == "draining":
                     self._draining.add(said.actor)
+                    self._reader_gone(said.actor, "it is shutting down", left=True)
                     self.post(None, c.MembersLeaving((member,), "it is shutting down"))
+                elif said.reads_log:
+                    self._draining.discard(said.actor)
+                    if said.actor in self._main.coordinator.present:  # it restarted with another weights.backend
+                        self.post(None, c.MembersLeaving.unregistered(said.actor))
+                    version = said.policy_version if said.incarnation == self.incarnation else -1
+                    self._reader_serves(self.readers.up(member, version))
                 else:
                     self._draining.discard(said.actor)
+                    self._reader_gone(said.actor, "it restarted with another weights.backend", left=False)
                     self.post(None, c.MemberUp(member))
+
+    def _reader_serves(self, changes: list[MemberChange]) -> None:
+        self._tell(changes)
+        self.post(self._main, c.ServedFromLog(self.readers.newest))
+
+    def _reader_gone(self, actor: str, reason: str, *, left: bool) -> None:
+        self._tell(self.readers.gone(actor, reason, left=left))
 
     async def _watch_answers(self) -> None:
         async with self.bus.watch_control(tuple(ANSWER_TYPES)) as messages:
@@ -412,8 +445,12 @@ class WeightUpdater:
             self._note_reason(answer.actor, answer.reason)
         if not ours:
             return
-        if isinstance(answer, pb.EpochJoined):
+        if isinstance(answer, pb.EpochJoined | pb.Serving):
             self._reasons.pop(answer.actor, None)
+        if isinstance(answer, pb.Serving) and not answer.epoch:
+            if answer.version == self._main.record.version:
+                self._main.record.stall_s[answer.actor] = answer.stall_s
+            self._reader_serves(self.readers.serves(answer.actor, answer.version))
         sides = (session for session in self._sides if session.coordinator.epoch == answer.epoch)
         self.post(next(sides, self._main), answer)
 
@@ -481,12 +518,14 @@ class WeightUpdater:
                     self._tell(self.roster.put_out(action, self.served_version))
                 case pb.Abort():
                     self.updates["aborted"] += 1
+                case c.WaitingForMembers(version) if self.readers.members:
+                    self.post(self._main, c.ServedFromLog(self.readers.newest))
                 case c.WaitingForMembers(version):
                     log.warning("no actor is left: version %d waits for one to register", version)
                 case c.VersionServed(version, epoch):
                     self._served_snapshot, self._under_way = self._under_way, None
                     self.served_version = version
-                    self._tell(self.roster.served(self.members.values(), epoch, version))
+                    self._tell(self.roster.served(self._main.coordinator.members.values(), epoch, version))
                     self.updates["served"] += 1
                     self._observer.served(self._main.record)
                     self.on_change()
@@ -496,9 +535,10 @@ class WeightUpdater:
         """Remove gone actors, and members of the epoch, from side groups. Open the side groups that other actors need, after a
         wait for more of them. `gathered`: this wait is over."""
         for session in list(self._sides):
-            if outdated := self.roster.outdated(session.joiners, self.members):
+            if outdated := self.roster.outdated(session.joiners, self._main.coordinator.members):
                 await self._step_side(session, c.MembersLeaving(outdated, "it is gone, or in the epoch", still_running=False))
-        due = self.roster.side_groups(self.served_version, self.members, [session.joiners for session in self._sides])
+        in_epoch = self._main.coordinator.members
+        due = self.roster.side_groups(self.served_version, in_epoch, [session.joiners for session in self._sides])
         if due and not gathered and not self._gathering:
             asyncio.get_running_loop().call_later(min(GATHER_S, self.transfers_s[-1]), self.post, None, None)
         self._gathering = not gathered and (self._gathering or bool(due))

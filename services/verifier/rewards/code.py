@@ -338,7 +338,8 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs except for white space at line ends. If a line should have a decimal point, compare numbers by value."""
+    """Compare outputs, ignoring white space at line ends and blank lines at the end. In lines where the wanted output has a
+    decimal point, compare numbers by value."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))

@@ -1,0 +1,201 @@
+"""Record the sequences of each optimizer step as Parquet, and read them back. docs/replay.md lists the columns.
+
+Each step has one file, with a row per branch in the order in which the step took them. The files have columns instead of
+messages, because people also use them for analysis, offline training and distillation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl import __version__
+from pipelinerl.errors import ServiceError, first_line
+from pipelinerl.messages.sequences import Branch, FinishReason, Sequence, Turn, VersionSpan
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.run_dir import sync_folder
+from services.trainer.learn.batch import TrainingGroup
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FOLDER = "recorded"
+_ABOUT = b"pipelinerl"
+_NOT_SAMPLED = -1
+"""Version of an observation's token, whose log-probability is NaN."""
+_OF_SEQUENCE = (
+    *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "actor", "reward", "generation_s"),
+    *("prompt_text", "completion_text", "reference_json", "answer", "reason"),
+)
+"""Columns with the values of the sequence's fields of these names, the same in all its rows."""
+
+
+def recorded_file(run_dir: Path, step: int) -> Path:
+    return run_dir / FOLDER / f"step-{step:06}.parquet"
+
+
+def recorded_steps(run_dir: Path) -> list[int]:
+    """Return the numbers of the recorded steps, in order."""
+    names = (path.stem.removeprefix("step-") for path in (run_dir / FOLDER).glob("step-*.parquet"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The groups of the step that turned policy version `step` - 1 into `step`. `about`: recipe and software of that time."""
+
+    step: int
+    groups: list[TrainingGroup]
+    about: Mapping[str, Any]
+
+
+def software(recipe: Recipe, ranks: int) -> dict[str, Any]:
+    """Return what a step's result depends on besides data and weights, as JSON-compatible values."""
+    import torch
+    import transformers
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    versions = {"pipelinerl": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    threads = torch.get_num_threads()
+    return {**versions, "device": device, "ranks": ranks, "threads": threads, "recipe": recipe.model_dump(mode="json")}
+
+
+def write_step(run_dir: Path, recorded: RecordedStep) -> None:
+    """Write a step durably, and replace an earlier record of it. Raises `ServiceError` if the disk does not take it."""
+    import pyarrow.parquet as pq
+
+    path = recorded_file(run_dir, recorded.step)
+    beside = path.with_name(f".{path.name}")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with beside.open("wb") as file:
+            pq.write_table(to_table(recorded), file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise ServiceError(
+            f"record: true, but step {recorded.step} cannot be recorded in {path}: {first_line(error)}"
+        ) from error
+
+
+def read_step(run_dir: Path, step: int) -> RecordedStep:
+    """Read a step. Raises `ServiceError` if it was not recorded, or its file is damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = recorded_file(run_dir, step)
+    try:
+        return from_table(step, pq.read_table(path))
+    except FileNotFoundError:
+        raise ServiceError(f"step {step} is not recorded: there is no {path}") from None
+    except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as error:
+        raise ServiceError(f"{path} is damaged, or of another version of pipelinerl: {first_line(error)}") from error
+
+
+def to_table(recorded: RecordedStep) -> pa.Table:
+    """Return one row for each branch. Pure."""
+    import pyarrow as pa
+
+    pairs = [pair for group in recorded.groups for pair in zip(group.sequences, group.advantages.tolist(), strict=True)]
+    rows = [(one, at, branch, advantage) for one, advantage in pairs for at, branch in enumerate(one.all_branches)]
+    branches = [branch for _, _, branch, _ in rows]
+    of_tokens = [_of_tokens(branch) for branch in branches]
+    named = pa.map_(pa.string(), pa.float64())
+    turn = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("finish_reason", pa.string())])
+    columns = {
+        "step": pa.array([recorded.step] * len(rows), pa.int32()),
+        **{name: pa.array([getattr(one, name) for one, *_ in rows]) for name in _OF_SEQUENCE},
+        "reward_terms": pa.array([list(one.reward_components.items()) for one, *_ in rows], named),
+        "metrics": pa.array([list(one.metrics.items()) for one, *_ in rows], named),
+        "advantage": pa.array([advantage for *_, advantage in rows], pa.float64()),
+        "branch": pa.array([at for _, at, _, _ in rows], pa.int32()),
+        "finish_reason": pa.array([branch.finish_reason for branch in branches], pa.string()),
+        "turns": pa.array([[vars(one) for one in branch.turns] for branch in branches], pa.list_(turn)),
+        "prompt_ids": _lists([branch.prompt_token_ids for branch in branches], np.int32),
+        "completion_ids": _lists([branch.completion_token_ids for branch in branches], np.int32),
+        "logprobs": _lists([one[0] for one in of_tokens], np.float32),
+        "versions": _lists([one[1] for one in of_tokens], np.int32),
+        "incarnations": _lists([one[2] for one in of_tokens], np.int32),
+    }
+    return pa.table(columns).replace_schema_metadata({_ABOUT: json.dumps(recorded.about).encode()})
+
+
+def from_table(step: int, table: pa.Table) -> RecordedStep:
+    """Return the step that `to_table` made into `table`. Pure."""
+    arrays = {name: _arrays(table, name) for name in ("prompt_ids", "completion_ids", "logprobs", "versions", "incarnations")}
+    rows = table.drop_columns(list(arrays)).to_pylist()
+    for at, row in enumerate(rows):
+        row |= {name: column[at] for name, column in arrays.items()}
+    groups = []
+    for _, of_group in groupby(rows, key=lambda row: row["group_id"]):
+        own = [list(of_one) for _, of_one in groupby(of_group, key=lambda row: row["sequence_id"])]
+        advantages = np.array([of_one[0]["advantage"] for of_one in own])
+        groups.append(TrainingGroup(tuple(map(_sequence, own)), advantages))
+    return RecordedStep(step, groups, json.loads(table.schema.metadata[_ABOUT]))
+
+
+def _of_tokens(branch: Branch) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:
+    """Return log μ, version and incarnation of each completion token, [tokens] each."""
+    size = branch.num_completion_tokens
+    logprobs = np.full(size, np.nan, np.float32)
+    versions, incarnations = np.full(size, _NOT_SAMPLED, np.int32), np.full(size, _NOT_SAMPLED, np.int32)
+    taken = 0
+    for span in branch.spans:
+        logprobs[span.start : span.end] = branch.behaviour_logprobs[taken : taken + span.end - span.start]
+        versions[span.start : span.end], incarnations[span.start : span.end] = span.version, span.incarnation
+        taken += span.end - span.start
+    return logprobs, versions, incarnations
+
+
+def _sequence(rows: list[dict[str, Any]]) -> Sequence:
+    first, others = rows[0], tuple(Branch(**_of_branch(row)) for row in rows[1:])
+    terms, metrics = dict(first["reward_terms"]), dict(first["metrics"])
+    same = {name: first[name] for name in _OF_SEQUENCE}
+    return Sequence(**same, **_of_branch(first), reward_components=terms, metrics=metrics, branches=others)
+
+
+def _of_branch(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": row["prompt_ids"],
+        "completion_token_ids": row["completion_ids"],
+        "behaviour_logprobs": row["logprobs"][row["versions"] != _NOT_SAMPLED],
+        "spans": tuple(_spans(row["versions"], row["incarnations"])),
+        "turns": tuple(Turn(one["start"], one["end"], _reason(one["finish_reason"])) for one in row["turns"]),
+        "finish_reason": _reason(row["finish_reason"]),
+    }
+
+
+def _reason(name: str | None) -> FinishReason | None:
+    return None if name is None else FinishReason(name)
+
+
+def _spans(versions: NDArray[np.int32], incarnations: NDArray[np.int32]) -> Iterator[VersionSpan]:
+    """Yield a span for each run of tokens of the same version. Tokens that were not sampled have none."""
+    edges = np.flatnonzero((np.diff(versions) != 0) | (np.diff(incarnations) != 0)) + 1
+    for start, end in zip([0, *edges.tolist()], [*edges.tolist(), len(versions)], strict=True):
+        if start < end and versions[start] != _NOT_SAMPLED:
+            yield VersionSpan(int(versions[start]), start, end, int(incarnations[start]))
+
+
+def _lists(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> pa.Array:
+    import pyarrow as pa
+
+    ends = np.cumsum([0, *map(len, arrays)])
+    return pa.LargeListArray.from_arrays(ends, np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False))
+
+
+def _arrays(table: pa.Table, name: str) -> list[NDArray[Any]]:
+    column = table[name].combine_chunks()
+    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    return [values[start:end] for start, end in pairwise(ends.tolist())]

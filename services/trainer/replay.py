@@ -1,0 +1,209 @@
+"""`python -m services.trainer.replay`: compute recorded optimizer steps again, and compare the digests of the weights.
+
+`pipelinerl replay` starts this in the trainer's environment, with the run's number of threads. The steps go through the same
+code as in the run: `PolicyTrainer.prepare` and `step`. With overrides, the same data meet another loss, mask or optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipelinerl.audit.journal import JOURNAL
+from pipelinerl.audit.replay import Findings, events, read_history
+from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.initial_model import model_source
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_from_data
+from pipelinerl.run_dir import resumable
+from pipelinerl.run_summary import read_jsonl
+from pipelinerl.service.lifecycle import exit_code
+from pipelinerl.service.settings import RankSettings, TrainerSettings, read_settings
+from services.trainer.checkpoint.run_state import STATE, Start
+from services.trainer.data.recording import RecordedStep, read_step, recorded_steps, software
+from services.trainer.launch import num_ranks, run_ranks
+from services.trainer.policy_trainer import PolicyTrainer, load_learner, load_policy_trainer
+from services.trainer.token_table import token_table
+from services.trainer.worker import worker_loop
+from services.trainer.world import leave_ranks
+
+FIGURES = ("loss", "grad_norm", "ess", "clip_fraction", "mask_fraction", "learning_rate")
+
+ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_parallel=1")
+"""Overrides for showing tokens, which needs the whole policy on one rank."""
+
+
+@dataclass(frozen=True)
+class Options:
+    first: int | None
+    last: int | None
+    tokens_of: int | None
+    """Step whose tokens are printed instead of replaying further."""
+    most: int
+    """Number of sequences to print."""
+    overrides: tuple[str, ...]
+
+
+def digests(run_dir: Path) -> dict[int, str]:
+    """Return the digest of each version in the journal, without steps that a restart undid."""
+    path, findings = run_dir / JOURNAL, Findings()
+    counted = (event for _, event, undone in events(path, read_history(path, findings), findings) if undone is None)
+    return {event["version"]: event["sha256"] for event in counted if event["event"] == "weights"}
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """Return the recorded steps in order, without those that a restart undid and that were not repeated."""
+    known = digests(run_dir)
+    return [step for step in recorded_steps(run_dir) if step in known or not known]
+
+
+def steps_to_take(options: Options, recorded: Sequence[int]) -> tuple[int, int]:
+    """Return the first and the last step of the user's range. Raises `FieldError` if they are not recorded. Pure."""
+    if not recorded:
+        raise FieldError("RUN", "", "has no recorded steps: run the recipe with `record: true`")
+    given = [options.tokens_of] * 2 if options.tokens_of is not None else [options.first, options.last]
+    first, last = (end if one is None else one for one, end in zip(given, (recorded[0], recorded[-1]), strict=True))
+    there = f"the run recorded steps {recorded[0]} to {recorded[-1]}"
+    for option, step in (("--from", first), ("--to", last)):
+        if step not in recorded:
+            raise FieldError("--step" if options.tokens_of else option, step, there)
+    if first > last:
+        raise FieldError("--to", last, f"must not be below --from {first}")
+    return first, last
+
+
+def nearest_start(run_dir: Path, first: int) -> tuple[int, Path | None]:
+    """Return the newest version before step `first` that a checkpoint holds, with its folder; version 0 without one."""
+    versions = {version: path.parent for version, path in resumable(run_dir).items() if version < first}
+    return (max(versions), versions[max(versions)]) if versions else (0, None)
+
+
+def recipe_of(step: RecordedStep, overrides: Sequence[str]) -> Recipe:
+    return recipe_from_data(dict(step.about["recipe"]), f"the recipe of step {step.step}", overrides)
+
+
+def replay(settings: TrainerSettings, ranks: RankSettings, options: Options) -> int:
+    """Rank 0: take the steps and print a line for each. Return 1 if a digest differs although nothing was overridden."""
+    run_dir, known = settings.run_dir, digests(settings.run_dir)
+    first, last = steps_to_take(options, steps_of(run_dir))
+    version, folder = nearest_start(run_dir, first)
+    begin = before = read_step(run_dir, version + 1)
+    policy = load_policy_trainer(recipe_of(begin, options.overrides), settings, ranks, Start(folder=folder))
+    _say_differences(begin.about, software(recipe_of(begin, ()), policy.num_ranks))
+    _check_start(policy, version, known)
+    records = {record["step"]: record for record in read_jsonl(run_dir / "metrics.jsonl")}
+    compared, different = 0, list[int]()
+    try:
+        for number in range(version + 1, last + 1):
+            step = begin if number == version + 1 else read_step(run_dir, number)
+            if environment(step) != environment(before):
+                _say_differences(step.about, software(recipe_of(step, ()), policy.num_ranks), f"from step {number} on, ")
+            before = step
+            policy.learner.use(recipe_of(step, options.overrides).trainer)
+            if number == options.tokens_of:
+                print(*token_table(policy, step, options.most), sep="\n")
+                return 0
+            figures = policy.step(policy.prepare(step.groups, number - 1))
+            if number >= first:
+                sha256, expected = policy.digest(PolicyVersion(1, number)), known.get(number, "")
+                compared += bool(expected)
+                different += [number] if expected and sha256 != expected else []
+                print(line(number, sha256, expected, figures, records.get(number, {}), bool(options.overrides)), flush=True)
+    finally:
+        policy.end()
+    print(verdict(compared, different, bool(options.overrides)))
+    return int(bool(different) and not options.overrides)
+
+
+def line(step: int, sha256: str, expected: str, now: Mapping[str, Any], then: Mapping[str, Any], is_experiment: bool) -> str:
+    """Return the line of a replayed step. Figures are shown as `recorded → replayed` if they differ. Pure."""
+    if is_experiment:
+        state = "other weights" if sha256 != expected else "the same weights"
+    else:
+        state = "not journaled" if not expected else "equal" if sha256 == expected else f"DIFFERS from {expected[:12]}"
+    shown = " ".join(f"{name} {_pair(then.get(name), now[name])}" for name in FIGURES if now.get(name) is not None)
+    return f"step {step:>5}  {sha256[:12]} {state}  {shown}"
+
+
+def _pair(then: float | None, now: float) -> str:
+    return f"{now:.6g}" if then is None or f"{then:.6g}" == f"{now:.6g}" else f"{then:.6g} → {now:.6g}"
+
+
+def verdict(compared: int, different: Sequence[int], is_experiment: bool) -> str:
+    if is_experiment:
+        return "an experiment: the recorded data with other settings; figures are shown as recorded → replayed"
+    if not compared:
+        return "the journal has no digests of these versions, so nothing was compared"
+    if not different:
+        return f"all {compared} versions have the digests of the run"
+    return (
+        f"{len(different)} of {compared} versions differ from the run, from version {different[0]} on. The same digests need "
+        "the same machine, software, number of ranks and threads (docs/replay.md)"
+    )
+
+
+def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) -> None:
+    """Raise `ServiceError` if the weights to start from are not those of the run, as after a change of the initial model."""
+    expected = known.get(version, "")
+    if expected and policy.digest(PolicyVersion(1, version)) != expected:
+        raise ServiceError(
+            f"the weights of version {version}, from which the replay begins, are not those of the run: its initial model has "
+            "changed, or another device rounds differently"
+        )
+
+
+def environment(step: RecordedStep) -> dict[str, Any]:
+    return {name: value for name, value in step.about.items() if name != "recipe"}
+
+
+def _say_differences(then: Mapping[str, Any], now: Mapping[str, Any], since: str = "") -> None:
+    for name, value in now.items():
+        if name != "recipe" and then.get(name) != value:
+            print(f"note: {since}{name} was {then.get(name)!r} in the run, and is {value!r} here, so the digests may differ")
+
+
+def _options() -> Options:
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.replay", description=__doc__)
+    parser.add_argument("--from", dest="first", type=int)
+    parser.add_argument("--to", dest="last", type=int)
+    parser.add_argument("--tokens-of", type=int)
+    parser.add_argument("--most", type=int, default=4)
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parsed = parser.parse_args()
+    alone = () if parsed.tokens_of is None else ONE_RANK
+    return Options(parsed.first, parsed.last, parsed.tokens_of, parsed.most, (*parsed.overrides, *alone))
+
+
+def main() -> int:
+    options, ranks, codes = _options(), RankSettings(), list[int | None]()
+    logging.getLogger().setLevel(logging.ERROR)
+
+    def work() -> None:
+        settings = read_settings(TrainerSettings)
+        first, _ = steps_to_take(options, steps_of(settings.run_dir))
+        version, folder = nearest_start(settings.run_dir, first)
+        begin = read_step(settings.run_dir, version + 1)
+        recipe = recipe_of(begin, options.overrides)
+        torch.set_num_threads(begin.about["threads"])  # the number of threads decides in which order sums are rounded
+        if ranks.world_size == 1 and (several := num_ranks(settings, recipe)) > 1:
+            codes.append(run_ranks(settings, several, (sys.executable, "-m", "services.trainer.replay", *sys.argv[1:])))
+        elif ranks.rank == 0:
+            codes.append(replay(settings, ranks, options))
+        else:
+            state = folder / STATE if folder else None
+            worker_loop(load_learner(recipe, model_source(recipe, settings), ranks, state, settings.revision))
+            leave_ranks()
+
+    return exit_code(work) or next(filter(None, codes), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,402 @@
+"""Actors that read the weight log, beside a trainer whose epoch may have members or none."""
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.errors import TransferError, UserError
+from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.transfer import stores
+from pipelinerl.transfer.chunks import pack
+from pipelinerl.transfer.manifest import Manifest, build_manifest
+from pipelinerl.transfer.stores import LogStore, StoreError, open_store
+from pipelinerl.transfer.weight_log import WeightLog
+from pipelinerl.v1.control_pb2 import Registration
+from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.client import WeightLoading
+from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.updates import UpdateListener
+from services.trainer.weight_sync.log_writer import LogWriter
+from services.trainer.weight_sync.sender import Snapshot
+from services.trainer.weight_sync.updater import WeightUpdater
+from tests.support.memory_bus import MemoryBus, MemoryServer
+from tests.unit.test_update_protocol import MANIFEST, ScriptedReceiver, ScriptedSender, Told, ended, start_actor
+
+RUN = "run"
+LIMITS = StreamLimits(member_ttl_s=600)
+
+
+def stream_of(version: int) -> Tensor:
+    weights = {spec.name: torch.full(tuple(spec.shape), float(version)) for spec in MANIFEST.parameters}
+    return pack(MANIFEST, weights)
+
+
+def snapshot(version: int, incarnation: int = 1) -> Snapshot:
+    return Snapshot(MANIFEST, PolicyVersion(incarnation, version), stream_of(version))
+
+
+@dataclass
+class ReadingReceiver(ScriptedReceiver):
+    """Keeps the bytes of each version that it staged, as a worker reads them from the file."""
+
+    staged: dict[PolicyVersion, bytes] = field(default_factory=dict)
+    prepared: list[str] = field(default_factory=list)
+
+    async def prepare(self, manifest: Manifest) -> WeightLoading:
+        self.prepared.append(manifest.manifest_id)
+        return WeightLoading("shadow")
+
+    async def open_stream(self, path: Path, version: PolicyVersion) -> None:
+        self.staged[version] = path.read_bytes()
+
+
+class Unreliable:
+    """A store whose calls fail while `error` is set, or wait while `may_go` is cleared."""
+
+    def __init__(self, store: LogStore) -> None:
+        self._store, self.place = store, store.place
+        self.error: TransferError | None = None
+        self.may_go = asyncio.Event()
+        self.may_go.set()
+
+    async def _checked(self) -> None:
+        await self.may_go.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def put(self, key: str, parts: Any) -> Any:
+        await self._checked()
+        return await self._store.put(key, parts)
+
+    async def get(self, key: str, max_bytes: int) -> AsyncIterator[bytes]:
+        await self._checked()
+        async for piece in self._store.get(key, max_bytes):
+            yield piece
+
+    async def keys(self, prefix: str) -> Any:
+        return await self._store.keys(prefix)
+
+    async def delete(self, key: str) -> None:
+        await self._checked()
+        await self._store.delete(key)
+
+
+@dataclass
+class Reader:
+    name: str
+    receiver: ReadingReceiver
+    gate: ServingGate
+    listener: UpdateListener
+    store: Unreliable
+    task: asyncio.Task[None]
+    bus: MemoryBus
+    registry: CollectorRegistry
+
+    @property
+    def served(self) -> list[int]:
+        return [version.number for version in self.receiver.served]
+
+    async def register(self, process: str = "p1", phase: str = "joining", address: str = "a:1") -> None:
+        served = self.gate.served or PolicyVersion(0, 0)
+        me = Registration(actor=self.name, process=process, grpc_address=address, ranks=1, phase=phase, reads_log=True)
+        me.policy_version, me.incarnation = served.number, served.incarnation
+        await self.bus.put_member(self.name, me.SerializeToString())
+
+
+@dataclass
+class Stage:
+    updater: WeightUpdater
+    sender: ScriptedSender
+    server: MemoryServer
+    stack: AsyncExitStack
+    told: Told
+    store: Unreliable
+    folder: Path
+    running: asyncio.Task[None]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                assert not self.running.done(), self.running.exception()
+                await asyncio.sleep(0.001)
+
+    async def read(self, name: str, max_lag: int | None = None) -> Reader:
+        bus = await self.stack.enter_async_context(MemoryBus(RUN, server=self.server, limits=LIMITS))
+        receiver, gate = ReadingReceiver(), ServingGate(max_lag)
+        store = Unreliable(await self.stack.enter_async_context(open_store(self.folder.as_uri(), bus)))
+        registry = CollectorRegistry()
+        listener = UpdateListener(bus, receiver, gate, ActorMetrics(registry), instance=name, process="p1", log=store)
+        reader = Reader(name, receiver, gate, listener, store, asyncio.create_task(listener.run()), bus, registry)
+        self.stack.push_async_callback(ended, reader.task)
+        await reader.register()
+        await self.until(lambda: name in self.updater.readers.members)
+        return reader
+
+    async def join(self, name: str) -> ScriptedReceiver:
+        actor = await start_actor(name, self.server, self.stack)
+        self.stack.push_async_callback(ended, actor.task)
+        await actor.register()
+        await self.until(lambda: name in self.updater._main.coordinator.present)
+        return actor.receiver
+
+    async def send(self, version: int) -> None:
+        async with asyncio.timeout(60):
+            await self.updater.offer(version, snapshot(version, self.updater.incarnation))
+            await self.until(lambda: self.updater.served_version >= version)
+
+
+@asynccontextmanager
+async def stage(folder: Path, incarnation: int = 1, server: MemoryServer | None = None) -> AsyncIterator[Stage]:
+    server, sender = server or MemoryServer(), ScriptedSender()
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=LIMITS))
+        await bus.create_streams()
+        told, store = Told(), Unreliable(await stack.enter_async_context(open_store(folder.as_uri(), bus)))
+        writer = LogWriter(WeightLog(store, MANIFEST, RUN, anchor_every=4))
+        options = {"deadline_s": 5.0, "join_timeout_s": 60.0, "log": writer}
+        updater = WeightUpdater(bus, sender, told, incarnation=incarnation, **options)
+        running = asyncio.create_task(updater.run())
+        stack.push_async_callback(ended, running)
+        yield Stage(updater, sender, server, stack, told, store, folder, running)
+
+
+async def test_a_run_of_readers_only_goes_on_with_the_fastest_and_each_serves_whole_versions(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        fast, slow = await one.read("a"), await one.read("b", max_lag=1)
+        assert one.updater.num_present == 2
+        slow.receiver.may_receive.clear()
+        for version in range(6):
+            await one.send(version)
+        assert fast.served == list(range(6))
+        assert (one.updater.served_version, slow.served, slow.gate.opened.is_set()) == (5, [], False)
+        assert one.updater.states == {"a": "serving", "b": "joining"}
+        assert list(one.updater.serving) == ["a"]
+        slow.receiver.may_receive.set()
+        await one.until(lambda: slow.served[-1:] == [5])
+        assert slow.served[0] < 5, "it finished the version that it was staging"
+        assert len(slow.served) == 2, "it skipped those between"
+        for reader in (fast, slow):
+            for version, data in reader.receiver.staged.items():
+                assert data == stream_of(version.number).numpy().tobytes()
+        assert one.sender.sent == [], "the trainer sent no bytes to anyone"
+        await one.until(lambda: one.updater.states["b"] == "serving")
+        assert [(change.kind, change.member.actor) for change in one.told.changes] == [("joined", "a"), ("joined", "b")]
+        assert one.told.records[-1].stall_s["a"] == 0.002
+
+
+async def test_readers_never_hold_the_members_and_take_over_when_those_are_gone(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        member, reader = await one.join("m"), await one.read("r")
+        reader.receiver.may_receive.clear()
+        await one.send(0)
+        await one.send(1)
+        assert [version.number for version in member.served] == [0, 1]
+        assert list(one.updater.serving) == ["m"]
+        reader.receiver.may_receive.set()
+        await one.until(lambda: reader.served[-1:] == [1])
+        await one.until(lambda: sorted(one.updater.serving) == ["m", "r"])
+        await one.updater.bus.remove_member("m")
+        await one.until(lambda: one.updater.num_present == 1)
+        await one.send(2)  # nobody is left in the epoch
+        assert (reader.served[-1], one.updater.served_version) == (2, 2)
+        back = await one.join("m")
+        await one.send(3)
+        await one.until(lambda: [version.number for version in back.served][-1:] == [3] and reader.served[-1] == 3)
+
+
+async def test_a_measured_version_is_kept_by_readers_too(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        reader = await one.read("a")
+        await one.updater.offer(0, snapshot(0))
+        async with asyncio.timeout(60):
+            async with one.updater.hold_when_served(0):
+                await one.updater.offer(1, snapshot(1))
+                await one.until(lambda: one.updater.log is not None and one.updater.log.is_holding)
+                assert one.updater.commit_held
+                assert reader.served == [0]
+            await one.updater.all_served()
+        assert reader.served == [0, 1]
+
+
+async def test_a_store_that_is_away_stops_nobody_and_nothing_wrong_is_served(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        member, reader = await one.join("m"), await one.read("r")
+        await one.send(0)
+        await one.until(lambda: reader.served == [0])
+        one.store.error = StoreError("away")
+        for version in (1, 2, 3):
+            await one.send(version)
+        assert [version.number for version in member.served] == [0, 1, 2, 3]
+        one.store.error, reader.store.error = None, StoreError("away from here")
+        await one.until(lambda: one.updater.log is not None and one.updater.log.published.version == 3)  # type: ignore[union-attr]
+        await one.until(lambda: "r: away from here" in one.updater.reasons)
+        assert reader.served == [0]
+        reader.store.error = None
+        await one.until(lambda: reader.served == [0, 3])
+        assert reader.receiver.staged[PolicyVersion(1, 3)] == stream_of(3).numpy().tobytes()
+        assert not one.updater.reasons
+
+
+async def test_a_damaged_object_is_not_served_and_the_next_version_is(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        await one.join("m")
+        for version in (0, 1):
+            await one.send(version)
+        await one.updater.log.all_announced()  # type: ignore[union-attr]
+        delta = next(tmp_path.rglob("1-delta"))
+        delta.write_bytes(bytes([delta.read_bytes()[0] ^ 1]) + delta.read_bytes()[1:])
+        reader = await one.read("r")
+        await one.until(lambda: "r: " in one.updater.reasons)
+        assert reader.served == []
+        for version in range(2, 8):  # until another anchor comes
+            await one.send(version)
+        await one.until(lambda: reader.served[-1:] == [7])
+        assert reader.receiver.staged[PolicyVersion(1, 7)] == stream_of(7).numpy().tobytes()
+
+
+async def test_readers_follow_a_restarted_trainer_onto_its_branch(tmp_path: Path) -> None:
+    server = MemoryServer()
+    async with stage(tmp_path, server=server) as one:
+        reader = await one.read("a")
+        for version in range(4):
+            await one.send(version)
+        assert reader.served == [0, 1, 2, 3]
+        again = await one.stack.enter_async_context(stage(tmp_path, incarnation=2, server=server))
+        await reader.register()
+        await again.until(lambda: again.updater.readers.members.keys() == {"a"})
+        assert again.updater.readers.newest == -1, "it serves a version of the other trainer"
+        await again.send(2)  # the trainer came back to a checkpoint of version 2
+        assert reader.receiver.served[-1] == PolicyVersion(2, 2)
+        assert reader.receiver.staged[PolicyVersion(2, 2)] == stream_of(2).numpy().tobytes()
+
+
+async def test_a_reader_that_leaves_or_restarts_is_told_of(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        reader = await one.read("a")
+        await one.send(0)
+        await reader.register(process="p2", phase="joining")
+        await one.until(lambda: one.updater.readers.members["a"].process == "p2")
+        await reader.register(process="p2", phase="draining")
+        await one.until(lambda: not one.updater.readers.members)
+        assert [change.kind for change in one.told.changes] == ["joined", "joined", "left"]
+        assert one.updater.states == {"a": "leaving"}
+        await reader.bus.remove_member("a")
+        await one.until(lambda: not one.updater.states)
+
+
+async def test_an_actor_that_restarts_is_not_called_as_before_even_with_another_backend(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        reader = await one.read("a")
+        await one.send(0)
+        assert list(one.updater.serving) == ["a"]
+        await reader.register(process="p2", phase="starting")
+        await one.until(lambda: not one.updater.serving and not one.updater.num_present)
+        await reader.register()
+        await one.until(lambda: list(one.updater.serving) == ["a"])
+        await ended(reader.task)
+        member = await start_actor("a", one.server, one.stack, process="p3")  # with gloo; "starting" was missed
+        one.stack.push_async_callback(ended, member.task)
+        await member.register()
+        await one.until(lambda: "a" in one.updater._main.coordinator.present)
+        await one.send(1)
+        assert member.receiver.served[-1] == PolicyVersion(1, 1)
+        assert [one.updater.members["a"].process, one.updater.serving["a"].process, one.updater.num_present] == ["p3", "p3", 1]
+        await reader.register(process="p4")
+        await one.until(lambda: not one.updater._main.coordinator.present and one.updater.num_present == 1)
+
+
+async def test_a_trainer_with_another_manifest_waits_for_a_swap(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        reader = await one.read("a")
+        reader.receiver.may_commit.clear()
+        await one.updater.offer(0, snapshot(0))
+        await one.until(lambda: reader.gate.swapping)
+        other = build_manifest([("v", (4,), "float32")])
+        await one.updater.bus.publish_control("manifest", other.to_bytes())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.2):  # the swap goes on, although the message has arrived
+                await one.until(lambda: other.manifest_id in reader.receiver.prepared)
+        reader.receiver.may_commit.set()
+        await one.until(lambda: other.manifest_id in reader.receiver.prepared)
+        assert (reader.served, reader.gate.served) == ([0], PolicyVersion(1, 0))
+
+
+class Full(Snapshot):
+    """Gives a copy in host memory, as a snapshot on a device does."""
+
+    def on_host(self) -> Tensor:
+        return self.stream.clone()
+
+
+async def test_a_slow_store_keeps_no_snapshot_on_the_device(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        await one.join("m")
+        one.store.may_go.clear()
+        first = Full(MANIFEST, PolicyVersion(1, 0), stream_of(0))
+        held = weakref.ref(first)
+        await one.updater.offer(0, first)
+        del first
+        await one.until(lambda: one.updater.served_version == 0)
+        for version in (1, 2):
+            await one.send(version)
+        one.sender.sent.clear()
+        await one.until(lambda: held() is None)
+        one.store.may_go.set()
+        await one.updater.log.all_announced()  # type: ignore[union-attr]
+
+
+async def test_a_reader_without_an_address_is_never_called(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        reader = await one.read("a")
+        await reader.register(address="")
+        await one.until(lambda: not one.updater.readers.members["a"].grpc_address)
+        await one.send(0)
+        assert (reader.served, one.updater.serving, one.updater.members) == ([0], {}, {})
+        of = reader.registry.get_sample_value
+        assert of("pipelinerl_actor_received_bytes_total") == one.updater.log.published.objects[0].bytes  # type: ignore[union-attr]
+        assert of("pipelinerl_actor_receive_seconds_count") == 1
+        assert one.updater.states == {"a": "serving"}
+
+
+async def test_a_failed_commit_ends_a_reader(tmp_path: Path) -> None:
+    from services.actor.weight_sync.client import CommitFailed
+
+    async with stage(tmp_path) as one:
+        reader = await one.read("a")
+        reader.receiver.commit_error = CommitFailed("half of it")
+        await one.updater.offer(0, snapshot(0))
+        with pytest.raises(ExceptionGroup) as raised, suppress(asyncio.CancelledError):
+            async with asyncio.timeout(60):
+                await reader.task
+        assert raised.group_contains(CommitFailed, match="half of it")
+
+
+async def test_a_store_that_is_away_at_the_start_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, calls = stores._opened, list[str]()
+
+    def away_at_first(url: str, place: str) -> Any:
+        calls.append(url)
+        if len(calls) == 1:
+            raise OSError("When resolving region for bucket")
+        return opened(url, place)
+
+    monkeypatch.setattr(stores, "_opened", away_at_first)
+    async with MemoryBus(RUN, server=MemoryServer(), limits=LIMITS) as bus, open_store(tmp_path.as_uri(), bus) as store:
+        assert (store.place, len(calls)) == (tmp_path.as_uri(), 2)
+
+
+def test_the_log_takes_only_stores_that_it_can_open() -> None:
+    assert load_recipe("arithmetic", ["weights.log=gs://bucket/weights"]).weights.log_place == "gs://bucket/weights"
+    with pytest.raises(UserError, match=r"weights\.log.*use 'nats'"):
+        load_recipe("arithmetic", ["weights.log=hf://owner/name"])

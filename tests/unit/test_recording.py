@@ -1,0 +1,171 @@
+"""A recorded step is the same batch again, to the bit, and a damaged or missing record is refused."""
+
+import dataclasses
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from pipelinerl.commands.replay import check_override, replay
+from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.messages.sequences import Branch, Sequence, VersionSpan
+from pipelinerl.recipe.loading import load_recipe, recipe_yaml
+from services.trainer.data.recording import RecordedStep, read_step, recorded_file, recorded_steps, write_step
+from services.trainer.learn.batch import TrainingGroup
+from services.trainer.replay import Options, digests, nearest_start, steps_of, steps_to_take, verdict
+from tests.support.learner import EPISODES, episodes_of, sequences_of
+
+ABOUT = {"recipe": {"name": "r"}, "threads": 2}
+
+
+def plain(value: Any) -> Any:
+    """Everything that a sequence holds, with arrays as (dtype, bytes)."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tobytes()
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
+
+
+def several_versions(sequence: Sequence) -> Sequence:
+    spans = (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3), VersionSpan(4, 3, sequence.num_completion_tokens, incarnation=2))
+    terms, metrics = {"answer": 0.25, "format": 0.1 + 0.2}, {"tool_calls": 2.0}
+    return dataclasses.replace(sequence, spans=spans, reward_components=terms, metrics=metrics, actor="actor-0", answer="é\0")
+
+
+def batch() -> list[TrainingGroup]:
+    first = [several_versions(one) for one in sequences_of([(3, 7), (3, 5), (3, 4)])]
+    second = [dataclasses.replace(one, group_id="h", sequence_id=f"h.{at}") for at, one in enumerate(episodes_of(EPISODES))]
+    odd = dataclasses.replace(second[0], behaviour_logprobs=-np.abs(second[0].behaviour_logprobs) - np.float32(1e-7))
+    return [
+        TrainingGroup(tuple(first), np.array([1 / 3, -0.1, np.nextafter(0.2, 1)])),
+        TrainingGroup((odd, *second[1:]), np.arange(4) / 7),
+    ]
+
+
+def test_a_step_comes_back_to_the_bit_in_its_order(tmp_path: Path) -> None:
+    groups = batch()
+    write_step(tmp_path, RecordedStep(7, groups[::-1], ABOUT))
+    write_step(tmp_path, RecordedStep(7, groups, ABOUT))  # as after a restart from a checkpoint
+    found = read_step(tmp_path, 7)
+    assert found.about == ABOUT
+    assert [plain(one.sequences) for one in found.groups] == [plain(one.sequences) for one in groups]
+    assert [one.advantages.tobytes() for one in found.groups] == [one.advantages.tobytes() for one in groups]
+    assert recorded_steps(tmp_path) == [7]
+    row = pq.read_table(recorded_file(tmp_path, 7)).to_pylist()[0]
+    assert (row["step"], row["sequence_id"], dict(row["reward_terms"])["answer"]) == (7, "g.0", 0.25)
+    assert row["versions"] == [3, 3, 4, 4, 4, 4, 4]
+    assert row["incarnations"] == [1, 1, 1, 2, 2, 2, 2]
+
+
+def test_observations_have_no_version_and_no_logprob(tmp_path: Path) -> None:
+    write_step(tmp_path, RecordedStep(1, batch()[1:], ABOUT))
+    row = pq.read_table(recorded_file(tmp_path, 1)).to_pylist()[0]
+    observed = [version == -1 for version in row["versions"]]
+    assert observed == [False] * 4 + [True] * 2 + [False] * 3
+    assert [bool(np.isnan(one)) for one in row["logprobs"]] == observed
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-30], lambda data: b"", lambda data: b"PAR1" + data[40:]])
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path, damage: Any) -> None:
+    write_step(tmp_path, RecordedStep(2, batch(), ABOUT))
+    path = recorded_file(tmp_path, 2)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ServiceError, match="step-000002"):
+        read_step(tmp_path, 2)
+    with pytest.raises(ServiceError, match="step 3 is not recorded"):
+        read_step(tmp_path, 3)
+
+
+def test_a_full_disk_ends_the_step_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "recorded").write_text("a file where the folder should be")
+    with pytest.raises(ServiceError, match="record: true, but step 1 cannot"):
+        write_step(tmp_path, RecordedStep(1, batch(), ABOUT))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "of", "expected"),
+    [(None, None, None, (1, 9)), (4, None, None, (4, 9)), (None, 3, None, (1, 3)), (None, None, 5, (5, 5))],
+)
+def test_the_range_is_what_was_recorded(first: Any, last: Any, of: Any, expected: tuple[int, int]) -> None:
+    assert steps_to_take(Options(first, last, of, 4, ()), range(1, 10)) == expected
+
+
+@pytest.mark.parametrize(("first", "last", "says"), [(0, 3, "--from"), (4, 12, "--to"), (5, 4, "--to")])
+def test_a_range_that_was_not_recorded_is_refused_with_the_one_that_was(first: int, last: int, says: str) -> None:
+    with pytest.raises(FieldError, match=says):
+        steps_to_take(Options(first, last, None, 4, ()), range(1, 10))
+    with pytest.raises(FieldError, match="record: true"):
+        steps_to_take(Options(None, None, None, 4, ()), [])
+
+
+def test_the_replay_begins_at_the_newest_checkpoint_before_the_first_step(tmp_path: Path) -> None:
+    assert nearest_start(tmp_path, 5) == (0, None)
+    for version in (2, 4, 6):
+        folder = tmp_path / "checkpoints" / f"step-{version}" / "resume"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
+    assert nearest_start(tmp_path, 5) == (4, tmp_path / "checkpoints" / "step-4" / "resume")
+    assert nearest_start(tmp_path, 4)[0] == 2  # step 4 begins at version 3
+
+
+def test_digests_are_those_of_steps_that_count(tmp_path: Path) -> None:
+    start = '{"event":"start","incarnation":%d,"version":%d,"keep":%d}\n'
+    weights = '{"event":"weights","version":%d,"sha256":"%s"}\n'
+    first = start % (1, 0, 0) + weights % (0, "zero") + weights % (1, "one")
+    undone = weights % (2, "undone") + weights % (3, "undone")
+    again = start % (2, 1, len(first)) + weights % (1, "one") + weights % (2, "two")
+    (tmp_path / "ledger.jsonl").write_text(first + undone + again)
+    assert digests(tmp_path) == {0: "zero", 1: "one", 2: "two"}
+    for step in (1, 2, 3):  # step 3 was undone, and not taken again
+        write_step(tmp_path, RecordedStep(step, batch(), ABOUT))
+    assert steps_of(tmp_path) == [1, 2]
+    (tmp_path / "ledger.jsonl").write_text("")
+    assert steps_of(tmp_path) == [1, 2, 3], "without digests, the figures can still be compared"
+
+
+def test_the_verdict_says_what_was_compared() -> None:
+    assert verdict(3, [], False) == "all 3 versions have the digests of the run"
+    assert verdict(3, [2], False).startswith("1 of 3 versions differ from the run, from version 2 on")
+    assert "nothing was compared" in verdict(0, [], False)
+    assert verdict(3, [2], True).startswith("an experiment")
+
+
+def test_branches_without_turns_stay_so() -> None:
+    assert all(not branch.turns for one in batch()[0].sequences for branch in one.all_branches if type(branch) is Branch)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["sampling.temperature=0.5", "algorithm.advantage=value", "algorithm.max_lag=3", "algorithm={}", "trainer={}", "seed=4"],
+)
+def test_an_experiment_cannot_change_what_was_decided_before_its_data(field: str) -> None:
+    check_override("trainer.learning_rate=1e-5")
+    check_override("algorithm.loss=grpo")
+    with pytest.raises(FieldError, match=field.partition("=")[0]):
+        check_override(field)
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "says"),
+    [(False, {}, "record=true"), (True, {"tokens": True}, "needs --step"), (True, {"overrides": ["seed=2"]}, "seed")],
+)
+def test_a_run_that_cannot_be_replayed_is_refused_before_anything_starts(
+    tmp_path: Path, record: bool, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(FieldError, match="no such folder"):
+        replay(arguments(tmp_path / "elsewhere"))
+    with pytest.raises(FieldError, match=r"recipe\.yaml"):
+        replay(arguments(tmp_path))
+    (tmp_path / "run.json").write_text('{"run": "try"}')
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", [f"record={str(record).lower()}"])))
+    with pytest.raises(FieldError, match=says):
+        replay(arguments(tmp_path, **options))
+
+
+def arguments(run: Path, **options: Any) -> Namespace:
+    defaults = {"first": None, "last": None, "step": None, "tokens": False, "most": 4, "overrides": []}
+    return Namespace(run=run, **{**defaults, **options})
