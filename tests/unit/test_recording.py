@@ -12,11 +12,14 @@ import pytest
 from pipelinerl.commands.replay import check_override, replay
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Branch, Sequence, VersionSpan
+from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.recipe.loading import load_recipe, recipe_yaml
 from services.trainer.data.recording import RecordedStep, read_step, recorded_file, recorded_steps, write_step
 from services.trainer.learn.batch import TrainingGroup
+from services.trainer.learn.model import wrap_model
+from services.trainer.learn.step import Learner
 from services.trainer.replay import Options, digests, nearest_start, steps_of, steps_to_take, verdict
-from tests.support.learner import EPISODES, episodes_of, sequences_of
+from tests.support.learner import EPISODES, episodes_of, group_of, model_of, sequences_of
 
 ABOUT = {"recipe": {"name": "r"}, "threads": 2}
 
@@ -169,3 +172,12 @@ def test_a_run_that_cannot_be_replayed_is_refused_before_anything_starts(
 def arguments(run: Path, **options: Any) -> Namespace:
     defaults = {"first": None, "last": None, "step": None, "tokens": False, "most": 4, "overrides": []}
     return Namespace(run=run, **{**defaults, **options})
+
+
+def test_a_replayed_step_has_the_settings_of_its_own_time() -> None:
+    learner = Learner(wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(learning_rate=1e-3))
+    group = group_of(sequences_of([(3, 7), (3, 5), (3, 4)]))
+    assert len(learner.prepare([group], 0).batches) == 1
+    learner.use(TrainerConfig(learning_rate=1e-2, tokens_per_microbatch=16))  # as after a resume with other settings
+    prepared = learner.prepare([group], 0)
+    assert (len(prepared.batches), learner.step(prepared)["learning_rate"]) == (2, 1e-2)
