@@ -42,10 +42,8 @@ def replay(args: argparse.Namespace) -> int:
 def check_override(override: str) -> None:
     """Raise `FieldError` for a field that cannot change what a step makes of its recorded data. Pure."""
     path, value = parse_override(override)
-    if path[0] in ("trainer", "algorithm") and not path[1:]:
-        raise FieldError(path[0], value, f"would replace the whole section; name one field of {path[0]}")
-    if path[0] not in ("trainer", "algorithm") or (path[0] == "algorithm" and path[1] in _DECIDED_EARLIER):
-        fix = "was decided before the data were recorded; change trainer.* or the loss, masks and terms of algorithm.*"
+    if path[0] not in ("trainer", "algorithm") or not path[1:] or (path[0] == "algorithm" and path[1] in _DECIDED_EARLIER):
+        fix = "was decided before the data were recorded; name a field of trainer, or the loss, a mask or a term of algorithm"
         raise FieldError(".".join(path), value, fix)
 
 

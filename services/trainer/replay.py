@@ -95,18 +95,17 @@ def replay(settings: TrainerSettings, ranks: RankSettings, options: Options) -> 
     run_dir, known = settings.run_dir, digests(settings.run_dir)
     first, last = steps_to_take(options, steps_of(run_dir))
     version, folder = nearest_start(run_dir, first)
-    begin = before = read_step(run_dir, version + 1)
+    begin = read_step(run_dir, version + 1)
     policy = load_policy_trainer(recipe_of(begin, options.overrides), settings, ranks, Start(folder=folder))
-    _say_differences(begin.about, software(recipe_of(begin, ()), policy.num_ranks))
     _check_start(policy, version, known)
     records = {record["step"]: record for record in read_jsonl(run_dir / "metrics.jsonl")}
-    compared, different = 0, list[int]()
+    compared, different, notes = 0, list[int](), list[str]()
     try:
         for number in range(version + 1, last + 1):
             step = begin if number == version + 1 else read_step(run_dir, number)
-            if environment(step) != environment(before):
-                _say_differences(step.about, software(recipe_of(step, ()), policy.num_ranks), f"from step {number} on, ")
-            before = step
+            if (found := differences(step.about, software(recipe_of(step, ()), policy.num_ranks))) != notes:
+                notes = found
+                print(*notes, sep="\n")
             policy.learner.use(recipe_of(step, options.overrides).trainer)
             if number == options.tokens_of:
                 print(*token_table(policy, step, options.most), sep="\n")
@@ -160,14 +159,11 @@ def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) 
         )
 
 
-def environment(step: RecordedStep) -> dict[str, Any]:
-    return {name: value for name, value in step.about.items() if name != "recipe"}
-
-
-def _say_differences(then: Mapping[str, Any], now: Mapping[str, Any], since: str = "") -> None:
-    for name, value in now.items():
-        if name != "recipe" and then.get(name) != value:
-            print(f"note: {since}{name} was {then.get(name)!r} in the run, and is {value!r} here, so the digests may differ")
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a note for each value of `software` that is not the run's. Pure."""
+    changed = {name: value for name, value in now.items() if name != "recipe" and then.get(name) != value}
+    here = "here, so the digests may differ"
+    return [f"note: {name} was {then.get(name)!r} in the run, and is {value!r} {here}" for name, value in changed.items()]
 
 
 def _options() -> Options:
