@@ -104,8 +104,8 @@ FIGURES = (
            "The mean is over the sequences that have the number. Only the 24 most frequent names are kept. If names coincide, "
            "a term takes precedence over a metric, and a metric over `turns`.", on_page=True),
     Figure("group_reward_std", "Standard deviation of rewards within a group, mean over groups.", "group_reward_std", "reward"),
-    Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal; nothing can be learned from "
-           "them.", "equal_reward_groups_ratio", summary={"steps_equal_rewards": "ones"}),
+    Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal. Unless "
+           "`algorithm.advantage` is `value`, nothing can be learned from them.", "equal_reward_groups_ratio", summary={"steps_equal_rewards": "ones"}),
     Figure("groups_all_right", "Share of the step's groups in which every answer earned at least `reward.correct`. Groups "
            "without an answer term, as in most environments, are left out here and in the next figure."),
     Figure("groups_all_wrong", "Share of the step's groups in which no answer earned anything."),

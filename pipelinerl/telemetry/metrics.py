@@ -164,7 +164,7 @@ class MetricSet:
         return _with_series(made, labels)
 
     def histogram_of(self, name: str, text: str, buckets: Sequence[float], make: Callable[[str], _Collector]) -> _Collector:
-        """Register a collector of a histogram, which `make` creates from the full name."""
+        """Describe a histogram, and register the collector that `make` returns for its full name."""
         collector = make(self._describe(name, "histogram", text, None, "", buckets))
         self._registry.register(collector)
         return collector

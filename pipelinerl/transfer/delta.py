@@ -148,7 +148,7 @@ def _decode(encoding: int, body: Bytes, into: _Words) -> None:
     if encoding == SPARSE:
         num_changed, num_gaps = _SIZES.unpack(body[: _SIZES.size].data)
         if not 0 < num_changed <= into.size or not num_changed <= num_gaps <= num_changed + into.size // _SKIP:
-            raise ValueError(f"has {num_changed} changes in {num_gaps} bytes of gaps for {into.size} words")
+            raise ValueError(f"claims {num_changed} changes in {num_gaps} bytes of gaps, which {into.size} words cannot have")
         raw = _unpacked(body[_SIZES.size :], num_gaps + num_changed * into.itemsize)
         positions = _positions(raw[:num_gaps])
         if len(positions) != num_changed or positions[-1] >= into.size:
