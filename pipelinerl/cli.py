@@ -261,7 +261,7 @@ def _replay(parser: argparse.ArgumentParser) -> None:
         parser,
         "pipelinerl replay runs/try                                      # every step, and compare the digests",
         "pipelinerl replay runs/try --from 40 --to 60 --set algorithm.loss=grpo",
-        "pipelinerl replay runs/try --step 47 --tokens                   # tokens of the sequences in which π and μ differ most",
+        "pipelinerl replay runs/try --step 47 --tokens                   # tokens of the sequences in which π and μ differ",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run with `record: true`, finished or not")
     parser.add_argument("--from", dest="first", metavar="STEP", type=int, help="first step to show (default: the first one)")

@@ -53,7 +53,7 @@ FIGURES = (
     Figure("step", "Number of the optimizer step, counted from 1.", on_page=True),
     Figure("policy_version", "Version that this step made; it equals `step`."),
     Figure("served_version", "Newest version that every member serves at the time of writing."),
-    Figure("time_s", "Seconds since the trainer was first ready, not counting the time in which no trainer was up.",
+    Figure("time_s", "Seconds since the trainer was first ready, without undone steps and time in which no trainer was up.",
            on_page=True),
     Figure("loss", "Loss of the whole batch, with the recipe's normalisation.", "loss", "none"),
     Figure("skipped", "Reason why the step changed no weight: `loss not finite` or `gradient not finite`; otherwise empty.",
@@ -105,7 +105,8 @@ FIGURES = (
            "a term takes precedence over a metric, and a metric over `turns`.", on_page=True),
     Figure("group_reward_std", "Standard deviation of rewards within a group, mean over groups.", "group_reward_std", "reward"),
     Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal. Unless "
-           "`algorithm.advantage` is `value`, nothing can be learned from them.", "equal_reward_groups_ratio", summary={"steps_equal_rewards": "ones"}),
+           "`algorithm.advantage` is `value`, nothing can be learned from them.", "equal_reward_groups_ratio",
+           summary={"steps_equal_rewards": "ones"}),
     Figure("groups_all_right", "Share of the step's groups in which every answer earned at least `reward.correct`. Groups "
            "without an answer term, as in most environments, are left out here and in the next figure."),
     Figure("groups_all_wrong", "Share of the step's groups in which no answer earned anything."),

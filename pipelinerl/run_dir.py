@@ -26,7 +26,7 @@ LINEAGE, CHECKPOINTS, CHANGES = "lineage.json", "checkpoints", "changes"
 RUN_STATE = Path("resume", "run.json")
 """Path within a checkpoint. A run cannot continue from a checkpoint without this file."""
 ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
-"""Files of a checkpoint, with its version, and of a LoRA adapter."""
+"""The file of a checkpoint that states its policy version, and the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""

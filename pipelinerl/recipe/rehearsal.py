@@ -218,7 +218,9 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         elif call.reward < share.reward.correct:
             told = f"{earned}; write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
         elif len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
-            told = f"is prose, which no policy would repeat ({call.answer!r:.80}); leave it out, or name the answer's field"
+            told = (
+                f"is prose, which no policy would repeat ({call.answer!r:.80}); remove this problem, or set task.answer_field"
+            )
         else:
             told = ""
         if told:

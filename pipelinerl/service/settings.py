@@ -149,7 +149,7 @@ class RankSettings(BaseSettings):
 class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Number of processes that compute rewards.")
     max_queue: int = Field(4096, ge=1, description="Maximum number of waiting items; more are refused with RESOURCE_EXHAUSTED.")
-    private_dir: Path | None = Field(None, description="Folder that sandboxed code cannot read: a local run's, or runs/.")
+    private_dir: Path | None = Field(None, description="Folder that sandboxed code cannot read, such as runs/.")
     max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum number of running episodes; more are refused, too.")
     reward_modules: Path | None = Field(None, description="Folder in which workers look for modules first, before PYTHONPATH.")
 

@@ -166,7 +166,8 @@ class ActorMetrics:
     def _weights(self, metrics: MetricSet) -> None:
         self.updates = metrics.counter(
             "weight_updates_total",
-            "Weight updates by outcome: committed, failed on this actor, discarded before the commit, or refused by manifest.",
+            "Weight updates by outcome: committed, failed on this actor, discarded before the commit, or "
+            "refused because this actor cannot load what the manifest describes.",
             {"outcome": ("committed", "failed", "discarded", "refused")},
             unit="updates",
         )

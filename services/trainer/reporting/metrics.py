@@ -286,7 +286,7 @@ STATE_METRICS = (
                 lambda run: run.updater.epoch, "epoch"),
     StateMetric("weight_log_version", "Newest version that the weight log announced; no series before the first, or without a "
                 "log.", lambda run: run.updater.log.version if run.updater.log else None),
-    StateMetric("ledger_sequences", "Sequences of the whole run: issued, with each outcome, and in flight, which have none yet.",
+    StateMetric("ledger_sequences", "Sequences of the whole run: all that were issued, by outcome, and those still in flight.",
                 lambda run: run.ledger.counts.as_dict(), labels={"state": tuple(LedgerCounts().as_dict())}),
     StateMetric("ledger_discrepancy_sequences", "Issued sequences minus those in all other states. Any value except 0 shows a "
                 "defect.", lambda run: run.ledger.counts.discrepancy),
