@@ -301,7 +301,7 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
 
 
 async def _identity(release: Release, seen: Look) -> tuple[Certificates | None, str]:
-    """Return the trainer's certificates, or None without TLS, and the name in them. Callers may present the same certificates."""
+    """Return the trainer's certificates, or None without TLS, and the name in them. Callers may use the same ones."""
     name = f"{seen.prefix}-trainer"
     volumes = {volume["name"]: volume for volume in (seen.trainer or {})["spec"].get("volumes") or ()}
     if "tls" not in volumes:
