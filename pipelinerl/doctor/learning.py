@@ -137,10 +137,8 @@ def bottleneck(run: RunRecords) -> Verdict:
         (waits >= 0.5 and busy >= 0.5, "The actors keep the trainer waiting", "actor-bound", "actor.count",
          f"is {actor.number}; {more} would keep the trainer busy"),
         (waits >= 0.5 and busy < 0.5 and not run.late("held_by_max_lag"), "The verifier keeps the trainer waiting",
-         "verifier-bound", "reward.scorer",
-         "add verifier workers, or make the reward faster; pipelinerl validate shows the time of a call"),
+         "verifier-bound", "reward.scorer", "add verifier workers or make the reward faster; pipelinerl validate times a call"),
         (computes >= 0.9 and busy < 0.5, "The trainer keeps the actors waiting", "trainer-bound", *slow),
     )  # fmt: skip
     told = f"waits {percent(waits)}, computes {percent(computes)}, sends {percent(sends)}; actors busy {percent(busy)}"
-    found = (Found("note", f"{kind}: {told}", field, fix, None, title) for is_so, title, kind, field, fix in causes if is_so)
-    return next(found, None)
+    return next((Found("note", f"{kind}: {told}", field, fix, None, it) for yes, it, kind, field, fix in causes if yes), None)
