@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice, takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from pipelinerl.figures import Reduced, reduce_step, run_figures
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.groups import answer_reward
 from pipelinerl.run_dir import write_json
 
 Record = Mapping[str, Any]
@@ -33,6 +35,7 @@ class RunTotals:
 
     reduced: Reduced = field(default_factory=dict)
     heldout: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # mean of each step
     tokens_generated: int = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)
     """Trained tokens by their lag in optimizer steps."""
@@ -65,6 +68,7 @@ class RunTotals:
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
         self.compute_s += (record.get("step_s") or {}).get("compute") or 0.0
         add_ended(self.ended_by_length, record)
+        self.rewards += [reward for reward in (record.get("reward_mean"),) if reward is not None and math.isfinite(reward)]
         for lag, tokens in (record.get("lag_histogram") or {}).items():
             self.lag_histogram[int(lag)] = self.lag_histogram.get(int(lag), 0) + tokens
         reduce_step(self.reduced, record, events=False)
@@ -99,8 +103,12 @@ class RunTotals:
             "policy_version": None,
             "interrupted": False,
             "wall_s": None,
+            "reward_first": fmean(self.rewards[:5]) if self.rewards else None,
+            "reward_last": fmean(self.rewards[-5:]) if self.rewards else None,
             "heldout_accuracy_first": self.heldout[0]["accuracy"] if self.heldout else None,
             "heldout_accuracy_last": self.heldout[-1]["accuracy"] if self.heldout else None,
+            "heldout_reward_first": heldout_reward(*self.heldout[:1]),
+            "heldout_reward_last": heldout_reward(*self.heldout[-1:]),
             "heldout": self.heldout,
             "tokens_generated": self.tokens_generated,
             "sequences": {name: sequences.get(name, 0) for name in _SEQUENCES},
@@ -119,6 +127,14 @@ class RunTotals:
             "trainer_busy_fraction": None,
             **reduced,
         }
+
+
+def heldout_reward(evaluation: Record | None = None) -> float | None:
+    """Return the answers' mean reward, without format and length terms, over an evaluation's sets; None if it is unknown."""
+    try:
+        return fmean(answer_reward(one["reported"]) or 0.0 for one in (evaluation or {})["sets"].values())
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # damaged, or of an older state
+        return None
 
 
 def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import io
 import json
 import operator
@@ -27,7 +28,7 @@ from pipelinerl.doctor.run_records import RunRecords, number_at, records_in
 from pipelinerl.doctor.runs import RUN_RULES
 from pipelinerl.errors import FieldError, as_unicode
 from pipelinerl.figures import FIGURES
-from pipelinerl.local.ending import report_html
+from pipelinerl.local.ending import report_html, reward_ends
 from pipelinerl.local.processes import living_names
 from pipelinerl.local.progress import number, percent
 from pipelinerl.page import COMPARISON_SCRIPTS
@@ -43,8 +44,8 @@ CURVES = ("heldout_accuracy", "reward_mean", "completion_tokens_mean", "lag.mean
 """Figures with a chart; `a.b` is key b of object a."""
 _TOTALS = {"Sequences trained": ("sequences.trained", 0), "Mean lag": ("lag.mean", 2), "Mean ESS": ("ess.mean", 3)}
 """Key in a summary and number of decimals, by label."""
-_MEASURES = ("task.", "tasks", "reward.", "evaluation.sets", "evaluation.temperature")
-"""Fields of a recipe that decide what rewards and accuracies mean."""
+_MEASURES = ("modules/", "task.", "tasks", "reward.", "evaluation.sets", "evaluation.temperature")
+"""Fields and facts that decide what rewards and accuracies mean."""
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -93,7 +94,8 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         records = records_in(folder, recipe_of_run(run_dir.recipe), is_running=bool(living_names(run_dir)))
     except OSError as error:
         raise FieldError("RUN", str(folder), f"cannot be read ({error}); make its files readable") from error
-    fields, steps = dotted(records.recipe.model_dump(mode="json")) | _facts(run_dir), readable_steps(records)
+    fields, steps = dotted(records.recipe.model_dump(mode="json")), readable_steps(records)
+    fields |= _facts(run_dir, fields)
     known = (one for one in records.evaluations if isinstance(one, Mapping) and isinstance(one.get("version"), int))
     evaluations = {one["version"]: one for one in known}
     rows, version, starts = rows_of(steps, evaluations), max(evaluations, default=0), len(trainer_starts(folder))
@@ -105,12 +107,18 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     return ComparedRun(name, fields, rows, results, accuracies, records.samples, recipe_changes_of(folder))
 
 
-def _facts(run_dir: RunDir) -> dict[str, Any]:
-    """Return what else is recorded and may explain a difference, by name."""
+def _facts(run_dir: RunDir, fields: Record) -> dict[str, Any]:
+    """Return what else may explain a difference, by name, also hashes of the run's modules, except tests, and of data files."""
     placement, scaled = read_json(run_dir.placement), read_json(run_dir.scale)
     facts = {"(actors, scaled)": scaled["actors"]} if "actors" in scaled else {}
     with suppress(*_DAMAGED):
         facts["(GPUs of the trainer, and of each actor)"] = [len(placement["trainer"]), *map(len, placement["actors"])]
+    files = {f"(content of {name})": Path(path) for name, path in fields.items() if name.endswith("task.path") and path}
+    files |= {str(path.relative_to(run_dir.path)): path for path in sorted(run_dir.modules.rglob("*.py"))}
+    for name, path in files.items():
+        if path.is_file() and not path.name.startswith("test_"):
+            with suppress(OSError), path.open("rb") as file:
+                facts[name] = f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
     return facts
 
 
@@ -150,7 +158,9 @@ def results_of(records: RunRecords, steps: Mapping[int, Record]) -> dict[str, st
     ended = f"failed: {error}" if error else "interrupted" if interrupted else "finished"
     return {
         "Optimizer steps": f"{number(max(steps, default=0))} of {number(records.recipe.trainer.steps)}",
-        "Seconds": number(wall_s, 1),
+        "Held-out reward": reward_ends(records.summary or summary, "heldout_reward") or "-",
+        "Train reward": reward_ends(summary, "reward") or "-",
+        "Seconds of training": number(wall_s, 1),
         "Tokens trained per second": number(wall_s and summary["tokens_trained"] / wall_s),
         **{label: number(number_at(summary, key), digits) for label, (key, digits) in _TOTALS.items()},
         "Doctor": f"{counts}: {found[0].meaning}" if found else "nothing found",
@@ -198,15 +208,22 @@ def results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
 def notes(runs: Sequence[ComparedRun]) -> list[str]:
     """Return what decides whether a comparison is fair: different tasks, intervals that overlap, recipes that changed."""
-    differing = [field for field, _ in differences(runs) if field.startswith(_MEASURES) and "heldout_problems" not in field]
+    fields = [field for field, _ in differences(runs) if field.startswith(_MEASURES) and "heldout_problems" not in field]
+    differing = [one for one in fields if len({run.fields.get(f"(content of {one})", run.name) for run in runs}) > 1]
     named, lettered = ", ".join(differing[:4]) + (", …" if differing[4:] else ""), list(zip(LETTERS, runs, strict=False))
     told = [f"The runs differ in {named}, so rewards and accuracies may not measure the same."] if differing else []
     for label in dict.fromkeys(label for run in runs for label in run.accuracies):
         pairs = list(combinations([(letter, run.accuracies[label]) for letter, run in lettered if label in run.accuracies], 2))
-        overlap = [f"{a} and {b}" for (a, (_, low, high)), (b, (_, least, most)) in pairs if low <= most and least <= high]
+        equal = [f"{a} and {b}" for (a, one), (b, other) in pairs if one == other]
+        overlap = [f"{a} and {b}" for (a, x), (b, y) in pairs if x != y and x[1] <= y[2] and y[1] <= x[2]]
+        if equal:
+            known = {
+                f"Held-out accuracy, {run.fields.get('task.name')}": run.fields.get("task.heldout_problems") for run in runs
+            }
+            told.append(f"{label}: {'; '.join(equal)} are equal on {known.get(label, 'all')} held-out problems.")
         if overlap:
             told.append(f"{label}: the 95 % intervals of {'; '.join(overlap)} overlap, so the difference may be chance.")
-        elif pairs:
+        elif pairs and not equal:
             told.append(f"{label}: no 95 % intervals overlap, so chance hardly explains the difference.")
     return told + [f"The recipe of {letter} changed at {change}." for letter, run in lettered for change in run.changes]
 

@@ -28,14 +28,15 @@ class Found:
     field: str
     fix: str
     sample: Mapping[str, Any] | None = None
+    meaning: str = ""
+    """What is wrong; empty if the rule's docstring says it."""
 
 
 @dataclass(frozen=True)
 class Finding(Found):
-    """A rule's `id` and `meaning`, with its page in `docs`, and what it found."""
+    """A rule's `id`, with its page in `docs`, and what it found."""
 
     id: str = ""
-    meaning: str = ""
     docs: str = ""
 
     @property
@@ -86,7 +87,8 @@ def apply(rules: Iterable[Rule], *views: Any) -> list[Finding]:
     """Return what each rule finds in the first view in which it finds something, ranked. A rule that fails, as on damaged
     records, is logged and finds nothing."""
     found = ((rule, next((one for view in views if (one := _checked(rule, view))), None)) for rule in rules)
-    return ranked(Finding(**vars(one), id=rule.id, meaning=rule.told[0], docs=rule.docs) for rule, one in found if one)
+    told = (({**vars(one), "meaning": one.meaning or rule.told[0]}, rule) for rule, one in found if one)
+    return ranked(Finding(**one, id=rule.id, docs=rule.docs) for one, rule in told)
 
 
 def _checked(rule: Rule, view: Any) -> Found | None:

@@ -124,18 +124,21 @@ def bottleneck(run: RunRecords) -> Verdict:
     )
     actor, ranks, predicted = run.recipe.actor, run.recipe.trainer.ranks, run.late("largest_lag")
     more = max(actor.number + 1, round(actor.number / max(0.1, 1 - waits)))
+    slow = ("trainer.nproc", f"is {ranks}; give the trainer more GPUs, and actors fewer")
+    if run.recipe.model.dtype == "float32":  # on CPUs, which actors and trainer share
+        slow = ("sampling.max_tokens", f"is {run.recipe.max_tokens}; on a CPU, lower it, or use a smaller model.name")
     causes = (
-        (run.late("max_lag_too_small") >= 0.5, "bound by lag", "algorithm.max_lag",
+        (run.late("max_lag_too_small") >= 0.5, "The lag limit keeps the trainer waiting", "bound by lag", "algorithm.max_lag",
          f"is {run.recipe.algorithm.max_lag}; use {predicted:.0f} or more"),
-        (lag > max(4, predicted), f"mean lag {lag:.3g}, predicted at most {predicted:.3g}", "actor.sequences_in_progress",
-         f"is {actor.sequences_in_progress}; lower it, or use fewer actors"),
-        (sends + copies >= 0.2, "commit-bound", "weights.backend",
+        (lag > max(4, predicted), "The trainer is behind the actors", f"mean lag {lag:.3g}, predicted at most {predicted:.3g}",
+         "actor.sequences_in_progress", f"is {actor.sequences_in_progress}; lower it, or use fewer actors"),
+        (sends + copies >= 0.2, "Weight updates keep the trainer waiting", "commit-bound", "weights.backend",
          "use nccl if possible, a larger weights.chunk_mib, and fewer evaluations"),
-        (waits >= 0.5 and busy >= 0.5, "actor-bound", "actor.count", f"is {actor.number}; {more} would keep the trainer busy"),
-        (waits >= 0.5 and busy < 0.5 and not run.late("held_by_max_lag"), "verifier-bound", "reward.scorer",
-         "add verifier workers, or make the reward faster; pipelinerl validate shows the time of a call"),
-        (computes >= 0.9 and busy < 0.5, "trainer-bound", "trainer.nproc",
-         f"is {ranks}; give the trainer more GPUs, and actors fewer"),
+        (waits >= 0.5 and busy >= 0.5, "The actors keep the trainer waiting", "actor-bound", "actor.count",
+         f"is {actor.number}; {more} would keep the trainer busy"),
+        (waits >= 0.5 and busy < 0.5 and not run.late("held_by_max_lag"), "The verifier keeps the trainer waiting",
+         "verifier-bound", "reward.scorer", "add verifier workers or make the reward faster; pipelinerl validate times a call"),
+        (computes >= 0.9 and busy < 0.5, "The trainer keeps the actors waiting", "trainer-bound", *slow),
     )  # fmt: skip
     told = f"waits {percent(waits)}, computes {percent(computes)}, sends {percent(sends)}; actors busy {percent(busy)}"
-    return next((Found("note", f"{kind}: {told}", field, fix) for is_so, kind, field, fix in causes if is_so), None)
+    return next((Found("note", f"{kind}: {told}", field, fix, None, it) for yes, it, kind, field, fix in causes if yes), None)

@@ -214,6 +214,18 @@ def reward_constant(run: RunRecords) -> Verdict:
 
 
 @rule("recipes.md#rewards")
+def reward_plateau(run: RunRecords) -> Verdict:
+    """The reward has risen and stopped below its maximum: rewards are equal in 75 % of the last groups, and the last quarter
+    earns under 0.9 of the maximum and gains under 0.05 of it on the quarter before."""
+    share, reward, best = run.late("equal_reward_groups"), run.late("reward_mean"), run.first_task.reward.correct
+    before = fmean(run.values("reward_mean", slice(-2 * run.window, -run.window)) or [reward])
+    is_bad = run.has_learned and share >= _FEW and reward < min(0.9 * best, before + 0.05 * best)
+    told = f"reward {reward:.3g} of {best:g}; rewards are equal in {percent(share)} of the last groups"
+    fix = f"give partial credit, change the prompt, or raise sampling.temperature ({run.recipe.sampling.temperature:g})"
+    return is_bad and run.recipe.algorithm.advantage != "value" and Found("warning", told, "reward.scorer", fix, _last(run))
+
+
+@rule("recipes.md#rewards")
 def term_dominates(run: RunRecords) -> Verdict:
     """A term other than the answer decides who is better: 80 % of the terms' spread within groups, answers below 0.9; or the
     format is earned, 80 % of it, and under 2 % of the answers (grave if equal)."""

@@ -176,17 +176,27 @@ def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {outcome.replace('_', ' '):<17}  {number(count)}: {reason} ({meaning})"
 
 
+def reward_ends(summary: Mapping[str, Any], key: str) -> str:
+    """Return the first and last `reward` or `heldout_reward` of a summary; empty if they are unknown."""
+    first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
+    return "" if last is None else f"{number(first, 3)} -> {number(last, 3)}"
+
+
 def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each known figure. A run that ends before its first step has few."""
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     multi, truncated = summary.get("sequences_multi_version_fraction"), summary.get("sequences_truncated_fraction")
     newest = (summary.get("heldout") or [{}])[-1]
+    if reward := reward_ends(summary, "reward"):
+        yield f"  train reward       {reward}"
     if last is not None:
         bound = f"; {percent(newest.get('lower_bound'))} if unanswered problems count as wrong"
         version = newest.get("version")
         of = "" if version in (None, summary.get("policy_version")) else f" (version {version})"
-        yield f"  held-out accuracy  {percent(first)} -> {percent(last)}{of}{bound if newest.get('unanswered') else ''}"
+        is_graded = last == 0 and summary.get("heldout_reward_last")
+        graded = f"; mean reward {reward_ends(summary, 'heldout_reward')}" if is_graded else ""
+        yield f"  held-out accuracy  {percent(first)} -> {percent(last)}{of}{graded}{bound if newest.get('unanswered') else ''}"
         if len(sets := newest.get("sets") or {}) > 1:
             yield from (f"    {name:<17}{percent(of['accuracy']['value'])}" for name, of in sets.items())
     if lag.get("mean") is not None:

@@ -7,7 +7,7 @@
 
 const PrlComparison = (() => {
   const { node, number, lines, keyStyle } = PrlCharts;
-  const { percent, smooth, axisChoice, cells, section } = PrlViews;
+  const { percent, smooth, SMOOTHED, axisChoice, cells, section } = PrlViews;
   const COLORS = 4;
   const DASHES = ["", "dashed", "dotted"];
   const CHARTS = {
@@ -35,8 +35,13 @@ const PrlComparison = (() => {
     root.append(node("div", { class: "table scroll", tabindex: 0, role: "group", "aria-label": label }, made));
   }
 
+  function caption(curves) {
+    const isSmoothed = Object.keys(curves).some((figure) => !CHARTS[figure].dots && curves[figure].some((points) => points.length >= SMOOTHED));
+    return `${isSmoothed ? `Moving means where a line has ${SMOOTHED} points or more, except for the accuracy. ` : ""}Letters at the ends of the lines name the runs.`;
+  }
+
   function plots(root, data) {
-    const box = section(root, "Curves", "Moving means, except for the accuracy. Letters at the ends of the lines name the runs."), drawn = Object.keys(data.curves);
+    const box = section(root, "Curves", caption(data.curves)), drawn = Object.keys(data.curves);
     let time = true;
     axisChoice(box, (value) => { time = value; draw(); }, [["time", "seconds"], ["step", "optimizer steps"]]);
     const places = cells(box, drawn.length);
@@ -73,5 +78,5 @@ const PrlComparison = (() => {
     }
   }
 
-  return { draw, look, charts: Object.keys(CHARTS) };
+  return { draw, look, caption, charts: Object.keys(CHARTS) };
 })();

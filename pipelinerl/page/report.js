@@ -21,8 +21,10 @@ const PrlReport = (() => {
 
   function summaryTiles(root, data) {
     const s = data.summary, lag = s.lag || {}, ess = s.ess || {}, updates = s.weight_updates || {}, rate = s.tokens_per_s || {};
+    const graded = s.heldout_accuracy_last === 0 && s.heldout_reward_last ? `; mean reward ${number(s.heldout_reward_last)}, from ${number(s.heldout_reward_first)}` : "";
     const entries = [
-      ["Held-out accuracy", percent(s.heldout_accuracy_last), `from ${percent(s.heldout_accuracy_first)}${heldoutNote(data.heldout[data.heldout.length - 1])}`],
+      ["Train reward", number(s.reward_last), `from ${number(s.reward_first)}; means of the last and the first 5 steps`],
+      ["Held-out accuracy", percent(s.heldout_accuracy_last), `from ${percent(s.heldout_accuracy_first)}${graded}${heldoutNote(data.heldout[data.heldout.length - 1])}`],
       ["Optimizer steps", number(s.steps), `policy version ${number(s.policy_version)}, ${s.mode || ""} mode; gradient clipped in ${number(s.steps_clipped)}`],
       [s.begun ? `Wall clock since step ${number(s.begun)}` : "Wall clock", duration(s.wall_s), `${restarts(data.starts || [])}trainer busy ${percent(s.trainer_busy_fraction)}, actors ${percent(s.actor_busy_fraction)}`],
       ["Tokens trained", number(s.tokens_trained), `${number(s.tokens_generated)} generated`],

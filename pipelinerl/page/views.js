@@ -19,7 +19,7 @@ const PrlViews = (() => {
   }
   const heldoutNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} if unanswered problems count as wrong`) + setsNote(one);
   const COLOR = ["var(--series-1)", "var(--series-2)", "var(--series-3)", "var(--series-4)"];
-  const RECENT = 20;
+  const RECENT = 20, SMOOTHED = 60;
 
   function duration(seconds) {
     if (!isKnown(seconds)) return "–";
@@ -35,10 +35,10 @@ const PrlViews = (() => {
 
   const pick = (records, axis, value) => records.map((r) => [axis.of(r), value(r) ?? null]).filter(([x]) => isKnown(x));
 
-  /* Return the moving mean over about one thirtieth of the run. */
+  /* Return the moving mean over about one thirtieth of the run; fewer than SMOOTHED points are returned as they are. */
   function smooth(points) {
     const known = points.filter((p) => p[1] !== null);
-    const half = Math.floor(known.length / 60);
+    const half = Math.floor(known.length / SMOOTHED);
     if (half < 1) return known;
     return known.map((p, i) => {
       const near = known.slice(Math.max(0, i - half), i + half + 1);
@@ -246,5 +246,5 @@ const PrlViews = (() => {
     root.append(node("fieldset", { class: "controls" }, node("legend", {}, "Horizontal axis"), ...choices));
   }
 
-  return { percent, seconds, duration, heldoutNote, smooth, axisChoice, cells, plots, tiles, findings, section, fold };
+  return { percent, seconds, duration, heldoutNote, smooth, SMOOTHED, axisChoice, cells, plots, tiles, findings, section, fold };
 })();

@@ -39,7 +39,8 @@ Accuracy = tuple[float, float, float]
 
 
 def evaluation(version: int, **accuracies: Accuracy) -> dict[str, Any]:
-    sets = {name: {"accuracy": dict(zip(("value", "low", "high"), one, strict=True))} for name, one in accuracies.items()}
+    told = {name: dict(zip(("value", "low", "high"), one, strict=True)) for name, one in accuracies.items()}
+    sets = {name: {"accuracy": one} for name, one in told.items()}
     return {
         "version": version,
         "accuracy": next(iter(accuracies.values()))[0],
@@ -117,6 +118,25 @@ def test_gpus_and_scaled_actors_count_as_differences(tmp_path: Path) -> None:
     assert shown == {"(GPUs of the trainer, and of each actor)": ["[1, 1, 2]", "-"], "(actors, scaled)": ["-", "4"]}
 
 
+def test_another_reward_in_python_is_told_and_equal_data_at_another_place_is_not(tmp_path: Path) -> None:
+    runs = []
+    for name, reward, data in (("a", "return 1", "q,a"), ("b", "return 2", "q,a"), ("c", "return 1", "q,b")):
+        questions = tmp_path / f"{name}.csv"
+        questions.write_text(data)
+        folder = run_in(tmp_path / name, task={"source": "jsonl", "path": str(questions), "name": "own"})
+        (folder / "modules").mkdir()
+        (folder / "modules" / "reward.py").write_text(reward)
+        (folder / "modules" / "test_reward.py").write_text(name)
+        runs.append(read_run(folder, name))
+    assert [field for field, _ in differences(runs[:2])] == ["task.path", "modules/reward.py"]
+    assert notes(runs[:2]) == ["The runs differ in modules/reward.py, so rewards and accuracies may not measure the same."]
+    assert [field for field, _ in differences(runs[::2])] == ["task.path", "(content of task.path)"]
+    assert notes(runs[::2]) == ["The runs differ in task.path, so rewards and accuracies may not measure the same."]
+    for name in "ab":
+        (tmp_path / f"{name}.csv").unlink()
+    assert "task.path" in notes([read_run(tmp_path / name, name) for name in "ab"])[0], "the contents are unknown"
+
+
 def test_overlapping_intervals_and_other_tasks_are_told_and_each_set_is_compared_with_itself(tmp_path: Path) -> None:
     low, near, high = (0.5, 0.4, 0.6), (0.58, 0.48, 0.68), (0.8, 0.7, 0.9)
     told = [{"heldout": [evaluation(1, sums=high), evaluation(3, **sets)]} for sets in
@@ -129,6 +149,12 @@ def test_overlapping_intervals_and_other_tasks_are_told_and_each_set_is_compared
     shown = ["50.0% (40.0% to 60.0%), version 3", "58.0% (48.0% to 68.0%), version 3", "80.0% (70.0% to 90.0%), version 3"]
     talks = [shown[0], shown[2], "-"]
     assert comparison(runs)["results"][:2] == [("Held-out accuracy, sums", shown), ("Held-out accuracy, talks", talks)]
+    same = "Held-out accuracy, sums: A and B are equal on 128 held-out problems."
+    assert notes([runs[0], runs[0]])[0] == same
+    assert notes([*runs[:2], runs[0]])[:2] == [
+        same.replace("B are", "C are"),
+        "Held-out accuracy, sums: the 95 % intervals of A and B; B and C overlap, so the difference may be chance.",
+    ]
     other = run_in(tmp_path / "d", reward={"correct": 2.0}, task={"name": "words", "heldout_problems": 7})
     (other / "lineage.json").write_text('{"starts": [0, 2], "changes": {"2": ["trainer.steps: 9 → 100"]}}')
     assert notes([runs[2], read_run(other, "d")]) == [
@@ -140,7 +166,7 @@ def test_overlapping_intervals_and_other_tasks_are_told_and_each_set_is_compared
 @pytest.mark.parametrize(
     ("summary", "outcome"),
     [
-        ({"interrupted": False}, "finished"),
+        ({"interrupted": False, "heldout_reward_first": 0.125, "heldout_reward_last": 0.5}, "finished"),
         ({"interrupted": True}, "interrupted"),
         ({"interrupted": False, "error": "actor-0 died"}, "failed: actor-0 died"),
         (None, "ended without a summary"),
@@ -153,8 +179,10 @@ def test_results_are_those_of_the_records_whatever_the_end(
     told = dict(run.results)
     doctor = told.pop("Doctor")
     assert told == {
-        "Optimizer steps": "3 of 100", "Seconds": "6.0", "Tokens trained per second": "50", "Sequences trained": "24",
-        "Mean lag": "2.25", "Mean ESS": "0.900", "Outcome": outcome,
+        "Held-out reward": "0.125 -> 0.500" if outcome == "finished" else "-",
+        "Train reward": "0.200 -> 0.200", "Optimizer steps": "3 of 100", "Seconds of training": "6.0",
+        "Mean lag": "2.25", "Mean ESS": "0.900", "Tokens trained per second": "50", "Sequences trained": "24",
+        "Outcome": outcome,
     }  # fmt: skip
     assert doctor == ("grave 1: The run failed" if "failed" in outcome else "nothing found")
 
@@ -337,9 +365,14 @@ def test_mistakes_name_the_value_and_what_to_do(
 def test_every_curve_has_a_title_and_no_two_of_twelve_runs_look_the_same() -> None:
     scripts = "".join(asset(name) for name in ("charts.js", "views.js", "comparison.js"))
     looks = f"Array.from({{length: {MOST_RUNS}}}, (_, i) => PrlComparison.look(i))"
-    told = f"{scripts}; console.log(JSON.stringify([PrlComparison.charts, {looks}]))"
+    captions = [
+        f"PrlComparison.caption({{{figure}: [new Array({points})]}})"
+        for figure, points in (("ess", 59), ("heldout_accuracy", 60), ("ess", 60))
+    ]
+    told = f"{scripts}; console.log(JSON.stringify([PrlComparison.charts, {looks}, [{', '.join(captions)}]]))"
     done = subprocess.run(["node", "-e", told], capture_output=True, text=True, timeout=60, check=True)
-    charts, found = json.loads(done.stdout)
+    charts, found, texts = json.loads(done.stdout)
     assert charts == [*CURVES]
+    assert ["Moving means" in text for text in texts] == [False, False, True], "fewer than 60 points are drawn as they are"
     assert len({json.dumps(one) for one in found}) == MOST_RUNS
     assert all(one["color"] != other["color"] and one["dash"] != other["dash"] for one, other in pairwise(found))

@@ -216,6 +216,7 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     assert "40% if unanswered problems count as wrong" in body
     notes = re.findall(r'<div class="note">([^<]+)</div>', body)
     assert notes[-5:] == ["answer 0.5", "said 3", "answer: 41", "reference: 42", "one too few"]
+    assert re.search("Train reward.{0,60}0.3.{0,60}from 0.3; means", body)
     assert re.search(r"Cut short.{0,60}25%", body), "the tile"
     assert re.search("– (tokens/s|GiB)", body) is None, "no unit without a number"
     assert names.count("path") >= 7

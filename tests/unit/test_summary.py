@@ -36,10 +36,11 @@ def step(number: int, lags: dict[str, int], **more: Any) -> dict[str, Any]:
 def records() -> list[dict[str, Any]]:
     return [
         step(1, {"0": 90, "1": 10}, heldout_accuracy=0.25, tokens_generated=150, ess=0.9, multi_version_fraction=0.5,
-             truncated_fraction=0.0, ended_by_length={"64": [3, 1]}, largest_lag=9, step_s={"compute": 1.5}, mfu=0.75,
+             reward_mean=0.125, truncated_fraction=0.0,
+             ended_by_length={"64": [3, 1]}, largest_lag=9, step_s={"compute": 1.5}, mfu=0.75,
              weight_update=update(0, 1.0, 0.1), logprob_mismatch=2e-6),
         step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
-             truncated_fraction=0.0, ended_by_length={"16": [2, 0], "64": [5, 3]}, largest_lag=7,
+             reward_mean=0.375, truncated_fraction=0.0, ended_by_length={"16": [2, 0], "64": [5, 3]}, largest_lag=7,
              weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
         step(3, {"2": 50}, heldout_accuracy=0.75, heldout_unanswered=1,
              heldout_accuracy_lower_bound=0.7, tokens_generated=390, ess=None, multi_version_fraction=0.6,
@@ -155,6 +156,19 @@ def test_closing_lines(tmp_path: Path) -> None:
     text = "\n".join(lines)
     assert "done after 1m 15s: 3 optimizer steps" in text
     assert "held-out accuracy  25.0% -> 75.0%; 70.0% if unanswered problems count as wrong" in text
+    assert "train reward       0.250 -> 0.250" in text
+    graded = [
+        step(n, {"0": 4}, reward_mean=n / 16, heldout_accuracy=0.0,
+             heldout_sets={"sums": accuracy(0.0) | {"reported": {"answer": n / 32, "format": 1.0}}})
+        for n in range(1, 17)
+    ]  # fmt: skip
+    summary = summary_from_metrics(recipe(), graded)
+    # (1 + 2 + 3 + 4 + 5) / 5 / 16 and (12 + 13 + 14 + 15 + 16) / 5 / 16
+    assert (summary["reward_first"], summary["reward_last"]) == (0.1875, 0.875)
+    assert closing_lines(summary, run, Ending(75.0))[2:4] == [
+        "  train reward       0.188 -> 0.875",
+        "  held-out accuracy  0.0% -> 0.0%; mean reward 0.031 -> 0.500",
+    ]
     steps = [*records()[:2], records()[2] | {"heldout_sets": {"sums": accuracy(0.9), "words": accuracy(0.6)}}]
     of_sets = closing_lines(summary_from_metrics(recipe(), steps), run, Ending(75.0))
     assert [line for line in of_sets if line not in lines] == ["    sums             90.0%", "    words            60.0%"]

@@ -1,4 +1,4 @@
-"""The reward runs the tests of problems.jsonl; this checks that a right program passes them and a wrong one does not."""
+"""A right program passes the first tests of problems.jsonl, and a wrong one does not: change these lines with them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-from judge import mark
+from judge import mark  # the sample judge: if you write another one, change these lines with it
 
 
 def test_short_answers_earn_more_and_empty_ones_nothing():
