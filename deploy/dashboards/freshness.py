@@ -40,13 +40,14 @@ _LAG = Section(
         ),
         Panel(
             "Version served, by actor",
-            "Each actor's version, the newest version that all members serve, and the trainer's version.",
+            "Each actor's version, the newest one that all members serve, the trainer's, and that of a weight log.",
             "All lines climb together.",
             "An actor's line is flat while the others climb: it is stuck on an old version.",
             (
                 Query(gauge("trainer_policy_version"), "trainer"),
                 Query(gauge("trainer_served_version"), "served by all members"),
                 Query(actor_gauge("policy_version"), "{{actor}}"),
+                Query(gauge("trainer_weight_log_version"), "announced in the weight log"),
             ),
             unit="none",
             width=12,

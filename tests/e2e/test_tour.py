@@ -97,6 +97,7 @@ ABSENT = {
     "pipelinerl_trainer_mfu_ratio": "no CPU's peak is known",
     "pipelinerl_trainer_reference_kl_nats": "only with algorithm.kl_coefficient",
     "pipelinerl_trainer_rank_orders_total": "only of a trainer's second and further nodes",
+    "pipelinerl_trainer_weight_log_version": "only with weights.log",
 }
 """Metrics without a series in this run, and why."""
 MAYBE = {

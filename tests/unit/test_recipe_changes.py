@@ -33,7 +33,7 @@ def test_only_how_long_how_often_and_with_what_means_may_change() -> None:
     assert {path.rpartition(".")[0] for path in paths} == {
         "", "actor", "actor.engine", "algorithm", "trainer", "weights", "evaluation", "checkpoint",
     }  # fmt: skip
-    assert len(paths) == 46
+    assert len(paths) == 49
     ends_that_look_like_means = {
         "actor.engine.quantization", "weights.wire_dtype", "evaluation.temperature", "seed", "name", "mode",
     }  # fmt: skip

@@ -249,7 +249,7 @@ def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunVie
         "checkpoints": {"positions": {2: 5, 4: 7}, "saved_at_s": 9100.0},
     }
     view: Any = {name: SimpleNamespace(**attributes) for name, attributes in parts.items()}
-    view["updater"].regroups, view["updater"].updates = 3, {"served": 6, "aborted": 2}
+    view["updater"].log, view["updater"].regroups, view["updater"].updates = None, 3, {"served": 6, "aborted": 2}
     view["updater"].states = {f"actor-{number}": "serving" for number in range(4)}
     view["feeder"].tracker, view["feeder"].bounds = tracker or SequenceTracker(), SimpleNamespace(holds_actors_back=True)
     view["intake"].quarantine = SimpleNamespace(actors={"actor-9"})
