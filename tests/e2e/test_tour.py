@@ -794,7 +794,7 @@ def answers_in_a_terminal_and_in_a_pipe(run_dir: Path) -> None:
         shown.say("\x03")  # the answer may end before, which changes nothing
         shown.until("\n> ")
         shown.say("\x04")
-        assert shown.process.wait() == 0
+        assert shown.process.wait() in (0, 130), "130 if the interrupt comes with the end of the input"
     served = pipelinerl("serve", str(run_dir), "--print", "--", "--port", "1")
     name = json.loads((run_dir / "run.json").read_text())["run"]
     model = [

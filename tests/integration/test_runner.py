@@ -236,7 +236,7 @@ async def test_a_trainer_that_ends_goes_on_from_its_checkpoint_as_long_as_it_get
 @pytest.mark.parametrize(
     ("environment", "who", "exit_code", "restarts", "said", "steps"),
     [
-        ({"FAKE_CRASH_AT_STEP": "4"}, "trainer", 1, (2, 3), "ZeroDivisionError: in the loss", 3),
+        ({"FAKE_CRASH_AT_STEP": "4"}, "trainer", 1, (2, 3, 4), "ZeroDivisionError: in the loss", 3),
         ({"FAKE_CRASH_AT_STEP": "4", "FAKE_EXIT_CODE": "2"}, "trainer", 2, (0,), "ZeroDivisionError: in the loss", 3),
         ({"FAKE_ACTOR_EXIT": "1", "FAKE_STEP_S": "600"}, "actor-0", 1, (1,), "error: no such model", None),
         ({"FAKE_ACTOR_EXIT": "2", "FAKE_STEP_S": "600"}, "actor-0", 2, (0,), "error: no such model", None),
@@ -253,7 +253,7 @@ async def test_what_dies_at_ever_the_same_place_fails_the_run_with_the_end_of_it
     steps: int | None,
 ) -> None:
     """A trainer at one step, and an actor that never serves. Code 2, the user's mistake, is not tried again. The runner may
-    hear of the last step only after the first death, and then forgives that."""
+    hear of the last two steps only after the first deaths, and then forgives these."""
     run = Run(tmp_path / "run", recipe(steps=9), environment)
     ending = await run.end()
     assert isinstance(ending.error, ServiceDied)
