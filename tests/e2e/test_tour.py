@@ -728,9 +728,9 @@ async def test_the_run_is_compared_with_its_own_state_before(tour: Tour, resumed
             assert await seconds.is_checked()
             await seconds.press("ArrowRight")
             assert await shown.page.locator("svg text", has_text="step").count() == 7
-            assert await shown.page.evaluate("document.documentElement.scrollWidth") <= width
             await shown.page.locator(".chart svg").first.press("End")
             assert f"step {resumed.last}" in await shown.page.locator(".tip").first.inner_text()
+            assert await shown.page.evaluate("document.documentElement.scrollWidth") <= width
             assert await shown.page.evaluate(TOO_WIDE) == []
             assert await barriers(shown.page) == []
             assert (shown.problems, shown.requests) == ([], [page.as_uri()])
