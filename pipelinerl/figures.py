@@ -33,7 +33,7 @@ class Figure:
     help: str = ""
     """Text of the metric; empty = `text`."""
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """If the figure is a mapping: the metric's label, and the label's values, which are the mapping's keys."""
+    """For a figure that is a mapping: the metric's label with its values, which are the keys of the mapping."""
     stays: bool = False
     """True if the metric keeps its value at a step without the figure. Otherwise its series ends there."""
     on_page: bool = False

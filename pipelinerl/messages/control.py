@@ -5,7 +5,6 @@ docs/weight-updates.md describes the exchange. The receiver checks whether a mes
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Literal, TypeVar, get_args
 
 from pipelinerl.errors import MessageError
@@ -30,7 +29,6 @@ _MAY_BE_EMPTY = {
     *(("Abort", "actor"), ("Abort", "incarnation")),
     *(("Registration", "manifest_id"), ("Registration", "incarnation"), ("Registration", "grpc_address")),
 }
-_SHA256_BYTES = 32
 _CHOICES = {"backend": get_args(Backend), "phase": get_args(Phase)}
 
 
@@ -41,8 +39,6 @@ def decode_control(data: bytes, message_type: type[_Control]) -> _Control:
     _check_fields(message, kind)
     if isinstance(message, pb.EpochStart):
         _check_ranks(message)
-    if isinstance(message, pb.Published):
-        _check_objects(message)
     return message
 
 
@@ -70,15 +66,3 @@ def _check_ranks(start: pb.EpochStart) -> None:
         raise MessageError("EpochStart", "members", f"ranks {sorted(taken)} are not 0 to {start.world_size - 1}")
     if len({member.actor for member in start.members}) != len(start.members):
         raise MessageError("EpochStart", "members", "an actor is listed twice")
-
-
-def _check_objects(published: pb.Published) -> None:
-    """Check that the objects rise to the published version, and that every digest is a SHA-256."""
-    versions = [one.version for one in published.objects]
-    if not versions or versions[-1] != published.version or any(a >= b for a, b in pairwise(versions)):
-        raise MessageError("Published", "objects", f"versions {versions} do not rise to {published.version}")
-    for one in published.objects:
-        if not one.key or not one.bytes:
-            raise MessageError("Published", "objects", f"the object of version {one.version} has no key or no size")
-    if any(len(digest) != _SHA256_BYTES for digest in (published.sha256, *(one.sha256 for one in published.objects))):
-        raise MessageError("Published", "sha256", f"each digest must have {_SHA256_BYTES} bytes")

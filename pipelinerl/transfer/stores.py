@@ -219,7 +219,7 @@ class BucketStore:
         self._connection, self._js = bus.connection, bus.connection.js
         self._objects = ObjectStore(self._bucket, self._stream, self._js)
         self._is_clean = False
-        """Whether the bucket exists without remains of unfinished calls."""
+        """True if the bucket exists and holds no remains of unfinished calls."""
 
     async def put(self, key: str, parts: _Parts) -> tuple[int, bytes]:
         try:

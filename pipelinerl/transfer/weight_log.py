@@ -51,7 +51,7 @@ class WeightLog:
         """Each has an anchor and the deltas after it."""
         self._newest: tuple[PolicyVersion, Bytes] | None = None
         self._has_old = True
-        """Whether the store may hold objects of other chains."""
+        """True if the store may hold objects of chains that are no longer kept."""
         self._turn = asyncio.Lock()
 
     async def add(self, version: PolicyVersion, stream: Tensor) -> Published:
