@@ -3,14 +3,16 @@
     python -m benchmarks.table
 
 What stands between a line `<!-- result: NAME -->` and `<!-- end -->` is replaced by the table of results/NAME.json, and for the
-name `summary` by the page of results. A result file holds its measurements as `rows` (a list of objects) or `cases` (an object
-of objects). Their numbers and texts become columns, which `COLUMNS` can limit. This module measures nothing.
+name `summary` by the page of results, with the conditions under which they were measured. A result file holds its measurements
+as `rows` (a list of objects) or `cases` (an object of objects). Their numbers and texts become columns, which `COLUMNS` can
+limit. This module measures nothing.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,7 @@ _USUAL: dict[str, Any] = {
 }
 """Conditions that README.md states once for all results."""
 _BUSY_LOAD = 4.0
-"""Load average from which a result says how busy the machine was."""
+"""Load average from which the page of results says how busy the machine was."""
 
 _COLUMNS = {
     "bus": "payload payload_bytes ours_per_s bare_per_s ratio goal",
@@ -106,12 +108,14 @@ COLUMNS: dict[str, tuple[str, ...]] = {name: tuple(columns.split()) for name, co
 
 ROWS: dict[str, dict[str, set[Any]]] = {
     "audit": {"sequences": {1_000, 1_000_000}},
+    "fault_matrix": {"signal": {"SIGKILL", "SIGTERM"}},
     "membership": {"members": {1, 8, 32, 64}},
     "pipeline_at_equal_lag": {"largest_lag": {7}},
     "prefix_cache": {"case": {"smollm2"}, "prompt_tokens": {64, 256}},
     "recovery": {"times": {"default"}, "phase": {"joining", "receiving", "staged", "serving"}},
     "scaling": {"accelerators": {128, 4096}},
     "stale_kv": {"positions": {"all", "192-"}},
+    "trainer_gpu": {"row_tokens": {8192}},
     "trainer_memory": {"way": {"naive", "ours", "all kept", "checkpointed"}, "dtype": {"bfloat16"}},
 }
 """Rows of long results that the page shows, by the values of columns. The result file has all rows."""
@@ -375,14 +379,13 @@ def result(name: str, folder: Path) -> str:
     """Return one benchmark's newest result in Markdown, or the page of results for the name `summary`."""
     if name == "summary":
         lines = (figure.line(measurements(_read(figure.file or figure.benchmark, folder))) for figure in SUMMARY)
-        return "\n".join(("| benchmark | what is compared | result | goal | met |", "|---" * 5 + "|", *lines))
+        table_of_all = "\n".join(("| benchmark | what is compared | result | goal | met |", "|---" * 5 + "|", *lines))
+        return f"{table_of_all}\n\n{conditions(folder)}"
     if not (folder / f"{name}.json").is_file():
         return f"Not run yet: there is no `results/{name}.json`."
-    data = _read(name, folder)
-    rows = measurements(data)
+    rows = measurements(_read(name, folder))
     rows = [row for row in rows if all(row[column] in shown for column, shown in ROWS.get(name, {}).items())]
-    parts = [table(rows, COLUMNS.get(name) or scalar_columns(rows)), conditions(data)]
-    return "\n\n".join(part for part in parts if part)
+    return table(rows, COLUMNS.get(name) or scalar_columns(rows))
 
 
 def _read(name: str, folder: Path) -> dict[str, Any]:
@@ -417,11 +420,15 @@ def cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def conditions(data: Mapping[str, Any]) -> str:
-    """Return a sentence with the conditions of the measurement, as far as they differ from those that README.md states."""
-    found = {**{key: data[key] for key in _CONDITIONS if key in data and key != "machine"}, **data.get("machine", {})}
-    named = [f"{key.replace('_', ' ')} {value}" for key, value in found.items() if not usual(key, value)]
-    return f"Measured with {', '.join(named)}." if named else ""
+def conditions(folder: Path) -> str:
+    """Return a sentence with the conditions of all results, as far as they differ from those that README.md states."""
+    named = []
+    for path in sorted(folder.glob("*.json")):
+        data = _read(path.stem, folder)
+        found = {**{key: data[key] for key in _CONDITIONS if key in data and key != "machine"}, **data.get("machine", {})}
+        unusual = [f"{key.replace('_', ' ')} {cell(value)}" for key, value in found.items() if not usual(key, value)]
+        named += [f"`{path.stem}`: {', '.join(unusual)}"] if unusual else []
+    return textwrap.fill(f"Other conditions: {'; '.join(named)}.", 160, break_on_hyphens=False)
 
 
 def usual(condition: str, value: Any) -> bool:

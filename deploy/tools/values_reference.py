@@ -23,6 +23,9 @@ from deploy.tools.recipe_schema import SECTIONS
 
 CHART = Path(__file__).resolve().parents[1] / "helm"
 _HEAD = "| value | type | default | meaning |\n|---|---|---|---|"
+_SEVERAL = "several"
+_TITLES = {_SEVERAL: "Several services", "": "The others"}
+"""Titles of the last two sections, which are not named after a value."""
 _OF_KUBERNETES = {
     "name": "text",
     "size": "text",
@@ -49,16 +52,23 @@ _OF_KUBERNETES = {
 
 
 def reference() -> str:
-    """Markdown: one table for each top-level section, and one for the values that are in none."""
+    """Markdown: one table for each top-level section, one for the values that are in none, and one for those that services
+    share. Values with the same type, default and meaning have one row."""
     meanings = comments((CHART / "values.yaml").read_text(encoding="utf-8"))
-    rows: dict[str, list[str]] = {}
+    paths: dict[tuple[str, str, str], list[str]] = {}
     for path, schema in values(read_schema()).items():
-        section = path.partition(".")[0] if "." in path else ""
-        cells = (f"`{path}`", _type(schema), f"`{json.dumps(default_of(path), ensure_ascii=False)}`", meaning(path, meanings))
-        rows.setdefault(section, []).append(row(cells))
-    alone = rows.pop("")
-    parts = [(f"## `{section}`", meanings.get(section, ""), "\n".join([_HEAD, *table])) for section, table in rows.items()]
-    parts.append(("## The others", "", "\n".join([_HEAD, *alone])))
+        default = f"`{json.dumps(default_of(path), ensure_ascii=False)}`"
+        paths.setdefault((_type(schema), default, meaning(path, meanings)), []).append(path)
+    rows: dict[str, list[str]] = {}
+    for facts, alike in paths.items():
+        sections = {path.partition(".")[0] if "." in path else "" for path in alike}
+        section = sections.pop() if len(sections) == 1 else _SEVERAL
+        rows.setdefault(section, []).append(row((", ".join(f"`{path}`" for path in alike), *facts)))
+    rows |= {section: rows.pop(section) for section in _TITLES}
+    parts = [
+        (f"## {_TITLES.get(section, f'`{section}`')}", meanings.get(section, ""), "\n".join([_HEAD, *table]))
+        for section, table in rows.items()
+    ]
     return "\n\n".join(paragraph for part in parts for paragraph in part if paragraph)
 
 
