@@ -34,12 +34,14 @@ from pipelinerl.recipe.loading import (
     recipe_yaml,
     set_value,
 )
-from pipelinerl.run_dir import RunDir, check_run_name, copy_modules, read_json, run_name, stamped_name, unused_run_dir
+from pipelinerl.run_dir import RunDir, checkpoint_of, copy_modules, new_place, read_json, run_name
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.service.settings import read_address
 from pipelinerl.shipping import source_of
 
 Reward = Callable[..., Any] | str
+Given = str | Path | Mapping[str, Any]
+Folder = str | Path
 _LOOK_S = 0.2
 _PAGE_WITHIN_S = 60.0
 _INTERRUPTED = 130
@@ -49,12 +51,7 @@ _SHIPPED = "notebook_reward"
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any],
-    reward: Reward | None = None,
-    *,
-    name: str | None = None,
-    run_dir: str | Path | None = None,
-    **overrides: Any,
+    recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
     """Train as `start` does, print the progress, and return the run at its end. An interrupt (Ctrl-C, or the stop button of a
     notebook) stops the run cleanly, with a checkpoint, and returns it. Raises `ServiceError` if the run fails."""
@@ -68,12 +65,7 @@ def train(
 
 
 def start(
-    recipe: str | Path | Mapping[str, Any],
-    reward: Reward | None = None,
-    *,
-    name: str | None = None,
-    run_dir: str | Path | None = None,
-    **overrides: Any,
+    recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
     """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
 
@@ -101,12 +93,8 @@ def start(
         copy_modules(modules, task)
     for file, text in {**files, "recipe.yaml": recipe_yaml(checked)}.items():  # the given reward replaces the recipe's
         (task / file).write_text(text, encoding="utf-8")
-    if name is not None:
-        check_run_name(name, "name")
-    elif run_dir is None:
-        name = unused_run_dir(stamped_name(checked.name, datetime.now())).name
-    where = Path(run_dir) if run_dir is not None else Path("runs", str(name))
-    options = ["--run-dir", str(where), *(["--name", name] if name else [])]
+    place = new_place(checked.name, datetime.now(), name, None if run_dir is None else Path(run_dir), "name")
+    options = ["--run-dir", str(place.path), "--name", place.name]
     output = Path(prepared.name) / "output.txt"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     with output.open("wb") as said:
@@ -114,7 +102,7 @@ def start(
             [sys.executable, "-m", "pipelinerl.cli", "run", str(task / "recipe.yaml"), *options],
             stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True,
         )  # fmt: skip
-    run = Run(where, _process=process, _output=output)
+    run = Run(place.path, _process=process, _output=output)
     run._prepared = prepared  # removed with the object
     atexit.register(run._end_with_program)
     return run
@@ -258,7 +246,7 @@ class Run:
     def policy(self, version: int | None = None) -> Any:
         """Load the newest policy, or that of a version, with transformers (`pipelinerl.policy.Policy`). Raises `FieldError`
         if there is no such checkpoint."""
-        return importlib.import_module("pipelinerl.policy").Policy(self._dir.path, version)
+        return importlib.import_module("pipelinerl.policy").Policy(checkpoint_of(self._dir.path, version))
 
     def __repr__(self) -> str:
         steps = read_jsonl(self._dir.metrics)

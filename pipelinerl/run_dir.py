@@ -145,6 +145,19 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
     return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
 
 
+def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
+    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder with the recipe's
+    name and the time `now`, and a number if that exists. Raises `FieldError` on `option` if the name cannot be used."""
+    stamped = stamped_name(recipe_name, now) if name is None else check_run_name(name, option)
+    if path or name:
+        return RunDir(path or Path("runs", stamped), stamped)
+    for unused in (stamped, *(f"{stamped}-{attempt}" for attempt in range(2, 1000))):
+        with suppress(FileExistsError):
+            Path("runs", unused).mkdir(mode=0o700, parents=True)
+            return RunDir(Path("runs", unused), unused)
+    raise AssertionError("a thousand runs began within this second")
+
+
 def create_run_dir(
     recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None, *, first_checkpoint_bytes: int = 0
 ) -> RunDir:
@@ -153,11 +166,8 @@ def create_run_dir(
     Only its owner can read a new folder. Files of a run whose trainer never started are removed. Raises `FieldError` if the
     name cannot be used, the folder is not empty, or its disk is too full.
     """
-    if name is not None:
-        check_run_name(name, "--name")
     RunDir(path or Path("runs"), "").check_space("--run-dir", first_checkpoint_bytes)
-    named = name or stamped_name(recipe_name, now)
-    run = RunDir(path or Path("runs", named), named) if path or name else unused_run_dir(named)
+    run = new_place(recipe_name, now, name, path)
     _make_empty(run, "--run-dir" if path is not None else "--name")
     for folder in (run.path / "logs", run.path / "addresses"):
         folder.mkdir()
@@ -206,15 +216,6 @@ def run_name(folder: Path, option: str = "RUN_DIR") -> str:
             raise FieldError(option, str(folder), f"its {file} does not name the run: {error!r}") from error
         break
     return check_run_name(str(name), option)
-
-
-def unused_run_dir(stamped: str) -> RunDir:
-    """Make `runs/<stamped>`, or with a number at its end if that exists."""
-    for name in (stamped, *(f"{stamped}-{attempt}" for attempt in range(2, 1000))):
-        with suppress(FileExistsError):
-            Path("runs", name).mkdir(mode=0o700, parents=True)
-            return RunDir(Path("runs", name), name)
-    raise AssertionError("a thousand runs began within this second")
 
 
 _UNSTARTED = {
@@ -298,40 +299,41 @@ def newest_checkpoint(run_dir: Path) -> int | None:
     return max(resumable(run_dir), default=None)
 
 
-def run_of(folder: Path) -> Path:
-    """Return the folder of the run in which a checkpoint or an adapter lies; the folder itself if it is a run or in none."""
+class Checkpoint:
+    """A policy on disk. `path`: its folder, which holds whole weights or an adapter; `adapter` is the latter's configuration.
+    `run`: the folder of the run in which it lies, or else `path`. `version`: the policy version that it states, or None.
+    `tokenizer`: the folder with its tokenizer and version. This is the checkpoint in which a run's adapter lies; for another
+    adapter without a tokenizer, it is the base model, which may be a name on the hub."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.run, self.adapter = path, _run_of(path), read_json(path / ADAPTER)
+        found = (one for one in (path, path.parent) if (one / "tokenizer_config.json").is_file())
+        self.tokenizer = next(found, Path(self.adapter.get("base_model_name_or_path") or path))
+        version = read_json(self.tokenizer / ABOUT).get("policy_version")
+        self.version: int | None = version if isinstance(version, int) else None
+
+
+def _run_of(folder: Path) -> Path:
     near = (folder, *Path(os.path.abspath(folder)).parents[:3])
     return next((one for one in near if any((one / file).is_file() for file in NAMED_IN)), folder)
 
 
-def tokenizer_of(checkpoint: Path) -> Path:
-    """Return the folder with a checkpoint's tokenizer and version. A run's adapter lies in the checkpoint that has them; for
-    another adapter without a tokenizer, return its base model, which may be a name on the hub."""
-    found = (one for one in (checkpoint, checkpoint.parent) if (one / "tokenizer_config.json").is_file())
-    return next(found, Path(read_json(checkpoint / ADAPTER).get("base_model_name_or_path") or checkpoint))
-
-
-def version_of(checkpoint: Path) -> int | None:
-    """Return the policy version that a checkpoint states, if it does."""
-    version = read_json(tokenizer_of(checkpoint) / ABOUT).get("policy_version")
-    return version if isinstance(version, int) else None
-
-
-def policies_of(folder: Path) -> dict[int, Path]:
+def policies_of(folder: Path) -> dict[int, Checkpoint]:
     """Return the checkpoints of a run, or of the run in which a checkpoint lies, by version, the newest last."""
-    run = run_of(folder)
-    found = {number: path.parents[1] for number, path in resumable(run).items()}
+    run = _run_of(folder)
+    found = {number: Checkpoint(path.parents[1]) for number, path in resumable(run).items()}
     for one in (run / "checkpoint", run):  # the latter is a model outside a run
         if any((one / file).is_file() for file in MODEL_IN):
-            found[version_of(one) or max(found, default=0)] = one
+            last = Checkpoint(one)
+            found[last.version or max(found, default=0)] = last
     return dict(sorted(found.items()))
 
 
-def checkpoint_of(folder: Path, version: int | None = None) -> Path:
-    """Return the folder of a policy. Without a version, this is `folder` if it is a checkpoint or an adapter, and else the
+def checkpoint_of(folder: Path, version: int | None = None) -> Checkpoint:
+    """Return a policy. Without a version, this is the one in `folder` if that is a checkpoint or an adapter, and else the
     newest checkpoint of the run. Raises `FieldError` if there is no such checkpoint."""
     if version is None and any((folder / file).is_file() for file in MODEL_IN):
-        return folder
+        return Checkpoint(folder)
     check_folder(folder, "RUN")
     found = policies_of(folder)
     if not found:

@@ -10,13 +10,17 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from pipelinerl.figures import Reduced, reduce_step, run_figures
 from pipelinerl.recipe.fields import Recipe
@@ -52,14 +56,12 @@ class RunTotals:
 
     def to_state(self) -> dict[str, Any]:
         """Return a copy of the totals as data for JSON."""
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: value.copy() if isinstance(value, list | dict) else value for name, value in own.items()}
+        return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
         """Restore the totals from the data of `to_state`, possibly after JSON turned its keys into texts."""
-        lags = {int(lag): tokens for lag, tokens in state["lag_histogram"].items()}
-        return cls(**{**state, "lag_histogram": lags})
+        return TypeAdapter(cls).validate_python(state)
 
     def add_step(self, record: Record) -> None:
         """Add the figures of a step that describe no events. A key that the record lacks adds nothing."""
@@ -229,40 +231,26 @@ def to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(_finite(value), separators=(",", ":"))
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, np.generic):
-        return _finite(value.item())
-    return value
+_finite = partial(to_jsonable_python, inf_nan_mode="null", fallback=np.generic.item)
 
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
-class RunFiles:
+class RunFiles(ExitStack):
     """Append to the run directory's files, as a context manager. Each line is flushed, so a killed run is complete up to its
     last step. `keep_steps`, in a resumed run: last step that counts. Lines of later steps move to `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
+        super().__init__()
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, SAMPLES) if keep_steps is not None else ():
             cut(run_dir / name, keep_steps or 0)
         self.kept: list[StepRecord] = [] if keep_steps is None else read_jsonl(run_dir / METRICS)
         """Records of all earlier steps that count."""
-        self._open = {name: (run_dir / name).open("a", encoding="utf-8") for name in (METRICS, SAMPLES)}
-
-    def __enter__(self) -> RunFiles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for file in self._open.values():
-            file.close()
+        opened = {name: (run_dir / name).open("a", encoding="utf-8") for name in (METRICS, SAMPLES)}
+        self._open = {name: self.enter_context(file) for name, file in opened.items()}
 
     def append(self, name: str, value: Mapping[str, Any]) -> None:
         """Append one line to `METRICS` or `SAMPLES`."""

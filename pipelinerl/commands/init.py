@@ -91,23 +91,18 @@ def init(args: argparse.Namespace) -> int:
     folder: Path = args.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FieldError("DIR", str(folder), "is not an empty folder; name a new one")
-    for option, value in (("--question", args.question), ("--answer", args.answer), ("--from", args.template)):
-        if value and (args.data is None) != (option == "--from"):
-            with_data = "choose one of --from and --data" if option == "--from" else "applies only to --data FILE; leave it out"
-            raise FieldError(option, value, with_data)
+    for option, value in (("--question", args.question), ("--answer", args.answer)):
+        if value and args.data is None:
+            raise FieldError(option, value, "applies only to --data FILE; leave it out")
     words = data_words(args.data, args.question, args.answer) if args.data is not None else {}
     template = TEMPLATES / ("data" if words else args.template or "sums")
     name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:40].strip("-") or _NAME
+    changes = {"README.md": {_NAME: shlex.quote(str(folder))}, "recipe.yaml": {f"name: {_NAME}": f"name: {name}", **words}}
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(path for path in template.iterdir() if path.is_file()):
-        text = file.read_text(encoding="utf-8")
-        if file.name == "README.md":
-            text = text.replace(_NAME, shlex.quote(str(folder)))
-        elif file.name == "recipe.yaml":
-            text = text.replace(f"name: {_NAME}", f"name: {name}", 1)
-            for word, value in words.items():
-                text = text.replace(word, value, 1)
-        (folder / file.name).write_text(text, encoding="utf-8")
+        text, changed = file.read_text(encoding="utf-8"), changes.get(file.name, {})
+        parts = re.split(f"({'|'.join(changed)})", text)  # in one pass, because a column may be called ANSWER
+        (folder / file.name).write_text("".join(changed.get(part, part) for part in parts), encoding="utf-8")
     if words:
         shutil.copy(args.data, folder)
     print(
@@ -130,13 +125,11 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
         )
     assert isinstance(rows[0], Mapping), "bad rows were refused"
     columns = list(rows[0])
-    chosen = {
-        "QUESTION": _column("--question", question, columns, _QUESTIONS),
-        "ANSWER": _column("--answer", answer, columns, _ANSWERS),
-    }
-    heldout = max(1, min(_MOST_HELDOUT, len(rows) // 5))
-    return {"DATA": json.dumps(data.name), **{word: json.dumps(name) for word, name in chosen.items()}} | {
-        "heldout_problems: 1 ": f"heldout_problems: {heldout} "
+    return {
+        "DATA": json.dumps(data.name),
+        "QUESTION": json.dumps(_column("--question", question, columns, _QUESTIONS)),
+        "ANSWER": json.dumps(_column("--answer", answer, columns, _ANSWERS)),
+        "heldout_problems: 1 ": f"heldout_problems: {max(1, min(_MOST_HELDOUT, len(rows) // 5))} ",
     }
 
 

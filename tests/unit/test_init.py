@@ -119,7 +119,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("new --data full/one.jsonl", "has 1 rows; at least 2 are needed"),
         ("new --data full/bad.jsonl", "full/bad.jsonl: not JSON"),
         ("new --question a", "--question = 'a': applies only to --data FILE; leave it out"),
-        ("new --from code --data full/mine.csv", "--from = 'code': choose one of --from and --data"),
+        ("new --from code --data full/mine.csv", "argument --data: not allowed with argument --from"),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplace: Path, arguments: str, said: str) -> None:  # noqa: F811
