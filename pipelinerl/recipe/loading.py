@@ -187,27 +187,26 @@ def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         beside = folder / path
         return str(beside) if beside.exists() or glob.glob(str(beside)) else path
 
-    def task(section: Any) -> Any:
+    def moved(section: Any) -> Any:
+        if isinstance(section, list):
+            return [moved(one) for one in section]
         if not isinstance(section, dict):
             return section
-        own = {"path": found(section["path"])} if "path" in section and section.get("source") != "hub" else {}
+        changed = {key: moved(value) if key in _WITH_PATHS else value for key, value in section.items()}
+        for key in ("path", "chat_template"):
+            if key in section and not (key == "path" and section.get("source") == "hub"):
+                changed[key] = found(section[key])
         if isinstance(command := section.get("command"), str):
-            moved = ((word, found(word)) for word in command.split(" "))
-            own["command"] = " ".join(word if path == word else shlex.quote(path) for word, path in moved)
-        return {**section, **own}
+            words = ((word, found(word)) for word in command.split(" "))
+            changed["command"] = " ".join(word if path == word else shlex.quote(path) for word, path in words)
+        return changed
 
-    def share(section: Any) -> Any:
-        return {**section, "task": task(section.get("task"))} if isinstance(section, dict) else section
+    whole: dict[str, Any] = moved(data)
+    return whole
 
-    def shares(section: Any) -> Any:
-        return [share(one) for one in section] if isinstance(section, list) else section
 
-    changed = {key: {"task": task, "tasks": shares}.get(key, lambda kept: kept)(value) for key, value in data.items()}
-    if isinstance(evaluation := data.get("evaluation"), dict) and "sets" in evaluation:
-        changed["evaluation"] = {**evaluation, "sets": shares(evaluation["sets"])}
-    if isinstance(model := data.get("model"), dict) and "chat_template" in model:
-        changed["model"] = {**model, "chat_template": found(model["chat_template"])}
-    return changed
+_WITH_PATHS = ("task", "tasks", "evaluation", "sets", "model")
+"""Sections of a recipe that hold paths, and sections that hold these."""
 
 
 def modules_beside(recipe: Recipe, file: Path) -> Path | None:
@@ -278,17 +277,15 @@ def _read_chat_template(data: dict[str, Any]) -> None:
     Raises `FieldError` if the file cannot be read or holds no template."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):
-        return
     try:
-        if not path or not Path(path).is_file():
+        if not isinstance(path, str) or is_template(path) or not Path(path).is_file():
             return
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise FieldError("model.chat_template", path, f"cannot be read: {error}") from error
     if not is_template(text):
         raise FieldError("model.chat_template", path, "contains no Jinja, such as {{ messages }}; give a chat template")
-    model["chat_template"] = text
+    data["model"] = {**data["model"], "chat_template": text}
 
 
 def is_template(text: str) -> bool:
