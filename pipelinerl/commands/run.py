@@ -26,19 +26,8 @@ from pipelinerl.local.placing import placed_here, write_placement
 from pipelinerl.local.processes import living, running_pids, why_taken
 from pipelinerl.local.progress import open_display, phase_of
 from pipelinerl.local.runner import LocalRun
+from pipelinerl.recipe import loading
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import (
-    Change,
-    check_resumable,
-    find_recipe,
-    load_recipe,
-    modules_beside,
-    read_recipe,
-    recipe_from_data,
-    recipe_of_run,
-    set_value,
-    understood,
-)
 from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.recipe.preflight import check_environment, importable, named_doubts
 from pipelinerl.rl.memory import checkpoint_bytes
@@ -100,8 +89,8 @@ Prepared = tuple[Recipe, RunDir, Placement | None, list[str]]
 def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> Prepared:
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or continue a run with --resume DIR")
-    recipe = load_recipe(args.recipe, overrides)
-    modules = modules_beside(recipe, find_recipe(args.recipe))
+    recipe = loading.load_recipe(args.recipe, overrides)
+    modules = loading.modules_beside(recipe, loading.find_recipe(args.recipe))
     with importable(modules):
         examined = check_environment(recipe, args.reward_rows)
         doubtful = [
@@ -116,7 +105,7 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     run_dir.keep_modules(modules)
     warnings = [f"warning: {doubt}" for doubt in filter(None, (*doubtful, run_dir.open_to_others()))]
     title = f"{run_dir.name}: {recipe.description or recipe.name}"
-    return numbered, run_dir, placement, [title, *understood(overrides), *warnings, *gpus]
+    return numbered, run_dir, placement, [title, *loading.understood(overrides), *warnings, *gpus]
 
 
 def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> Prepared:
@@ -136,20 +125,20 @@ def resume(
 ) -> tuple[Recipe, list[str]]:
     """Prepare a run's folder for a new start, with its own recipe or with `recipe`. Return the recipe and notes for the user.
     Raises `UserError`, with nothing changed, if the run cannot continue."""
-    old = read_recipe(run_dir.recipe)
+    old = loading.read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
-        set_value(old, field.split("."), "auto")  # A placement replaced it by a number.
+        loading.set_value(old, field.split("."), "auto")  # A placement replaced it by a number.
     if not recipe:
-        recipe_of_run(run_dir.recipe)  # Problems of the file are reported before those of the overrides.
-    new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
-    changes = check_resumable(old, new)
+        loading.recipe_of_run(run_dir.recipe)  # Problems of the file are reported before those of the overrides.
+    new = loading.load_recipe(recipe, overrides) if recipe else loading.recipe_from_data(old, str(run_dir.recipe), overrides)
+    changes = loading.check_resumable(old, new)
     if pids := living(run_dir, RESUME):
         named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
         raise FieldError(RESUME, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")
     _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)
-    modules = modules_beside(new, find_recipe(recipe)) if recipe else None
+    modules = loading.modules_beside(new, loading.find_recipe(recipe)) if recipe else None
     with importable(modules or (run_dir.modules if run_dir.modules.is_dir() else None)):
         warnings = [f"warning: {doubt}" for _, doubt in named_doubts(new, check_environment(new, reward_rows))]
     run_dir.check_space(RESUME, checkpoint_bytes(new, known_parameters(new.model)))
@@ -164,7 +153,7 @@ def resume(
     return new, [*_notes(run_dir.name, new, changes, version), *warnings]
 
 
-def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:
+def _notes(run: str, recipe: Recipe, changes: Sequence[loading.Change], version: int | None) -> Iterator[str]:
     if version is None:
         yield f"{run}: there is no checkpoint; the run starts again from version 0"
     else:
@@ -191,7 +180,7 @@ def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
         if missing := missing_from(run_dir.path):
             raise FieldError(RESUME, str(run_dir.path), missing)
         if (state := newest_state(run_dir.path)) is not None:
-            check_resumable(state["recipe"], recipe)
+            loading.check_resumable(state["recipe"], recipe)
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise FieldError(RESUME, str(run_dir.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
 
