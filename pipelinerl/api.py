@@ -104,7 +104,7 @@ def start(
         )  # fmt: skip
     run = Run(place.path, _process=process, _output=output)
     run._prepared = prepared  # removed with the object
-    atexit.register(run._end_with_program)
+    atexit.register(run.stop)  # if it still runs when this program ends
     return run
 
 
@@ -181,10 +181,6 @@ class Run:
         if self._process is None:
             raise FieldError("run", str(self.path), "was not started here; stop it where it was started")
         return self._process
-
-    def _end_with_program(self) -> None:
-        if self._own().poll() is None:
-            self.stop()
 
     # Members for every run.
 

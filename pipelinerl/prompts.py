@@ -117,10 +117,8 @@ class ControlTokens:
         return [*token_ids[:end], *following, *token_ids[end:]]
 
 
-@lru_cache(maxsize=8)
-def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Return the control tokens of a tokenizer whose chat template no longer changes."""
-    return ControlTokens(tokenizer)
+control_tokens = lru_cache(maxsize=8)(ControlTokens)
+"""Return the control tokens of a tokenizer whose chat template no longer changes."""
 
 
 @lru_cache(maxsize=8)
@@ -171,22 +169,16 @@ class Spellings:
 
 
 def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> tuple[str, list[int]]:
-    """Return the prompt's text and its tokens. A chat template writes its special tokens itself, so the tokenizer adds none.
-    Raises `FieldError`."""
-    text = _prompt(problem, config, tokenizer, control)
-    return text.replace(_MARK, ""), control.encode(text, add_special_tokens=config.prompt_style != "chat")
-
-
-def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> str:
-    """Render the problem with instruction and system prompt. Marks split text from the row, but not text from the recipe."""
-    given = control.parted(problem.messages or ({"role": "user", "content": problem.question},))
-    messages = conversation(given, config)
-    if config.prompt_style != "chat":
-        return str(messages[-1]["content"])
+    """Return the prompt's text and its tokens: the problem with instruction and system prompt. Marks split text from the row,
+    but not text from the recipe. A chat template writes its special tokens itself, so the tokenizer adds none. Raises
+    `FieldError`."""
+    given, is_chat = problem.messages or ({"role": "user", "content": problem.question},), config.prompt_style == "chat"
+    messages = conversation(control.parted(given), config)
     try:
-        return written(tokenizer, messages)
+        text = written(tokenizer, messages) if is_chat else str(messages[-1]["content"])
     except Exception as error:  # a template calls raise_exception, is not Jinja, or fails on a field that is not there
         raise refusal(problem, config, messages, error, lambda others: written(tokenizer, others)) from error
+    return text.replace(_MARK, ""), control.encode(text, add_special_tokens=not is_chat)
 
 
 def refusal(

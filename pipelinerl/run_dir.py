@@ -179,9 +179,7 @@ def create_run_dir(
 def free_bytes(folder: Path) -> int:
     """Return the free bytes of the folder's disk. The folder need not exist yet."""
     folder = folder.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
 
 
 def _bytes_in(folder: Path) -> int:
@@ -348,10 +346,7 @@ def checkpoint_of(folder: Path, version: int | None = None) -> Checkpoint:
 def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
     """Return the content of the newest checkpoint's run.json, or None without one. Raises `ValueError` if it is not JSON."""
     found = resumable(run_dir)
-    if not found:
-        return None
-    content: Mapping[str, Any] = json.loads(found[max(found)].read_text(encoding="utf-8"))
-    return content
+    return json.loads(found[max(found)].read_text(encoding="utf-8")) if found else None
 
 
 def trainer_starts(run_dir: Path) -> list[int]:

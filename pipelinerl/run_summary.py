@@ -10,7 +10,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -267,20 +267,12 @@ def cut(path: Path, keep_steps: int) -> None:
     truncated last line."""
     if not path.is_file():
         return
-    partial, undone = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.stem}-undone.jsonl")
+    partial, undone = path.with_name(f"{path.name}.partial"), list[str]()
     with path.open(encoding="utf-8") as lines, partial.open("w", encoding="utf-8") as kept:
-        for line in lines:
-            step = _step_of(line)
-            if step is not None and step <= keep_steps:
-                kept.write(line)
-            elif step is not None:
-                with undone.open("a", encoding="utf-8") as file:
-                    file.write(line)
+        for line in (line for line in lines if line.endswith("\n")):
+            with suppress(ValueError, KeyError, TypeError):  # a line without a step is dropped, too
+                (kept.write if int(json.loads(line)["step"]) <= keep_steps else undone.append)(line)
+    if undone:
+        with path.with_name(f"{path.stem}-undone.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(undone)
     os.replace(partial, path)
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"]) if line.endswith("\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None

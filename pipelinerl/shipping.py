@@ -46,20 +46,15 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
     for used in _globals_of(function, definition):
         if used not in parts:
             _ship_value(name, used, function, parts)
-    _ship_submodules(function, definition, parts)
-    del parts[name]
-    parts[name] = f"\n{source}"
-    if function.__name__ != name:
-        parts[name] += f"\n\n{name} = {function.__name__}\n"
-
-
-def _ship_submodules(function: FunctionType, definition: ast.AST, parts: dict[str, str]) -> None:
-    """Import the modules of packages that the function names, such as `xml.etree.ElementTree` after `import xml`."""
-    for node in ast.walk(definition):
+    for node in ast.walk(definition):  # modules of packages, such as `xml.etree.ElementTree` after `import xml`
         first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
         module = function.__globals__.get(first)
         if isinstance(module, ModuleType) and (dotted := f"{module.__name__}.{rest}") in sys.modules:
             parts[dotted] = f"import {dotted}\n"
+    del parts[name]
+    parts[name] = f"\n{source}"
+    if function.__name__ != name:
+        parts[name] += f"\n\n{name} = {function.__name__}\n"
 
 
 def _globals_of(function: FunctionType, definition: ast.AST) -> list[str]:

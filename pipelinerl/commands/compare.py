@@ -77,8 +77,9 @@ def compare(args: argparse.Namespace) -> int:
     if args.csv:
         _write(args.csv, "--csv", as_csv(runs))
     if page:
-        _write(page, "--out", report_html(comparison(runs), "PrlComparison.draw", COMPARISON_SCRIPTS))
-        print(f"{_as_text(runs)}\n\npage: {page}", file=sys.stderr if "-" in (str(args.csv), str(page)) else sys.stdout)
+        compared = comparison(runs)
+        _write(page, "--out", report_html(compared, "PrlComparison.draw", COMPARISON_SCRIPTS))
+        print(f"{_as_text(compared)}\n\npage: {page}", file=sys.stderr if "-" in (str(args.csv), str(page)) else sys.stdout)
         if args.open:
             webbrowser.open(page.resolve().as_uri())
     return 0
@@ -185,7 +186,9 @@ def rows_of(steps: Mapping[int, Record], evaluations: Mapping[int, Record]) -> l
 def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return the object that comparison.js draws."""
     curves = {key: [curve(run.rows, key) for run in runs] for key in CURVES}
-    tables = {"differences": differences(runs), "results": results(runs), "notes": notes(runs)}
+    labels = dict.fromkeys([*(label for run in runs for label in run.accuracies), *runs[0].results])
+    results = [(label, [run.results.get(label, "-") for run in runs]) for label in labels]
+    tables = {"differences": differences(runs), "results": results, "notes": notes(runs)}
     names = [run.name for run in runs]
     return {"run": f"{len(runs)} runs", "runs": names, **tables, "curves": curves, "problems": problems(runs)}
 
@@ -198,12 +201,6 @@ def differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     ]
     rows = [(name, [one.get(name, "-") for one in told]) for name in dict.fromkeys(name for one in told for name in one)]
     return [(name, [text[:_MOST_TEXT] for text in texts]) for name, texts in rows if len(set(texts)) > 1]
-
-
-def results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """Return the results, the accuracies first, each with its text for each run."""
-    labels = dict.fromkeys([*(label for run in runs for label in run.accuracies), *runs[0].results])
-    return [(label, [run.results.get(label, "-") for run in runs]) for label in labels]
 
 
 def notes(runs: Sequence[ComparedRun]) -> list[str]:
@@ -258,14 +255,15 @@ def as_csv(runs: Sequence[ComparedRun]) -> str:
     return as_unicode(text.getvalue())
 
 
-def _as_text(runs: Sequence[ComparedRun]) -> str:
+def _as_text(compared: Mapping[str, Any]) -> str:
     """Return the names, the first differing fields, the results, and the notes."""
-    fields, letters, blank = differences(runs), LETTERS[: len(runs)], [""] * len(runs)
+    names, fields = compared["runs"], compared["differences"]
+    letters, blank = LETTERS[: len(names)], [""] * len(names)
     more = [(f"({len(fields) - _ROWS} more fields)", blank)] if len(fields) > _ROWS else []
-    rows = [("", [*letters]), *fields[:_ROWS], *more, ("", blank), *results(runs)]
+    rows = [("", [*letters]), *fields[:_ROWS], *more, ("", blank), *compared["results"]]
     cells = table([tuple(one_line(cell, _CELL) for cell in (label, *texts)) for label, texts in rows])
-    named = (f"{letter}  {one_line(run.name, 100)}" for letter, run in zip(letters, runs, strict=True))
-    return as_unicode("\n".join([*named, "", cells, "", *(one_line(note, 500) for note in notes(runs))]))
+    named = (f"{letter}  {one_line(name, 100)}" for letter, name in zip(letters, names, strict=True))
+    return as_unicode("\n".join([*named, "", cells, "", *(one_line(note, 500) for note in compared["notes"])]))
 
 
 def _write(path: Path, option: str, text: str) -> None:

@@ -44,9 +44,8 @@ def recipes(args: argparse.Namespace) -> int:
             f"{row['trainer_gib']:.0f} GiB for the trainer's states and {row['actor_gib']:.0f} for each actor's weights"
         )  # fmt: skip
         print(f"{row['name']}\n{textwrap.indent(textwrap.fill(row['description'], 110), '    ')}")
-        print(
-            f"    {row['device'].upper()}: {memory}; {lasts}; model {row['model']} ({_size(row['parameters'])}, {row['dtype']})"
-        )
+        size = f"{row['parameters'] / 1e9:.1f}B" if row["parameters"] >= 1e9 else f"{row['parameters'] / 1e6:.1f}M"
+        print(f"    {row['device'].upper()}: {memory}; {lasts}; model {row['model']} ({size}, {row['dtype']})")
     print("\npipelinerl run NAME starts one; pipelinerl validate NAME shows its settings")
     return 0
 
@@ -71,10 +70,6 @@ def needs(recipe: Recipe) -> dict[str, Any]:
         "memory_gib": round(memory, 1) if on_cpu else None,
         "minutes": _MINUTES.get(recipe.name) if on_cpu else None,
     }
-
-
-def _size(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
 TEMPLATES = Path(pipelinerl.__file__).parent / "templates"

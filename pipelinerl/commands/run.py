@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -150,18 +150,13 @@ def resume(
     asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
     if asked or any(change.field == "actor.count" for change in changes):
         run_dir.scale.unlink(missing_ok=True)  # It holds the number that `pipelinerl scale` set.
-    return new, [*_notes(run_dir.name, new, changes, version), *warnings]
-
-
-def _notes(run: str, recipe: Recipe, changes: Sequence[loading.Change], version: int | None) -> Iterator[str]:
-    if version is None:
-        yield f"{run}: there is no checkpoint; the run starts again from version 0"
-    else:
-        yield f"{run}: continues from the checkpoint of version {version}"
-    yield from (f"recipe changed: {change}" for change in changes)
-    schedule = recipe.trainer.schedule
+    begins = "there is no checkpoint; the run starts again from version 0"
+    goes_on = f"continues from the checkpoint of version {version}"
+    notes = [f"{run_dir.name}: {begins if version is None else goes_on}", *(f"recipe changed: {one}" for one in changes)]
+    schedule = new.trainer.schedule
     if schedule in ("linear", "cosine", "wsd") and any(one.field == "trainer.steps" for one in changes):
-        yield f"trainer.schedule = {schedule}: the decay now ends with the new last step"
+        notes.append(f"trainer.schedule = {schedule}: the decay now ends with the new last step")
+    return new, [*notes, *warnings]
 
 
 def find_run(folder: Path) -> RunDir:

@@ -201,8 +201,7 @@ def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
             changed["command"] = " ".join(word if path == word else shlex.quote(path) for word, path in words)
         return changed
 
-    whole: dict[str, Any] = moved(data)
-    return whole
+    return moved(data)
 
 
 _WITH_PATHS = ("task", "tasks", "evaluation", "sets", "model")

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, counted
@@ -273,22 +274,16 @@ def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Sour
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
         source.problem(Split.HELDOUT, 0)
         sources[place] = source
-        if recipe.model.source == "package" and isinstance(source, FileSource):
-            yield from _unreadable(recipe.model.name, source)
     except UserError as error:
         yield _of_field("task.path", task.path, error)
-
-
-def _unreadable(small_model: str, source: FileSource) -> Iterator[FieldError]:
-    """Yield the first problem with a character that a small model of this package does not know."""
-    known = json.loads((SMALL_MODELS / small_model / "tokenizer.json").read_bytes())["model"]["vocab"]
-    for problem in source.problems:
-        if unknown := [letter for letter in problem.question if letter not in known]:
-            fix = f"{problem.place} has {unknown[0]!r}, which is no character of the small model {small_model!r} (model.name)"
-            yield FieldError(
-                "task.path", source.path, f"{fix}; set model.source to another one: hub, path, checkpoint or smollm2"
-            )
-            return
+        return
+    if recipe.model.source == "package" and isinstance(source, FileSource):
+        known = json.loads((SMALL_MODELS / recipe.model.name / "tokenizer.json").read_bytes())["model"]["vocab"]
+        unknown = ((one.place, letter) for one in source.problems for letter in one.question if letter not in known)
+        for place, letter in islice(unknown, 1):
+            fix = f"{place} has {letter!r}, which is no character of the small model {recipe.model.name!r} (model.name)"
+            other = "set model.source to another one: hub, path, checkpoint or smollm2"
+            yield FieldError("task.path", source.path, f"{fix}; {other}")
 
 
 def _of_field(field: str, value: str, error: UserError) -> FieldError:

@@ -79,7 +79,19 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
                 fix = f"cannot be tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
                 return [], [Lacking(f"{place}reward.scorer", share.reward.scorer, fix)]
     forms = [[*call.forms, *([] if call.near_miss else [(call.completion, "")])] for call in asked]
-    items = [_item(shares[call.place], call) for call in asked]
+    items = [
+        {
+            "sequence_id": "rehearsal",
+            "task": shares[call.place].name,
+            "prompt_text": "\n".join(call.problem.texts),
+            "completion_text": call.completion,
+            "reference_json": call.problem.reference_json,
+            "completion_tokens": 1,
+            "max_tokens": shares[call.place].max_tokens,
+            "finish_reason": "FINISH_REASON_STOP",
+        }
+        for call in asked
+    ]
     request = {"recipe": recipe.model_dump(mode="json"), "items": items, "forms": forms}
     command = [sys.executable, "-m", "services.verifier.rehearsal"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
@@ -128,19 +140,6 @@ def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
     before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
     answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]
     return tuple(dict.fromkeys((f"{a}{form}{b}", form) for form, (a, b) in product(answers, [(before, after), ("", "")])))
-
-
-def _item(share: ProblemSet, call: Call) -> dict[str, Any]:
-    return {
-        "sequence_id": "rehearsal",
-        "task": share.name,
-        "prompt_text": "\n".join(call.problem.texts),
-        "completion_text": call.completion,
-        "reference_json": call.problem.reference_json,
-        "completion_tokens": 1,
-        "max_tokens": share.max_tokens,
-        "finish_reason": "FINISH_REASON_STOP",
-    }
 
 
 def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError:
