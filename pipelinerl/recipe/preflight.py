@@ -107,14 +107,12 @@ def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
 
 @dataclasses.dataclass
 class Examination:
-    """Results of the checks of a recipe."""
+    """Results of the checks of a recipe. `problems`: mistakes in it, followed by errors of type `Lacking`. `sources`: those of
+    the problem sets that can be used, by the keys of `Recipe.sets_by_place`. `calls`: trial calls of rewards by `rehearse`."""
 
     problems: list[FieldError] = dataclasses.field(default_factory=list)
-    """Mistakes in the recipe, followed by errors of type `Lacking`."""
     sources: dict[str, Source] = dataclasses.field(default_factory=dict)
-    """Sources of the problem sets that can be used, by the keys of `Recipe.sets_by_place`."""
     calls: list[Call] = dataclasses.field(default_factory=list)
-    """Trial calls of rewards, made by `rehearse`."""
     preview: Preview = dataclasses.field(default_factory=Preview)
 
 

@@ -40,24 +40,21 @@ _BARE = ("task", "exact", "code", *_MATHEMATICS)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward."""
+    """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
+    reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if it holds one. `forms`: pairs
+    (possible completion, answer in it); the first pair whose answer the reward finds becomes the completion. `answer`: what
+    `reward.answer_pattern` found, if anything. `status`: `ok`, or the reason why the call gave no reward; empty before it."""
 
     place: str
-    """Key of the problem set in `Recipe.sets_by_place`."""
     problem: Problem
     completion: str = ""
-    """Text with the reference answer or with a near miss, or an empty text."""
     forms: tuple[tuple[str, str], ...] = ()
-    """Pairs (possible completion, answer in it). The first pair whose answer the reward finds becomes the completion."""
+    near_miss: str = ""
     answer: str = ""
-    """The answer that `reward.answer_pattern` found; empty if it found none."""
     status: str = ""
-    """`ok`, or the reason why the call gave no reward; empty before the call."""
     reward: float = 0.0
     seconds: float = 0.0
     message: str = ""
-    near_miss: str = ""
-    """The wrong answer in the completion; empty if the completion holds no near miss."""
 
     def __str__(self) -> str:
         answer = "the reference answer" if self.completion else "an empty answer"
@@ -67,9 +64,9 @@ class Call:
 
 def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
     """Call the rewards on `num_rows` problems of each set with a source, on Linux only. Return the calls and the errors."""
-    sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
-    shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}
+    tried = {place: one for place, one in recipe.sets_by_place.items() if (one.reward.scorer, one.task.source) not in left_out}
+    shares = {place: one for place, one in tried.items() if place in sources and not one.task.is_episodic}
     asked = [call for place, share in shares.items() for call in _calls(recipe, place, share, sources[place], num_rows)]
     if not asked or sys.platform != "linux":
         return [], []
@@ -231,16 +228,13 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """Rendered prompts, and findings about the chat template."""
+    """Rendered prompts as `rows` (name, value) to print, and findings about the chat template: `mistakes` (field, value, fix),
+    the tokenizer's `control` tokens, and variables in `model.chat_template_kwargs` that the template leaves `unread`."""
 
     rows: Sequence[tuple[str, str]] = ()
-    """Pairs (name, value) to print."""
     mistakes: Sequence[tuple[str, Any, str]] = ()
-    """Triples (field, value, fix)."""
     control: Sequence[str] = ()
-    """The tokenizer's control tokens."""
     unread: Sequence[str] = ()
-    """Variables in `model.chat_template_kwargs` that the template does not read."""
 
 
 def _has_prompt(share: ProblemSet) -> bool:

@@ -16,10 +16,10 @@ import pytest
 
 import pipelinerl
 from pipelinerl import api
+from pipelinerl.api import source_of
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import checkpoint_of
-from pipelinerl.shipping import source_of
 from services.verifier.rewards.compose import user_scorer
 from services.verifier.rewards.item import RewardInput
 
