@@ -20,7 +20,7 @@ from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import NATS, Recipe
 from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, modules_beside, parse_yaml, understood
 from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
-from pipelinerl.recipe.preflight import Examination, examine, files_in, importable, named_doubts
+from pipelinerl.recipe.preflight import Examination, examine, files_in, named_doubts
 from pipelinerl.recipe.rehearsal import rehearsed
 from pipelinerl.rl import placement
 from pipelinerl.rl.memory import GIB, Model, actor_problem, checkpoint_bytes, memory_outline, ranks_of_a_copy, trainer_problem
@@ -42,8 +42,8 @@ _SHORT.maxstring = 120
 def validate(args: argparse.Namespace) -> int:
     """Print a summary and return exit code 0. Raises `UserError` with everything that is wrong."""
     recipe = load_recipe(args.recipe, args.overrides)
-    with importable(modules_beside(recipe, find_recipe(args.recipe))):
-        examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True)
+    modules = modules_beside(recipe, find_recipe(args.recipe))
+    examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, modules, prompts=True)
     memory = list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:

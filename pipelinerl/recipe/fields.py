@@ -691,7 +691,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 class Recipe(Section):
-    """The recipe of a whole run. `RULES` checks relations between fields."""
+    """The recipe of a whole run. `pipelinerl.recipe.rules` checks relations between fields."""
 
     name: Annotated[str, must(RUN_NAME.fullmatch, "use 1-40 lowercase letters, digits and inner dashes")]
     """Name of the recipe, and by default of the run."""
@@ -794,14 +794,3 @@ class Recipe(Section):
         if isinstance(sets := evaluation.get("sets"), list):
             data = {**data, "evaluation": {**evaluation, "sets": [filled(one) for one in sets]}}
         return data
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
-        assert RULES, "a recipe is validated while pipelinerl.recipe is being imported"
-        for check in RULES:
-            check(self)
-        return self
-
-
-RULES: list[Callable[[Recipe], None]] = []
-"""Checks of every recipe. Each may raise `ValueError`. The package adds the check in `rules`, which imports this module."""

@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 import pipelinerl
 from pipelinerl.errors import FieldError, UserError, counted
 from pipelinerl.recipe.fields import PUBLISHED, Recipe, allowed, field_at, listed_section, may_change, section_of, unknown_field
-from pipelinerl.recipe.rules import BrokenRules
+from pipelinerl.recipe.rules import broken_rules
 
 
 class RecipeError(UserError):
@@ -37,12 +37,8 @@ class RecipeError(UserError):
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """Return a `FieldError` for each wrong field and for each broken rule, in the order of the fields."""
-    problems: list[FieldError] = []
-    for details in error.errors(include_url=False):
-        raised = details.get("ctx", {}).get("error")
-        problems += raised.problems if isinstance(raised, BrokenRules) else [_problem(details, model)]
-    return problems
+    """Return a `FieldError` for each wrong field, in the order of the fields."""
+    return [_problem(details, model) for details in error.errors(include_url=False)]
 
 
 def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
@@ -264,6 +260,7 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
         problems.append(error)
     try:
         recipe = Recipe.model_validate(changed)
+        problems += broken_rules(recipe)
     except ValidationError as error:
         problems += problems_of(error, Recipe)
     if problems:

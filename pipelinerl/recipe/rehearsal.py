@@ -62,7 +62,9 @@ class Call:
         return f"{answer} {f'of {place}' if (place := self.problem.place) else f'to {self.problem.question!r:.60}'}"
 
 
-def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
+def rehearse(
+    recipe: Recipe, sources: Mapping[str, Source], num_rows: int, environment: Mapping[str, str]
+) -> tuple[list[Call], list[FieldError]]:
     """Call the rewards on `num_rows` problems of each set with a source, on Linux only. Return the calls and the errors."""
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     tried = {place: one for place, one in recipe.sets_by_place.items() if (one.reward.scorer, one.task.source) not in left_out}
@@ -91,7 +93,7 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
     ]
     request = {"recipe": recipe.model_dump(mode="json"), "items": items, "forms": forms}
     command = [sys.executable, "-m", "services.verifier.rehearsal"]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
     calls, calling = list[Call](), asked[0]
     for line in map(json.loads, done.stdout.splitlines()):
         if problem := line.get("problem"):
@@ -245,7 +247,7 @@ def _uses_template(share: ProblemSet) -> bool:
     return bool(share.task.tools) or (share.task.prompt_style == "chat" and not share.task.is_episodic)
 
 
-def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
+def preview(recipe: Recipe, sources: Mapping[str, Source], environment: Mapping[str, str], *, all_prompts: bool) -> Preview:
     """Render the first prompt of each set whose prompts are known before the run. Because this takes seconds, nothing is
     rendered unless `all_prompts` is true, a set uses a chat template, or the recipe sets a template or its variables."""
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
@@ -263,9 +265,9 @@ def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool)
         what = f"{missing[0]} is not installed" if missing else f"no tokenizer of {recipe.model.name or recipe.model.source} is"
         return Preview([("prompt", f"not shown: {what} on this machine")])
     request = json.dumps({"recipe": recipe.model_dump(mode="json"), "source": str(source), "problems": problems}, default=str)
-    command, environment = [sys.executable, "-m", "services.actor.preview"], {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command, offline = [sys.executable, "-m", "services.actor.preview"], {**environment, "HF_HUB_OFFLINE": "1"}
     try:
-        done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_S)
+        done = subprocess.run(command, input=request, capture_output=True, text=True, env=offline, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Preview([("prompt", f"not shown: loading the tokenizer and writing the prompts takes over {_TIMEOUT_S:g} s")])
     if done.returncode:

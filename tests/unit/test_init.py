@@ -13,7 +13,7 @@ from pipelinerl.cli import main
 from pipelinerl.commands.init import TEMPLATES
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import find_recipe, found_beside, load_recipe, modules_beside, read_recipe
-from pipelinerl.recipe.preflight import importable, try_import
+from pipelinerl.recipe.preflight import environment_with, try_import
 from pipelinerl.run_dir import create_run_dir
 from tests.unit.test_cli import Command, pipelinerl  # noqa: F401 - the fixture
 
@@ -152,8 +152,7 @@ def test_a_recipe_finds_what_is_beside_it_and_a_run_keeps_its_modules(workplace:
         hiding.unlink()
     (workplace / "problems.jsonl").touch()  # the file beside the recipe comes first
     (workplace / "reward.py").write_text("raise SystemExit('of the current folder')")
-    with importable(Path("mine")):
-        try_import("reward.scorer", "reward:score", "{}")
+    try_import("reward.scorer", "reward:score", "{}", environment_with(Path("mine")))
     in_lists = read_recipe(Path("mine/recipe.yaml"))
     in_lists |= {
         "tasks": [{"task": in_lists.pop("task")}],
