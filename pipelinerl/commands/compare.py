@@ -75,7 +75,11 @@ def compare(args: argparse.Namespace) -> int:
     names = Counter(path.name for path in folders)
     runs = [read_run(given, path.name if names[path.name] == 1 else str(given)) for path, given in folders.items()]
     if args.csv:
-        _write(args.csv, "--csv", as_csv(runs))
+        lines, text = [{"run": run.name} | row for run in runs for row in run.rows], io.StringIO()
+        writer = csv.DictWriter(text, [*dict.fromkeys(name for line in lines for name in line)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        _write(args.csv, "--csv", as_unicode(text.getvalue()))
     if page:
         compared = comparison(runs)
         _write(page, "--out", report_html(compared, "PrlComparison.draw", COMPARISON_SCRIPTS))
@@ -245,14 +249,6 @@ def problems(runs: Sequence[ComparedRun]) -> list[list[tuple[int, dict[str, Any]
     shared = [found for found in by_prompt.values() if len(found) > 1]
     shared.sort(key=lambda found: (-len(found), not any(one["heldout"] for one in found.values())))
     return [sorted(found.items()) for found in shared[:MOST_PROBLEMS]]
-
-
-def as_csv(runs: Sequence[ComparedRun]) -> str:
-    rows, text = [{"run": run.name} | row for run in runs for row in run.rows], io.StringIO()
-    writer = csv.DictWriter(text, [*dict.fromkeys(name for row in rows for name in row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return as_unicode(text.getvalue())
 
 
 def _as_text(compared: Mapping[str, Any]) -> str:

@@ -133,7 +133,11 @@ def resume(
         raise FieldError(RESUME, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")
     _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir.path)
-    _check_steps(run_dir, new.trainer.steps, version)
+    summary, steps = read_json(run_dir.summary), new.trainer.steps
+    taken = max(version or 0, int(summary.get("steps") or 0) if is_finished(summary) else 0)
+    if steps < taken or (steps == taken and is_finished(summary)):
+        what = "all of them have been taken" if steps == taken else f"{taken} have been taken"
+        raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")
     modules = loading.modules_beside(new, loading.find_recipe(recipe)) if recipe else None
     examined = check_environment(new, reward_rows, modules or (run_dir.modules if run_dir.modules.is_dir() else None))
     warnings = [f"warning: {doubt}" for _, doubt in named_doubts(new, examined)]
@@ -174,15 +178,6 @@ def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
             loading.check_resumable(state["recipe"], recipe)
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise FieldError(RESUME, str(run_dir.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
-
-
-def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
-    summary = read_json(run_dir.summary)
-    finished = is_finished(summary)
-    taken = max(version or 0, int(summary.get("steps") or 0) if finished else 0)
-    if steps < taken or (steps == taken and finished):
-        what = "all of them have been taken" if steps == taken else f"{taken} have been taken"
-        raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")
 
 
 def scale(args: argparse.Namespace) -> int:

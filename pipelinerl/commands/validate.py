@@ -121,7 +121,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:
     """Return a summary of a recipe as (name, value) rows."""
-    lag, model, trainer = recipe.algorithm.max_lag, recipe.model, recipe.trainer
+    algorithm, lag, model, trainer = recipe.algorithm, recipe.algorithm.max_lag, recipe.model, recipe.trainer
     shards = f", {trainer.shard_ranks} share one copy" if trainer.shard_ranks else ""
     rows = f", {trainer.context_parallel} share a row" if trainer.context_parallel > 1 else ""
     answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
@@ -129,14 +129,17 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
     often = f"every {counted(steps, 'step')}" if (steps := recipe.evaluation.every_steps) else "at the start and at the end"
     schedule = f"lr {trainer.learning_rate:g} {trainer.schedule}, {trainer.optimizer}"
+    terms = [algorithm.loss, f"{algorithm.advantage} baseline", "divided by std" if algorithm.normalize_std else ""]
+    terms += [f"normalised by {algorithm.normalization}", f"mask {algorithm.mask}" if algorithm.mask != "none" else ""]
+    terms += [f"KL {algorithm.kl_coefficient:g}" if algorithm.kl_coefficient else ""]
     return [
         ("mode", recipe.mode),
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
         *_tasks(recipe),
         ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.max_tokens} tokens"),
         ("actors", f"{recipe.actor.number} x {recipe.actor.sequences_in_progress} sequences in progress"),
-        ("algorithm", _algorithm(recipe)),
-        ("max lag", "unbounded" if lag is None else f"{lag}, of {recipe.algorithm.max_lag_of.replace('_', ' ')}"),
+        ("algorithm", ", ".join(filter(None, terms))),
+        ("max lag", "unbounded" if lag is None else f"{lag}, of {algorithm.max_lag_of.replace('_', ' ')}"),
         ("largest lag", _largest_lag(recipe)),
         ("trainer", f"{counted(trainer.steps, 'step')} of {trainer.batch_size}, {schedule}"),
         ("trained", "all weights" if trainer.lora is None else f"adapters of rank {trainer.lora.rank}"),
@@ -169,14 +172,6 @@ def _largest_lag(recipe: Recipe) -> str:
     means = sorted({longest, max(1, longest // 4)}, reverse=True)
     lags = [f"{recipe_lag(recipe, actors, longest, mean)} for a mean length of {mean}" for mean in means]
     return f"{', '.join(lags)} tokens (⌈H I L / (L̄ B)⌉, L = {longest})"
-
-
-def _algorithm(recipe: Recipe) -> str:
-    algorithm = recipe.algorithm
-    terms = [algorithm.loss, f"{algorithm.advantage} baseline", "divided by std" if algorithm.normalize_std else ""]
-    terms += [f"normalised by {algorithm.normalization}", f"mask {algorithm.mask}" if algorithm.mask != "none" else ""]
-    terms += [f"KL {algorithm.kl_coefficient:g}" if algorithm.kl_coefficient else ""]
-    return ", ".join(filter(None, terms))
 
 
 def gib_of(text: str) -> float:

@@ -64,10 +64,7 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the pydantic model in an annotation `Model` or `Model | None`; None for any other annotation."""
     inside = () if get_origin(annotation) is list else get_args(annotation)
-    for candidate in (annotation, *inside):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    return next((one for one in (annotation, *inside) if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def listed_section(annotation: Any) -> type[BaseModel] | None:
@@ -89,8 +86,7 @@ def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
     item = listed_section(field.annotation)
     if item is not None and path[1].isdecimal():
         return field_at(item, path[2:]) if path[2:] else field
-    section = section_of(field.annotation)
-    if section is not None:
+    if section := section_of(field.annotation):
         return field_at(section, path[1:])
     return field if get_origin(field.annotation) is dict else None
 
@@ -99,8 +95,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all fields and sections of a model."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        section = section_of(field.annotation)
-        if section is not None:
+        if section := section_of(field.annotation):
             yield from dotted_paths(section, f"{prefix}{name}.")
 
 
