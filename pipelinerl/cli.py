@@ -89,9 +89,9 @@ def _set(parser: argparse.ArgumentParser, text: str) -> Any:
 
 
 def _recipes(prefix: str, **_: Any) -> list[str]:
-    from pipelinerl.recipe.loading import recipe_names
+    from pipelinerl.recipe.loading import known_recipes
 
-    return [*recipe_names(), *glob.glob(f"{prefix}*")]
+    return [*known_recipes(), *glob.glob(f"{prefix}*")]
 
 
 def _fields(prefix: str, **_rest: Any) -> list[str]:

@@ -20,7 +20,7 @@ import pipelinerl
 from pipelinerl.commands.validate import model_of
 from pipelinerl.errors import FieldError, UserError, one_of
 from pipelinerl.recipe.fields import Recipe, TaskConfig
-from pipelinerl.recipe.loading import load_recipe, shipped_recipes
+from pipelinerl.recipe.loading import known_recipes, load_recipe
 from pipelinerl.rl.memory import GIB, engine_bytes, state_bytes
 from pipelinerl.tasks.rows import BadRow, known_format, rows_of
 
@@ -34,7 +34,7 @@ _EPISODE_GIB = 0.011
 
 def recipes(args: argparse.Namespace) -> int:
     """Print the shipped recipes as text or, with `--json`, as one JSON array."""
-    rows = [needs(load_recipe(path)) for path in shipped_recipes()]
+    rows = [needs(load_recipe(path)) for path in known_recipes(shipped=True).values()]
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0

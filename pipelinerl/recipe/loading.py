@@ -138,32 +138,21 @@ def understood(overrides: Sequence[str]) -> list[str]:
 def find_recipe(name: str | Path) -> Path:
     """Return the recipe's file. `name` is a path, or the bare name of a recipe in `recipes/` of the current folder, of the
     source tree or of the installation. Raises `FieldError`, with the known names."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
-        for folder in _folders():
-            if (folder / f"{name}.yaml").is_file():
-                return folder / f"{name}.yaml"
+    path, known = Path(name), known_recipes()
+    if path.is_file() or str(name) in known:
+        return path if path.is_file() else known[str(name)]
     if path.is_dir():
         raise FieldError("recipe", str(name), "is a folder; give a recipe file in it, or a recipe's name")
-    known = ", ".join(recipe_names()) or "(none here)"
-    raise FieldError("recipe", str(name), f"no such file; give a path or one of: {known}")
+    fix = f"no such file; give a path or one of: {', '.join(sorted(known)) or '(none here)'}"
+    raise FieldError("recipe", str(name), fix)
 
 
-def recipe_names() -> list[str]:
-    """Return the bare names for which `find_recipe` finds a file."""
-    return sorted({found.stem for folder in _folders() for found in folder.glob("*.yaml")})
-
-
-def shipped_recipes() -> list[Path]:
-    """Return the files of the recipes that come with this package, by name."""
-    return [*{found.stem: found for folder in reversed(_folders()[1:]) for found in sorted(folder.glob("*.yaml"))}.values()]
-
-
-def _folders() -> tuple[Path, ...]:
+def known_recipes(*, shipped: bool = False) -> dict[str, Path]:
+    """Return the recipes' files by the bare names that `find_recipe` takes. `shipped`: only those that come with this package,
+    without `recipes/` of the current folder."""
     source_tree = Path(pipelinerl.__file__).resolve().parents[1]
-    return Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
+    folders = (Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes"))
+    return {found.stem: found for folder in reversed(folders[shipped:]) for found in sorted(folder.glob("*.yaml"))}
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
