@@ -52,7 +52,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 @dataclass(frozen=True)
 class ComparedRun:
     """A run as its folder shows it. `fields`: of the recipe, and other facts, by dotted name. `rows`: see `rows_of`. `results`:
-    texts by label. `accuracies`: the last ones, see `accuracies_of`. `changes`: of the recipe, when the run was resumed."""
+    texts by label. `accuracies`: the last ones with their 95 % intervals. `changes`: of the recipe, when it was resumed."""
 
     name: str
     fields: Record
@@ -104,7 +104,10 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     known = (one for one in records.evaluations if isinstance(one, Mapping) and isinstance(one.get("version"), int))
     evaluations = {one["version"]: one for one in known}
     rows, version, starts = rows_of(steps, evaluations), max(evaluations, default=0), len(trainer_starts(folder))
-    accuracies = accuracies_of(evaluations.get(version, {}))
+    sets, keys = evaluations.get(version, {}).get("sets"), ("accuracy.value", "accuracy.low", "accuracy.high")
+    items = sets.items() if isinstance(sets, Mapping) else ()
+    read = {name: [end for key in keys if (end := number_at(one, key)) is not None] for name, one in items}
+    accuracies = {f"Held-out accuracy, {name}": ends for name, ends in read.items() if len(ends) == len(keys)}
     shown = {label: [percent(one) for one in ends] for label, ends in accuracies.items()}
     results = {label: f"{one} ({low} to {high}), version {version}" for label, (one, low, high) in shown.items()}
     results |= results_of(records, steps)
@@ -145,14 +148,6 @@ def readable_steps(records: RunRecords) -> dict[int, Record]:
             totals.add_events(line)
             steps[operator.index(line["step"])] = line
     return dict(sorted(steps.items()))
-
-
-def accuracies_of(evaluation: Record) -> dict[str, list[float]]:
-    """Return the accuracy on each set of problems, and the ends of its 95 % interval, by label."""
-    sets, keys = evaluation.get("sets"), ("accuracy.value", "accuracy.low", "accuracy.high")
-    items = sets.items() if isinstance(sets, Mapping) else ()
-    read = {name: [end for key in keys if (end := number_at(one, key)) is not None] for name, one in items}
-    return {f"Held-out accuracy, {name}": ends for name, ends in read.items() if len(ends) == len(keys)}
 
 
 def results_of(records: RunRecords, steps: Mapping[int, Record]) -> dict[str, str]:

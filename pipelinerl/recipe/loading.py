@@ -243,10 +243,7 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
             set_value(changed, path, value)
         except FieldError as error:
             problems.append(error)
-    try:
-        _read_chat_template(changed)
-    except FieldError as error:
-        problems.append(error)
+    problems += _read_chat_template(changed)
     try:
         recipe = Recipe.model_validate(changed)
         problems += broken_rules(recipe)
@@ -257,20 +254,20 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
     return recipe
 
 
-def _read_chat_template(data: dict[str, Any]) -> None:
+def _read_chat_template(data: dict[str, Any]) -> Iterator[FieldError]:
     """Replace the name of a file in `model.chat_template` by the file's text, because other machines do not have the file.
-    Raises `FieldError` if the file cannot be read or holds no template."""
+    Yield an error if the file cannot be read or holds no template."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
     try:
         if not isinstance(path, str) or is_template(path) or not Path(path).is_file():
             return
         text = Path(path).read_text(encoding="utf-8")
+        data["model"] = {**data["model"], "chat_template": text}
+        if not is_template(text):
+            yield FieldError("model.chat_template", path, "contains no Jinja, such as {{ messages }}; give a chat template")
     except (OSError, ValueError) as error:
-        raise FieldError("model.chat_template", path, f"cannot be read: {error}") from error
-    if not is_template(text):
-        raise FieldError("model.chat_template", path, "contains no Jinja, such as {{ messages }}; give a chat template")
-    data["model"] = {**data["model"], "chat_template": text}
+        yield FieldError("model.chat_template", path, f"cannot be read: {error}")
 
 
 def is_template(text: str) -> bool:
