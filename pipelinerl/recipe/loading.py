@@ -138,13 +138,13 @@ def understood(overrides: Sequence[str]) -> list[str]:
 def find_recipe(name: str | Path) -> Path:
     """Return the recipe's file. `name` is a path, or the bare name of a recipe in `recipes/` of the current folder, of the
     source tree or of the installation. Raises `FieldError`, with the known names."""
-    path, known = Path(name), known_recipes()
-    if path.is_file() or str(name) in known:
-        return path if path.is_file() else known[str(name)]
+    path = Path(name)
+    if found := path if path.is_file() else known_recipes().get(str(name)):
+        return found
     if path.is_dir():
         raise FieldError("recipe", str(name), "is a folder; give a recipe file in it, or a recipe's name")
-    fix = f"no such file; give a path or one of: {', '.join(sorted(known)) or '(none here)'}"
-    raise FieldError("recipe", str(name), fix)
+    known = ", ".join(sorted(known_recipes())) or "(none here)"
+    raise FieldError("recipe", str(name), f"no such file; give a path or one of: {known}")
 
 
 def known_recipes(*, shipped: bool = False) -> dict[str, Path]:
