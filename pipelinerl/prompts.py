@@ -67,8 +67,7 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """Return the text that the chat template writes after an answer, including another question if `asked_again`. Raises the
-    template's errors."""
+    """Return the text that the chat template writes after an answer, with a question if `asked_again`. Raises its errors."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 
@@ -169,9 +168,8 @@ class Spellings:
 
 
 def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> tuple[str, list[int]]:
-    """Return the prompt's text and its tokens: the problem with instruction and system prompt. Marks split text from the row,
-    but not text from the recipe. A chat template writes its special tokens itself, so the tokenizer adds none. Raises
-    `FieldError`."""
+    """Return text and tokens of a problem's prompt, with instruction and system prompt. Marks split text from the row, but not
+    text from the recipe. A chat template writes special tokens itself, so the tokenizer adds none. Raises `FieldError`."""
     given, is_chat = problem.messages or ({"role": "user", "content": problem.question},), config.prompt_style == "chat"
     messages = conversation(control.parted(given), config)
     try:

@@ -263,8 +263,7 @@ class RunFiles(ExitStack):
 
 
 def cut(path: Path, keep_steps: int) -> None:
-    """Keep the lines of steps up to `keep_steps` in `path`, and move the others to `<name>-undone.jsonl` beside it. Drop a
-    truncated last line."""
+    """Keep the lines of steps up to `keep_steps`, and move others to `<name>-undone.jsonl`. Drop a truncated last line."""
     if not path.is_file():
         return
     partial, undone = path.with_name(f"{path.name}.partial"), list[str]()

@@ -28,8 +28,7 @@ Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Complete a prompt that is an argument or comes on standard input; in a terminal without one, hold a conversation. Raises
-    `UserError`."""
+    """Complete the prompt in the arguments or on standard input, or hold a conversation in a terminal. Raises `UserError`."""
     for option, value, least in (("--max-tokens", args.max_tokens, 1), ("--temperature", args.temperature, 0)):
         if value is not None and not least <= value < math.inf:
             raise FieldError(option, value, f"give {least} or more")
@@ -122,8 +121,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def serve_command(checkpoint: Checkpoint, arguments: list[str]) -> list[str]:
-    """Return vLLM's command for a checkpoint, or for an adapter on its base model, under the name of the run. `arguments`
-    override the others."""
+    """Return vLLM's command for a checkpoint or an adapter, under the name of the run. `arguments` override the others."""
     path, adapter = checkpoint.path, checkpoint.adapter
     name = run_name(checkpoint.run) if checkpoint.run != path else path.resolve().name
     model = [str(path), "--served-model-name", name]

@@ -46,8 +46,7 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["text", "json"] = Field("text", description="Format of the log; json in a cluster.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tls_dir: Path | None = None
-    """Folder with tls.crt, tls.key and ca.crt: gRPC is encrypted, and both sides present certificates of that CA. None = plain
-    text."""
+    """Folder with tls.crt, tls.key and ca.crt, with which both sides of gRPC identify themselves. None = plain text."""
 
 
 class BusSettings(ServiceSettings):
@@ -87,14 +86,12 @@ class TrainerSettings(PolicySettings):
     linger: bool = False
     """Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."""
     on_completion: Literal["keep", "release", "exit"] = "keep"
-    """Objects that a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither pods nor
-    report."""
+    """What a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither."""
     release: str = Field("", description="Beginning of the names of this release's objects; empty = not started by the chart.")
     page: bool = False
     """Serve the live page at http_port. Anyone who can reach it can read prompts and completions."""
     page_hosts: str = ""
-    """Host names, separated by commas, by which browsers may open the live page; advertise_host and localhost are always
-    allowed."""
+    """Host names, separated by commas, by which browsers may open the live page, beside advertise_host and localhost."""
     page_key: Path | None = Field(None, description="File with the secret first part of the live page's URL path. None = none.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
     service_account_dir: Path = Field(Path("/var/run/secrets/kubernetes.io/serviceaccount"))
