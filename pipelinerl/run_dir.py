@@ -145,6 +145,14 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
     return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
 
 
+def find_run(folder: Path, option: str) -> RunDir:
+    """Return the run in `folder`. Raises `FieldError` on `option` if the folder is not a run's."""
+    check_folder(folder, option)
+    if missing := [name for name in ("recipe.yaml", "run.json") if not (folder / name).is_file()]:
+        raise FieldError(option, str(folder), f"is not the folder of a run: it has no {' and no '.join(missing)}")
+    return RunDir(folder, run_name(folder, option))
+
+
 def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
     """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder with the recipe's
     name and the time `now`, and a number if that exists. Raises `FieldError` on `option` if the name cannot be used."""
@@ -347,6 +355,18 @@ def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
     """Return the content of the newest checkpoint's run.json, or None without one. Raises `ValueError` if it is not JSON."""
     found = resumable(run_dir)
     return json.loads(found[max(found)].read_text(encoding="utf-8")) if found else None
+
+
+def state_to_resume(run: RunDir, option: str) -> tuple[int | None, Mapping[str, Any]]:
+    """Return version and recipe of the newest checkpoint, or None and {} if the run starts again from version 0. Raises
+    `FieldError` on `option` if the run cannot continue from its folder."""
+    try:
+        if missing := missing_from(run.path):
+            raise FieldError(option, str(run.path), missing)
+        state = newest_state(run.path)
+        return (None, {}) if state is None else (state["policy_version"], state["recipe"])
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise FieldError(option, str(run.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
 
 
 def trainer_starts(run_dir: Path) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import sys
@@ -32,18 +31,7 @@ from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.recipe.preflight import check_environment, named_doubts
 from pipelinerl.rl.memory import checkpoint_bytes
 from pipelinerl.rl.placement import Placement
-from pipelinerl.run_dir import (
-    MOST_ACTORS,
-    RunDir,
-    check_folder,
-    create_run_dir,
-    missing_from,
-    newest_checkpoint,
-    newest_state,
-    read_json,
-    run_name,
-    write_json,
-)
+from pipelinerl.run_dir import MOST_ACTORS, RunDir, create_run_dir, find_run, read_json, state_to_resume, write_json
 from pipelinerl.run_summary import is_finished
 from pipelinerl.service.logs import LogContext, configure_logging
 from pipelinerl.service.tls import read_certificates
@@ -108,7 +96,7 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
-    run_dir = find_run(args.resume)
+    run_dir = find_run(args.resume, RESUME)
     stack.enter_context(run_dir.locked())
     recipe, notes = resume(run_dir, args.recipe, overrides, args.reward_rows)
     numbered, placement, gpus = placed_here(recipe, args.placement)
@@ -131,8 +119,9 @@ def resume(
     if pids := living(run_dir, RESUME):
         named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
         raise FieldError(RESUME, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")
-    _check_complete(run_dir, new)
-    version = newest_checkpoint(run_dir.path)
+    version, begun_with = state_to_resume(run_dir, RESUME)
+    if version is not None:
+        loading.check_resumable(begun_with, new)
     summary, steps = read_json(run_dir.summary), new.trainer.steps
     taken = max(version or 0, int(summary.get("steps") or 0) if is_finished(summary) else 0)
     if steps < taken or (steps == taken and is_finished(summary)):
@@ -157,27 +146,6 @@ def resume(
     if schedule in ("linear", "cosine", "wsd") and any(one.field == "trainer.steps" for one in changes):
         notes.append(f"trainer.schedule = {schedule}: the decay now ends with the new last step")
     return new, [*notes, *warnings]
-
-
-def find_run(folder: Path) -> RunDir:
-    """Return the run in `folder`. Raises `FieldError` if the folder is not a run's."""
-    run_dir, shown = RunDir(folder, ""), str(folder)
-    check_folder(folder, RESUME)
-    missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
-    if missing:
-        raise FieldError(RESUME, shown, f"is not the folder of a run: it has no {' and no '.join(missing)}")
-    return RunDir(folder, run_name(folder, RESUME))
-
-
-def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
-    """Raise `FieldError` if the folder lacks a file, and `UserError` if the recipe does not fit the newest checkpoint."""
-    try:
-        if missing := missing_from(run_dir.path):
-            raise FieldError(RESUME, str(run_dir.path), missing)
-        if (state := newest_state(run_dir.path)) is not None:
-            loading.check_resumable(state["recipe"], recipe)
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise FieldError(RESUME, str(run_dir.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
 
 
 def scale(args: argparse.Namespace) -> int:
