@@ -41,15 +41,12 @@ class RunTotals:
     heldout: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # mean of each step
     tokens_generated: int = 0
-    lag_histogram: dict[int, int] = field(default_factory=dict)
-    """Trained tokens by their lag in optimizer steps."""
-    ended_by_length: dict[str, list[int]] = field(default_factory=dict)
-    """Sequences [trained, dropped as stale], keyed by the upper end of a length bucket."""
+    lag_histogram: dict[int, int] = field(default_factory=dict)  # trained tokens by their lag in optimizer steps
+    ended_by_length: dict[str, list[int]] = field(default_factory=dict)  # as `add_ended` adds them
     update_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
-    join_s: list[float] = field(default_factory=list)
-    """Seconds that each joining actor's side group took to bring it to the served version."""
+    join_s: list[float] = field(default_factory=list)  # until a joining actor's side group had the served version
     compute_s: float = 0.0
     steps: int = 0
     steps_skipped: int = 0

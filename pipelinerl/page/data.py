@@ -32,8 +32,7 @@ class ThinnedSeries:
 
     def __init__(self, limit: int, newest: int) -> None:
         self._limit, self._stride, self._count = limit, 1, 0
-        self._kept: list[Any] = []
-        """Items number 0, stride, 2 · stride, …"""
+        self._kept: list[Any] = []  # items number 0, stride, 2 · stride, …
         self._newest: deque[Any] = deque(maxlen=newest)
 
     def add(self, item: Any) -> None:
@@ -65,12 +64,10 @@ class RunHistory:
         self._times_s: dict[int, float | None] = {0: 0.0}
         self._lags: Counter[int] = Counter()
         self._lengths: dict[str, list[int]] = {}
-        self._mismatch: float | None = None
-        self._parity_failures = 0
-        """Number of failures in all probes. `_mismatch` is the difference in the newest probe that gave one, in nats."""
-        self._ess: defaultdict[str, float] = defaultdict(float)
+        self._mismatch: float | None = None  # in the newest probe that gave a difference, nats
+        self._parity_failures = 0  # in all probes
+        self._ess: defaultdict[str, float] = defaultdict(float)  # sum over steps, by lag bucket
         self._ess_steps: Counter[str] = Counter()
-        """Sum of the ESS and number of steps, by lag bucket."""
         self._early: list[dict[str, Any]] = []
         self._late = {kind: deque[dict[str, Any]](maxlen=NEWEST_OF_A_KIND) for kind in (True, False)}
 
