@@ -341,8 +341,7 @@ def checkpoint_of(folder: Path, version: int | None = None) -> Checkpoint:
     if version is None and any((folder / file).is_file() for file in MODEL_IN):
         return Checkpoint(folder)
     check_folder(folder, "RUN")
-    found = policies_of(folder)
-    if not found:
+    if not (found := policies_of(folder)):
         fix = "has no checkpoint yet; give a run that has one (checkpoint.every_steps), or the folder of a checkpoint"
         raise FieldError("RUN", str(folder), fix)
     if version is not None and version not in found:

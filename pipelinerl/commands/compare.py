@@ -31,8 +31,7 @@ from pipelinerl.figures import FIGURES
 from pipelinerl.local.ending import report_html, reward_ends
 from pipelinerl.local.processes import living_names
 from pipelinerl.local.progress import number, percent
-from pipelinerl.page import COMPARISON_SCRIPTS
-from pipelinerl.page.data import Record, shown_sample
+from pipelinerl.page.data import COMPARISON_SCRIPTS, Record, shown_sample
 from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.run_dir import RunDir, check_folder, read_json, recipe_changes_of, trainer_starts, write_whole
 from pipelinerl.run_summary import HELDOUT_KEYS, RunTotals, summary_from_metrics
@@ -213,10 +212,9 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
         equal = [f"{a} and {b}" for (a, one), (b, other) in pairs if one == other]
         overlap = [f"{a} and {b}" for (a, x), (b, y) in pairs if x != y and x[1] <= y[2] and y[1] <= x[2]]
         if equal:
-            known = {
-                f"Held-out accuracy, {run.fields.get('task.name')}": run.fields.get("task.heldout_problems") for run in runs
-            }
-            told.append(f"{label}: {'; '.join(equal)} are equal on {known.get(label, 'all')} held-out problems.")
+            known = {run.fields.get("task.name"): run.fields.get("task.heldout_problems") for run in runs}
+            count = known.get(label.removeprefix("Held-out accuracy, "), "all")
+            told.append(f"{label}: {'; '.join(equal)} are equal on {count} held-out problems.")
         if overlap:
             told.append(f"{label}: the 95 % intervals of {'; '.join(overlap)} overlap, so the difference may be chance.")
         elif pairs and not equal:

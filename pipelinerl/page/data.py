@@ -1,11 +1,13 @@
 """Make the data of a run's pages as one object of bounded size. `pipelinerl.local.ending` makes it from a run's files. During a
-run, `services.trainer.reporting.page` keeps it up to date.
+run, `services.trainer.reporting.page` keeps it up to date. The pages' static files load nothing from the network: live.html,
+which the trainer serves, links them, and reports inline them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +18,11 @@ from pipelinerl.run_summary import add_ended, evaluation_of, stale_shares
 
 Record = Mapping[str, Any]
 
+LIVE_ASSETS = ("page.css", "charts.js", "flow.js", "samples.js", "views.js", "live.js")
+"""Files that live.html loads, in this order."""
+REPORT_SCRIPTS = ("charts.js", "flow.js", "samples.js", "views.js", "report.js")
+"""Scripts inlined in report.html of a run."""
+COMPARISON_SCRIPTS = ("charts.js", "samples.js", "views.js", "comparison.js")
 MAX_RECORDS = 1500
 """Approximate maximum number of steps that are drawn. The steps of a longer run are thinned evenly."""
 NEWEST = 20
@@ -25,6 +32,11 @@ _MAX_TEXT = 4000
 _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
 """Limits for a shown episode: branches, parts (turns and observations) per branch, and characters per part."""
 _DIGITS = 6
+
+
+def asset(name: str) -> str:
+    """Return the text of a file of this package, such as `charts.js`, `page.css` or `live.html`."""
+    return (files("pipelinerl.page") / name).read_text(encoding="utf-8")
 
 
 class ThinnedSeries:
