@@ -157,9 +157,8 @@ def report_data(
     times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
     measured = summary.get("heldout") or []  # Records lack the last evaluation, which ends after the last step.
     heldout = [shown_evaluation(one, times_s.get(one["version"])) for one in measured]
-    data = {**history.data(), "heldout": heldout}
     about = {"run": run, "description": description, "recipe": recipe_text, "meanings": MEANINGS}
-    return {**about, "summary": dict(summary), **data}
+    return {**about, "summary": dict(summary), **history.data(), "heldout": heldout}
 
 
 def _short(value: Any) -> Any:
@@ -174,29 +173,25 @@ def shown_sample(sample: Record) -> dict[str, Any]:
     """Return a line of samples.jsonl with clipped texts. `num_tokens` is the number of tokens before clipping."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
-    tokens, weights = _clipped_tokens(sample)
-    spans = sample.get("spans") or []
-    num_tokens = max((span[2] for span in spans), default=len(tokens or ()))
-    shown = {"tokens": tokens, "weights": weights, "num_tokens": num_tokens}
+    shown = _clipped_tokens(sample)
+    shown["num_tokens"] = max((span[2] for span in sample.get("spans") or []), default=len(shown["tokens"] or ()))
     if sample.get("branches"):
         shown["branches"] = list(map(_shown_branch, sample["branches"][:_MAX_BRANCHES]))
     return {**{key: sample.get(key) for key in known}, **shown, **text}
 
 
 def _shown_branch(branch: Record) -> dict[str, Any]:
-    parts = []
-    for part in branch["parts"][:_MAX_PARTS]:
-        tokens, weights = _clipped_tokens(part, _MAX_PART)
-        parts.append({**part, "text": _clipped(part["text"], _MAX_PART), "tokens": tokens, "weights": weights})
+    shown = branch["parts"][:_MAX_PARTS]
+    parts = [{**part, "text": _clipped(part["text"], _MAX_PART), **_clipped_tokens(part, _MAX_PART)} for part in shown]
     return {**branch, "prompt": _clipped(branch["prompt"]), "parts": parts, "num_parts": len(branch["parts"])}
 
 
-def _clipped_tokens(sample: Record, most: int = _MAX_TEXT) -> tuple[list[str] | None, list[float | None] | None]:
+def _clipped_tokens(sample: Record, most: int = _MAX_TEXT) -> dict[str, Any]:
     tokens, weights = sample.get("tokens"), sample.get("weights")
     if tokens is None:
-        return None, weights
+        return {"tokens": None, "weights": weights}
     whole = sum(end <= most for end in accumulate(map(len, tokens)))
-    return tokens[:whole], weights and weights[:whole]
+    return {"tokens": tokens[:whole], "weights": weights and weights[:whole]}
 
 
 def _clipped(text: str, most: int = _MAX_TEXT) -> str:
