@@ -125,8 +125,8 @@ def _scorer(reward: Reward) -> tuple[str, dict[str, str]]:
         return f"{Path(file).stem}{colon}{name}", {Path(file).name: Path(file).read_text(encoding="utf-8")}
     if inspect.isfunction(reward) and reward.__module__ != "__main__" and reward.__qualname__.isidentifier():
         return f"{reward.__module__}:{reward.__qualname__}", {}  # the verifier imports it
-    source = source_of(reward)
-    return f"{_SHIPPED}:{reward.__name__}", {f"{_SHIPPED}.py": source}
+    files = {f"{_SHIPPED}.py": source_of(reward)}  # first, because what is refused may have no name
+    return f"{_SHIPPED}:{reward.__name__}", files
 
 
 class Run:

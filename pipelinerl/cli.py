@@ -163,10 +163,8 @@ def _validate(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--chart-values FILE", values, Path)
     tried = "number of problems on which each reward is tried, with the reference answer as completion (default: 20)"
     _add(parser, "--reward-rows N", tried, int, default=20)
-    memory = (
-        "memory of a GPU, such as 80GiB; also prints how much the recipe needs, with advice. With several trainer nodes, set"
-    )
-    _add(parser, "--gpu-memory SIZE", f"{memory} the total number of ranks by --set trainer.nproc=N")
+    memory = "memory of a GPU, such as 80GiB; also prints how much the recipe needs, with advice. With several trainer nodes,"
+    _add(parser, "--gpu-memory SIZE", f"{memory} set the total number of ranks by --set trainer.nproc=N")
     model = "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory (default: read from the"
     _add(parser, "--parameters SIZE", f"{model} model's files, or else the number in its name plus a tenth)")
 

@@ -40,11 +40,9 @@ class Policy:
         self.max_tokens, self.temperature, self._stop = share.max_tokens, recipe.evaluation.temperature, recipe.sampling.stop
         self.task = share.task.model_copy(update={"prompt_style": style}) if share.task.is_episodic else share.task
         named = self.model.generation_config.eos_token_id
-        self._ends = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
-        self._ends |= {
-            *recipe.sampling.stop_token_ids,
-            answer_end(self.tokenizer) if self.task.prompt_style == "chat" else None,
-        }
+        of_chat = answer_end(self.tokenizer) if self.task.prompt_style == "chat" else None
+        self._ends = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named]), of_chat}
+        self._ends |= {*recipe.sampling.stop_token_ids}
 
     def prompt(self, question: str, messages: list[dict[str, str]] | None = None) -> list[int]:
         """Return the tokens of a question, or of a conversation that ends with it, as the policy saw them in training."""

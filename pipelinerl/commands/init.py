@@ -100,9 +100,8 @@ def init(args: argparse.Namespace) -> int:
         (folder / file.name).write_text("".join(changed.get(part, part) for part in parts), encoding="utf-8")
     if words:
         shutil.copy(args.data, folder)
-    print(
-        f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n\n{(folder / 'README.md').read_text()}", end=""
-    )
+    names = ", ".join(sorted(path.name for path in folder.iterdir()))
+    print(f"{folder}: {names}\n\n{(folder / 'README.md').read_text()}", end="")
     return 0
 
 
@@ -115,9 +114,8 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
     if wrong := next((row for row in rows if isinstance(row, BadRow)), None):
         raise UserError(f"{data}: {wrong}")
     if len(rows) < 2:
-        raise FieldError(
-            "--data", str(data), f"has {len(rows)} rows; at least 2 are needed, one of them to measure the accuracy"
-        )
+        fix = f"has {len(rows)} rows; at least 2 are needed, one of them to measure the accuracy"
+        raise FieldError("--data", str(data), fix)
     assert isinstance(rows[0], Mapping), "bad rows were refused"
     columns = list(rows[0])
     return {

@@ -214,15 +214,13 @@ def _known_model(recipe: Recipe) -> Model | None:
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
     """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
-    if size := size_of(parameters) if parameters is not None else known_parameters(recipe.model):
-        return Model.of(recipe, size, active_share=active_share(recipe.model, size))
-    name = recipe.model.name or recipe.model.source
-    parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last one is the closest to the model
-    named = parts[-1:] if not _EXPERTS_IN_NAME.search(name) else []
-    if not named:
-        fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
-        raise FieldError("--parameters", None, fix)
-    size = _ROUNDED * max(map(size_of, _SIZE_IN_NAME.findall(named[0])))
+    name, size = recipe.model.name or recipe.model.source, size_of(parameters) if parameters is not None else 0
+    if not (size := size or known_parameters(recipe.model)):
+        parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last one is the closest to the model
+        if not parts or _EXPERTS_IN_NAME.search(name):
+            fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
+            raise FieldError("--parameters", None, fix)
+        size = _ROUNDED * max(map(size_of, _SIZE_IN_NAME.findall(parts[-1])))
     return Model.of(recipe, size, active_share=active_share(recipe.model, size))
 
 

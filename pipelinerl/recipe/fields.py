@@ -36,8 +36,8 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """`pkg.module:name`."""
 
 T = TypeVar("T")
-_MAY_CHANGE = "may change when a run is resumed"
-Changeable = Annotated[T, _MAY_CHANGE]
+MAY_CHANGE = "may change when a run is resumed"
+Changeable = Annotated[T, MAY_CHANGE]
 """Type of a field that may change when a run is resumed. All others are fixed for the whole run."""
 
 
@@ -54,7 +54,7 @@ OrAuto = Annotated[
     BeforeValidator(lambda value: None if value == "auto" else value),
     PlainSerializer(lambda value: "auto" if value is None else value),
     _OR_AUTO,
-    _MAY_CHANGE,
+    MAY_CHANGE,
 ]
 """Type of a field with a number or `auto`. A local run replaces `auto` by a number (`pipelinerl.rl.placement`)."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -70,11 +70,6 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 def listed_section(annotation: Any) -> type[BaseModel] | None:
     """Return the pydantic model in an annotation `list[Model]`; None for any other annotation."""
     return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
-
-
-def may_change(field: FieldInfo) -> bool:
-    """Return whether the field may have another value when a run is resumed."""
-    return _MAY_CHANGE in field.metadata
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
@@ -241,7 +236,7 @@ class ModelConfig(Section):
     reproduces the model's log-probabilities, else `eager`."""
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with a hub model.")
     chat_template: str = Field("", description="Jinja chat template, or its file; replaces the model's, also in checkpoints.")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = {}
     """Values for variables of the chat template, such as `enable_thinking: false`. They become the defaults of the template in
     checkpoints."""
 
@@ -290,7 +285,7 @@ class TaskConfig(Section):
     name: str = "chain_sum"
     """For `reasoning_gym`, the family; for `environment`, `pkg.module:Class`; for `verifiers`, the environment's id; for other
     sources, a label, by default the file name in `path`."""
-    config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = Field(default_factory=dict)
+    config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = {}
     """Arguments of the reasoning-gym family or environment. With `hub`, a text sets `subset`."""
     path: str = ""
     """File of problems (JSONL, a JSON array, CSV, TSV or Parquet; also compressed, .gz or .zst), folder of such files, or
@@ -382,7 +377,7 @@ class RewardConfig(Section):
     answer_pattern: Annotated[str, regex("answer")] = ""
     """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A second search, of the text
     after the last match, lets `.` also match line ends."""
-    json_schema: dict[str, Any] = Field(default_factory=dict)
+    json_schema: dict[str, Any] = {}
     """Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
@@ -439,11 +434,9 @@ class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
     temperature: float = Field(1.0, gt=0, le=2, description="Temperature at which actors sample training data.")
     max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens; fewer if the context is full.")
-    stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = Field(
-        default_factory=list
-    )
+    stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = []
     """Texts at which a completion ends. The token that completes one is kept; rewards see only the text before."""
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = []
     """Tokens that end a completion, in addition to the model's end tokens and, with prompt style `chat`, to the token that ends
     an answer in the chat template."""
     seeded: bool = Field(False, description="Seed each sample: slower, but conventional runs with one actor are repeatable.")
@@ -663,7 +656,7 @@ class EvaluationConfig(Section):
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between evaluations; 0 = first and last only.")
     temperature: float = Field(0.0, ge=0, le=2, description="Temperature of held-out answers; 0 = greedy.")
     samples: int = Field(1, ge=1, le=1024, description="Answers to each problem; above 1, pass@k is reported up to this k.")
-    sets: list[ProblemSet] = Field(default_factory=list)
+    sets: list[ProblemSet] = []
     """Further sets of problems to evaluate, beside the tasks' held-out problems. They are never trained on. At most
     `task.heldout_problems` of each set are used."""
     timeout_s: Changeable[float] = Field(600.0, gt=0, description="Seconds until an evaluation ends with the answers so far.")
@@ -699,7 +692,7 @@ class Recipe(Section):
     trackers: Annotated[
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
         must(lambda names: len(set(names)) == len(names), "name each tracker once"),
-    ] = Field(default_factory=list)
+    ] = []
     """Trackers that also get the run's metrics. Each needs its package (docs/trackers.md)."""
     tracker_samples: Changeable[bool] = True
     """Trackers also get tables of prompts and completions. Turn it off if these are confidential."""

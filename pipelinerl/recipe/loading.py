@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 import pipelinerl
 from pipelinerl.errors import FieldError, UserError, counted
-from pipelinerl.recipe.fields import PUBLISHED, Recipe, allowed, field_at, listed_section, may_change, section_of, unknown_field
+from pipelinerl.recipe.fields import MAY_CHANGE, PUBLISHED, Recipe, allowed, field_at, listed_section, section_of, unknown_field
 from pipelinerl.recipe.rules import broken_rules
 
 
@@ -352,7 +352,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], model: type[Bas
             for position, (one, other) in enumerate(zip(was, now, strict=True)):
                 yield from _differences(one, other, item, f"{prefix}{name}.{position}.")
         elif was != now:
-            yield Change(prefix + name, was, now, may_change(field))
+            yield Change(prefix + name, was, now, MAY_CHANGE in field.metadata)
     unknown = [name for name in old if name not in model.model_fields]
     yield from (Change(prefix + name, old[name], UNKNOWN, allowed=False) for name in unknown)
 

@@ -208,7 +208,7 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         if not call.completion or (not call.answer and call.status != "bad_reference"):
             continue
         right = full.setdefault(call.problem.place or id(call.problem), call.reward)
-        earned = f"earns {call.reward:g} as {call.completion!r:.80}"
+        earned, told = f"earns {call.reward:g} as {call.completion!r:.80}", ""
         if call.near_miss:
             told = f"{earned}; correct that line" if call.reward >= max(right, share.reward.correct) else ""
         elif call.status == "bad_reference":
@@ -216,11 +216,8 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         elif call.reward < share.reward.correct:
             told = f"{earned}; write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
         elif len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
-            told = (
-                f"is prose, which no policy would repeat ({call.answer!r:.80}); remove this problem, or set task.answer_field"
-            )
-        else:
-            told = ""
+            fix = "remove this problem, or set task.answer_field"
+            told = f"is prose, which no policy would repeat ({call.answer!r:.80}); {fix}"
         if told:
             yield FieldError(f"{place}reward.scorer", scorer, f"task {share.name}: {call} {told}")
 
