@@ -7,20 +7,26 @@ What `Run` shows is read from the run's folder, so `Run("runs/NAME")` also works
 
 from __future__ import annotations
 
+import ast
 import atexit
+import builtins
 import copy
+import dis
 import html
 import importlib.util
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from pipelinerl.errors import FieldError, MissingPackage, ServiceError
@@ -34,12 +40,13 @@ from pipelinerl.recipe.loading import (
     recipe_yaml,
     set_value,
 )
-from pipelinerl.run_dir import RunDir, check_run_name, copy_modules, read_json, run_name, stamped_name, unused_run_dir
+from pipelinerl.run_dir import RunDir, checkpoint_of, copy_modules, new_place, read_json, run_name
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.service.settings import read_address
-from pipelinerl.shipping import source_of
 
 Reward = Callable[..., Any] | str
+Given = str | Path | Mapping[str, Any]
+Folder = str | Path
 _LOOK_S = 0.2
 _PAGE_WITHIN_S = 60.0
 _INTERRUPTED = 130
@@ -49,12 +56,7 @@ _SHIPPED = "notebook_reward"
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any],
-    reward: Reward | None = None,
-    *,
-    name: str | None = None,
-    run_dir: str | Path | None = None,
-    **overrides: Any,
+    recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
     """Train as `start` does, print the progress, and return the run at its end. An interrupt (Ctrl-C, or the stop button of a
     notebook) stops the run cleanly, with a checkpoint, and returns it. Raises `ServiceError` if the run fails."""
@@ -68,12 +70,7 @@ def train(
 
 
 def start(
-    recipe: str | Path | Mapping[str, Any],
-    reward: Reward | None = None,
-    *,
-    name: str | None = None,
-    run_dir: str | Path | None = None,
-    **overrides: Any,
+    recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
     """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
 
@@ -101,12 +98,8 @@ def start(
         copy_modules(modules, task)
     for file, text in {**files, "recipe.yaml": recipe_yaml(checked)}.items():  # the given reward replaces the recipe's
         (task / file).write_text(text, encoding="utf-8")
-    if name is not None:
-        check_run_name(name, "name")
-    elif run_dir is None:
-        name = unused_run_dir(stamped_name(checked.name, datetime.now())).name
-    where = Path(run_dir) if run_dir is not None else Path("runs", str(name))
-    options = ["--run-dir", str(where), *(["--name", name] if name else [])]
+    place = new_place(checked.name, datetime.now(), name, None if run_dir is None else Path(run_dir), "name")
+    options = ["--run-dir", str(place.path), "--name", place.name]
     output = Path(prepared.name) / "output.txt"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     with output.open("wb") as said:
@@ -114,9 +107,9 @@ def start(
             [sys.executable, "-m", "pipelinerl.cli", "run", str(task / "recipe.yaml"), *options],
             stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True,
         )  # fmt: skip
-    run = Run(where, _process=process, _output=output)
+    run = Run(place.path, _process=process, _output=output)
     run._prepared = prepared  # removed with the object
-    atexit.register(run._end_with_program)
+    atexit.register(run.stop)  # if it still runs when this program ends
     return run
 
 
@@ -132,8 +125,8 @@ def _scorer(reward: Reward) -> tuple[str, dict[str, str]]:
         return f"{Path(file).stem}{colon}{name}", {Path(file).name: Path(file).read_text(encoding="utf-8")}
     if inspect.isfunction(reward) and reward.__module__ != "__main__" and reward.__qualname__.isidentifier():
         return f"{reward.__module__}:{reward.__qualname__}", {}  # the verifier imports it
-    source = source_of(reward)
-    return f"{_SHIPPED}:{reward.__name__}", {f"{_SHIPPED}.py": source}
+    files = {f"{_SHIPPED}.py": source_of(reward)}  # first, because what is refused may have no name
+    return f"{_SHIPPED}:{reward.__name__}", files
 
 
 class Run:
@@ -193,10 +186,6 @@ class Run:
         if self._process is None:
             raise FieldError("run", str(self.path), "was not started here; stop it where it was started")
         return self._process
-
-    def _end_with_program(self) -> None:
-        if self._own().poll() is None:
-            self.stop()
 
     # Members for every run.
 
@@ -258,7 +247,7 @@ class Run:
     def policy(self, version: int | None = None) -> Any:
         """Load the newest policy, or that of a version, with transformers (`pipelinerl.policy.Policy`). Raises `FieldError`
         if there is no such checkpoint."""
-        return importlib.import_module("pipelinerl.policy").Policy(self._dir.path, version)
+        return importlib.import_module("pipelinerl.policy").Policy(checkpoint_of(self._dir.path, version))
 
     def __repr__(self) -> str:
         steps = read_jsonl(self._dir.metrics)
@@ -273,3 +262,101 @@ class Run:
         if page is None:
             return f"<pre>{html.escape(repr(self))}</pre>"
         return f'<iframe src="{html.escape(page)}" width="100%" height="{_FRAME_HEIGHT}"></iframe>'
+
+
+# A function of a notebook or script, written as the source of a module that the verifier can import. Nothing is pickled.
+
+_MOST_CHARACTERS = 100_000
+"""Largest constant that is written into the module."""
+
+
+def source_of(function: Any) -> str:
+    """Return the source of a module with this function, the imports and constants that it uses, and the functions of the same
+    notebook that it calls. Raises `FieldError` with the reason for what cannot be written so, as a closure or an object."""
+    parts: dict[str, str] = {}
+    _ship_function(getattr(function, "__name__", repr(function)), function, parts)
+    return "\n".join(["from __future__ import annotations\n", *parts.values()])
+
+
+def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
+    """Add the function's source to `parts`, after everything that it uses."""
+    if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
+        kind = "lambda" if isinstance(function, FunctionType) else type(function).__name__
+        raise _refused(name, f"is a {kind}; define a function with def")
+    if free := function.__code__.co_freevars:
+        raise _refused(name, f"uses {', '.join(free)} of an enclosing function; pass it as a default value, or make it global")
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+        definition = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError) as error:
+        raise _refused(name, f"has no source ({error}); define it in a file or in a notebook") from error
+    parts[name] = ""  # a function may call itself, or one that calls it
+    for used in _globals_of(function, definition):
+        if used not in parts:
+            _ship_value(name, used, function, parts)
+    for node in ast.walk(definition):  # modules of packages, such as `xml.etree.ElementTree` after `import xml`
+        first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
+        module = function.__globals__.get(first)
+        if isinstance(module, ModuleType) and (dotted := f"{module.__name__}.{rest}") in sys.modules:
+            parts[dotted] = f"import {dotted}\n"
+    del parts[name]
+    parts[name] = f"\n{source}"
+    if function.__name__ != name:
+        parts[name] += f"\n\n{name} = {function.__name__}\n"
+
+
+def _globals_of(function: FunctionType, definition: ast.AST) -> list[str]:
+    """Return the global names that a function needs: when it runs, and for its defaults and decorators when it is defined."""
+    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef), "the source of a function"
+    outside = [*definition.decorator_list, *definition.args.defaults, *filter(None, definition.args.kw_defaults)]
+    at_start = [node.id for one in outside for node in ast.walk(one) if isinstance(node, ast.Name)]
+    for stored in _names(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"):
+        raise _refused(function.__name__, f"changes the global {stored}, of which each process of the verifier has its own")
+    return list(dict.fromkeys([*at_start, *_names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME")]))
+
+
+def _names(code: CodeType, *operations: str) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in operations:
+            yield str(instruction.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner, *operations)
+
+
+def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, str]) -> None:
+    """Add the global `name` of `function` to `parts`: an import, a function of the same notebook, or a constant."""
+    if name not in function.__globals__:
+        if not hasattr(builtins, name) and name != "__name__":
+            raise _refused(user, f"uses {name}, which is not defined")
+        return
+    value = function.__globals__[name]
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if isinstance(value, ModuleType):
+        parts[name] = f"import {value.__name__} as {name}\n"
+    elif isinstance(value, FunctionType) and module == function.__module__:
+        _ship_function(name, value, parts)
+    elif module != "__main__" and getattr(sys.modules.get(str(module)), qualified or " ", None) is value:
+        parts[name] = f"from {module} import {qualified} as {name}\n"
+    elif isinstance(value, re.Pattern):
+        parts["re "] = "import re\n"
+        parts[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})\n"
+    elif _is_constant(value):
+        parts[name] = f"{name} = {value!r}\n"
+    else:
+        kind = "a class of this program" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+        fix = "import it from a file, make it in the function, or pass numbers, texts, lists and mappings of them"
+        raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}")
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether a value is made of numbers, texts, lists, tuples, sets and mappings, and is not too large."""
+    text = repr(value)
+    try:
+        return len(text) <= _MOST_CHARACTERS and bool(ast.literal_eval(text) == value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+
+
+def _refused(name: str, why: str) -> FieldError:
+    return FieldError("reward", name, why)

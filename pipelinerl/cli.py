@@ -70,19 +70,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _add(parser: Any, name: str, text: str, kind: Any = None, **more: Any) -> Any:
+    """Add an argument by its name and its placeholder, such as `--run-dir DIR`, with its help and the type of its value. An
+    option without a placeholder takes no value: it is true if it is given."""
+    given, _, metavar = name.partition(" ")
+    more |= {"metavar": metavar, "type": kind} if metavar else {"action": "store_true"}
+    return parser.add_argument(given, help=text, **more)
+
+
 def _recipe(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    recipe = parser.add_argument("recipe", metavar="RECIPE", nargs=nargs, help="recipe file, or the name of one under recipes/")
-    override = parser.add_argument(
-        "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
-        help="override one field of the recipe; the value is YAML (repeatable)",
-    )  # fmt: skip
-    recipe.completer, override.completer = _recipes, _fields  # type: ignore[attr-defined]
+    recipe = _add(parser, "recipe RECIPE", "recipe file, or the name of one under recipes/", nargs=nargs)
+    recipe.completer = _recipes
+    _set(parser, "override one field of the recipe; the value is YAML (repeatable)").completer = _fields
+
+
+def _set(parser: argparse.ArgumentParser, text: str) -> Any:
+    return _add(parser, "--set a.b=c", text, dest="overrides", action="append", default=[])
 
 
 def _recipes(prefix: str, **_: Any) -> list[str]:
-    from pipelinerl.recipe.loading import recipe_names
+    from pipelinerl.recipe.loading import known_recipes
 
-    return [*recipe_names(), *glob.glob(f"{prefix}*")]
+    return [*known_recipes(), *glob.glob(f"{prefix}*")]
 
 
 def _fields(prefix: str, **_rest: Any) -> list[str]:
@@ -96,164 +105,133 @@ def _fields(prefix: str, **_rest: Any) -> list[str]:
 
 def _run(parser: argparse.ArgumentParser) -> None:
     _recipe(parser, nargs="?")
-    parser.add_argument("--actors", metavar="N", type=int, help="number of actor processes; short for --set actor.count=N")
-    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of the run (default: runs/<name>)")
-    parser.add_argument("--name", metavar="NAME", help="name of the run (default: <recipe>-<date>-<time>)")
-    parser.add_argument(
-        "--reward-rows", metavar="N", type=int, default=2,
-        help="number of problems on which each reward is tried before the run starts (default: 2; use 0 if calls cost money)",
-    )  # fmt: skip
+    _add(parser, "--actors N", "number of actor processes; short for --set actor.count=N", int)
+    _add(parser, "--run-dir DIR", "folder of the run (default: runs/<name>)", Path)
+    _add(parser, "--name NAME", "name of the run (default: <recipe>-<date>-<time>)")
+    tried = "number of problems on which each reward is tried before the run starts (default: 2; use 0 if calls cost money)"
+    _add(parser, "--reward-rows N", tried, int, default=2)
     page = parser.add_mutually_exclusive_group()
-    page.add_argument("--page-port", metavar="PORT", type=int, default=0, help="port of the live page (default: any free one)")
-    page.add_argument("--no-page", action="store_true", help="serve no live page")
-    parser.add_argument(
-        "--resume", metavar="DIR", type=Path,
-        help="continue the run in DIR with its own recipe; RECIPE and --set may change some fields",
-    )  # fmt: skip
-    parser.add_argument(
-        "--placement", metavar="JSON|FILE", default="",
-        help="GPUs of each trainer rank and each actor, by UUID or position; a run's placement.json is an example",
-    )  # fmt: skip
-    parser.add_argument(
-        "--metrics-port", metavar="PORT", type=int, default=0,
-        help="port on this machine for the runner's /metrics and for /targets, where Prometheus finds the run's services "
-        "(default: any free one)",
-    )  # fmt: skip
+    _add(page, "--page-port PORT", "port of the live page (default: any free one)", int, default=0)
+    _add(page, "--no-page", "serve no live page")
+    _add(parser, "--resume DIR", "continue the run in DIR with its own recipe; RECIPE and --set may change some fields", Path)
+    gpus = "GPUs of each trainer rank and each actor, by UUID or position; a run's placement.json is an example"
+    _add(parser, "--placement JSON|FILE", gpus, default="")
+    metrics = "port on this machine for the runner's /metrics and for /targets, where Prometheus finds the run's services"
+    _add(parser, "--metrics-port PORT", f"{metrics} (default: any free one)", int, default=0)
 
 
 def _scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["actors"], help="service to scale")
-    parser.add_argument("count", metavar="N", type=int, help="number of actors to reach")
-    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the run")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds to wait until all serve (300)")
+    _add(parser, "count N", "number of actors to reach", int)
+    _add(parser, "--run-dir DIR", "folder of the run", Path, required=True)
+    _add(parser, "--timeout S", "seconds to wait until all serve (300)", float, default=300.0)
 
 
 def _submit(parser: argparse.ArgumentParser) -> None:
     _example(parser, "pipelinerl submit gsm -n rl --values gpus.yaml --set trainer.steps=500 --watch")
     _recipe(parser, nargs="?")
     _namespace(parser)
-    parser.add_argument("--release", metavar="NAME", help="name of the release and of the run (default: the recipe's name)")
-    parser.add_argument(
-        "--values", metavar="FILE", type=Path, action="append", default=[],
-        help="file with values of the chart, which override those that this command sets (repeatable)",
-    )  # fmt: skip
-    watch = "show the run, fetch its report and checkpoint at its end, and remove the release and its volume claims"
-    parser.add_argument("--watch", action="store_true", help=watch)
-    parser.add_argument("--attach", metavar="RELEASE", help="do as --watch with a release that was submitted before")
-    parser.add_argument("--keep", action="store_true", help="remove nothing after the results were fetched")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="folder for the results (default: runs/<name>)")
-    parser.add_argument("--chart", metavar="PATH|URL", help="folder, archive or oci:// address (default: deploy/helm)")
+    _add(parser, "--release NAME", "name of the release and of the run (default: the recipe's name)")
+    values = "file with values of the chart, which override those that this command sets (repeatable)"
+    _add(parser, "--values FILE", values, Path, action="append", default=[])
+    _add(
+        parser,
+        "--watch",
+        "show the run, fetch its report and checkpoint at its end, and remove the release and its volume claims",
+    )
+    _add(parser, "--attach RELEASE", "do as --watch with a release that was submitted before")
+    _add(parser, "--keep", "remove nothing after the results were fetched")
+    _add(parser, "--output DIR", "folder for the results (default: runs/<name>)", Path)
+    _add(parser, "--chart PATH|URL", "folder, archive or oci:// address (default: deploy/helm)")
 
 
 def _runs(parser: argparse.ArgumentParser) -> None:
     _namespace(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON array")
+    _add(parser, "--json", "print one JSON array")
 
 
 def _namespace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--namespace", metavar="NAMESPACE", required=True, help="namespace in the cluster")
-    parser.add_argument("--context", metavar="NAME", default="", help="context of the kubeconfig (default: the current one)")
+    _add(parser, "--context NAME", "context of the kubeconfig (default: the current one)", default="")
 
 
 def _validate(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
-    parser.add_argument(
-        "--fields-only", action="store_true",
-        help="check only the fields, not the files, folders and functions that they name, which may be on another machine",
-    )  # fmt: skip
-    parser.add_argument(
-        "--chart-values", metavar="FILE", type=Path,
-        help="values of the chart in deploy/helm, as its validation Job passes them; also check these against the recipe",
-    )  # fmt: skip
-    parser.add_argument(
-        "--reward-rows", metavar="N", type=int, default=20,
-        help="number of problems on which each reward is tried, with the reference answer as completion (default: 20)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--gpu-memory", metavar="SIZE",
-        help="memory of a GPU, such as 80GiB; also prints how much the recipe needs, with advice. With several trainer nodes, "
-        "set the total number of ranks by --set trainer.nproc=N",
-    )  # fmt: skip
-    parser.add_argument(
-        "--parameters", metavar="SIZE",
-        help="number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory (default: read from the "
-        "model's files, or else the number in its name plus a tenth)",
-    )  # fmt: skip
+    fields_only = "check only the fields, not the files, folders and functions that they name, which may be on another machine"
+    _add(parser, "--fields-only", fields_only)
+    values = "values of the chart in deploy/helm, as its validation Job passes them; also check these against the recipe"
+    _add(parser, "--chart-values FILE", values, Path)
+    tried = "number of problems on which each reward is tried, with the reference answer as completion (default: 20)"
+    _add(parser, "--reward-rows N", tried, int, default=20)
+    memory = "memory of a GPU, such as 80GiB; also prints how much the recipe needs, with advice. With several trainer nodes,"
+    _add(parser, "--gpu-memory SIZE", f"{memory} set the total number of ranks by --set trainer.nproc=N")
+    model = "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory (default: read from the"
+    _add(parser, "--parameters SIZE", f"{model} model's files, or else the number in its name plus a tenth)")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
     _example(parser, "pipelinerl doctor my.yaml --set trainer.steps=500", "pipelinerl doctor runs/try")
-    parser.add_argument("subject", metavar="RECIPE|RUN", help="recipe file or name, or the folder of a run, finished or not")
-    parser.add_argument("--set", dest="overrides", metavar="a.b=c", action="append", default=[], help="override a field")
-    parser.add_argument(
-        "--reward-rows", metavar="N", type=int, default=20, help="number of problems on which a recipe's rewards are tried (20)"
-    )
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80GiB, to check that a recipe fits")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add(parser, "subject RECIPE|RUN", "recipe file or name, or the folder of a run, finished or not")
+    _set(parser, "override a field")
+    _add(parser, "--reward-rows N", "number of problems on which a recipe's rewards are tried (20)", int, default=20)
+    _add(parser, "--gpu-memory SIZE", "memory of a GPU, such as 80GiB, to check that a recipe fits")
+    _add(parser, "--json", "print one JSON object")
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subject", metavar="RUN|CHECKPOINT", type=Path, help="folder of a run, a checkpoint or an adapter")
-    parser.add_argument("--version", metavar="N", type=int, help="version of the run's policy (default: the newest)")
+    _add(parser, "subject RUN|CHECKPOINT", "folder of a run, a checkpoint or an adapter", Path)
+    _add(parser, "--version N", "version of the run's policy (default: the newest)", int)
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
     _example(parser, "pipelinerl chat runs/try", 'pipelinerl chat runs/try "12+7="      # prints only the completion')
     _policy(parser)
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="complete this, or the text on standard input, and end")
-    parser.add_argument("--system", metavar="TEXT", help="system message (default: the recipe's)")
-    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (default: evaluation.temperature)")
-    parser.add_argument("--max-tokens", metavar="N", type=int, help="limit of an answer (default: the recipe's, or else 512)")
+    _add(parser, "prompt PROMPT", "complete this, or the text on standard input, and end", nargs="?")
+    _add(parser, "--system TEXT", "system message (default: the recipe's)")
+    _add(parser, "--temperature T", "0 is greedy (default: evaluation.temperature)", float)
+    _add(parser, "--max-tokens N", "limit of an answer (default: the recipe's, or else 512)", int)
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
     _example(parser, "pipelinerl serve runs/try --version 20 -- --port 8001")
     _policy(parser)
-    parser.add_argument("--print", action="store_true", help="print the command of vLLM, and end")
+    _add(parser, "--print", "print the command of vLLM, and end")
     parser.usage = "%(prog)s [-h] [--version N] [--print] RUN|CHECKPOINT [-- ARGUMENT_OF_VLLM ...]"
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
-    parser.add_argument("--parameters", metavar="SIZE", required=True, help="model parameters with all experts, such as 7.6B")
-    parser.add_argument(
-        "--active-parameters", metavar="SIZE",
-        help="parameters that a token uses in a mixture of experts, such as 3.3B (default: by the model's config.json or name)",
-    )  # fmt: skip
-    parser.add_argument("--accelerators", metavar="N", type=int, required=True, help="number of accelerators to divide")
-    parser.add_argument(
-        "--accelerator", metavar="NAME|FILE", default="H100",
-        help="A100, H100, H200, ..., or a JSON file of measured speeds, see docs/planning.md (default: H100)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--lengths", metavar="BARS|RUN_DIR", required=True,
-        help="completion lengths: either the bars of a histogram, each TOKENS:WEIGHT or FROM-TO:WEIGHT, such as "
-        "1-512:6,513-2048:3,8192:1, or the folder of a run that recorded its lengths",
-    )  # fmt: skip
-    parser.add_argument("--sequences-in-progress", metavar="H", type=int, help="sequences on each actor (default: the best)")
-    parser.add_argument(
-        "--kv-kib-per-token", metavar="KIB", type=float, help="KV cache per token (default: the usual size for such a model)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    _add(parser, "--parameters SIZE", "model parameters with all experts, such as 7.6B", required=True)
+    active = "parameters that a token uses in a mixture of experts, such as 3.3B (default: by the model's config.json or name)"
+    _add(parser, "--active-parameters SIZE", active)
+    _add(parser, "--accelerators N", "number of accelerators to divide", int, required=True)
+    named = "A100, H100, H200, ..., or a JSON file of measured speeds, see docs/planning.md (default: H100)"
+    _add(parser, "--accelerator NAME|FILE", named, default="H100")
+    bars = "either the bars of a histogram, each TOKENS:WEIGHT or FROM-TO:WEIGHT, such as 1-512:6,513-2048:3,8192:1"
+    lengths = f"completion lengths: {bars}, or the folder of a run that recorded its lengths"
+    _add(parser, "--lengths BARS|RUN_DIR", lengths, required=True)
+    _add(parser, "--sequences-in-progress H", "sequences on each actor (default: the best)", int)
+    _add(parser, "--kv-kib-per-token KIB", "KV cache per token (default: the usual size for such a model)", float)
+    _add(parser, "--json", "print the plan as one JSON object")
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run, finished or not")
+    _add(parser, "run_dir RUN_DIR", "folder of a run, finished or not", Path)
 
 
 def _compare(parser: argparse.ArgumentParser) -> None:
     _example(parser, "pipelinerl compare runs/low-rate runs/high-rate --open")
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of two or more runs, finished or not")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="file of the page (default: compare.html, or none with --csv)")
-    parser.add_argument("--csv", metavar="FILE|-", type=Path, help="file for a row per step with all figures (- for stdout)")
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    _add(parser, "runs RUN", "folders of two or more runs, finished or not", Path, nargs="+")
+    _add(parser, "--out FILE", "file of the page (default: compare.html, or none with --csv)", Path)
+    _add(parser, "--csv FILE|-", "file for a row per step with all figures (- for stdout)", Path)
+    _add(parser, "--open", "open the page in the browser")
 
 
 def _audit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a current, finished or crashed run")
+    _add(parser, "run_dir RUN_DIR", "folder of a current, finished or crashed run", Path)
     _server(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--versions", action="store_true", help="list every version, not only unusual ones")
+    _add(parser, "--json", "print one JSON object")
+    _add(parser, "--versions", "list every version, not only unusual ones")
 
 
 def _replay(parser: argparse.ArgumentParser) -> None:
@@ -263,46 +241,38 @@ def _replay(parser: argparse.ArgumentParser) -> None:
         "pipelinerl replay runs/try --from 40 --to 60 --set algorithm.loss=grpo",
         "pipelinerl replay runs/try --step 47 --tokens                   # tokens of the sequences in which π and μ differ",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run with `record: true`, finished or not")
-    parser.add_argument("--from", dest="first", metavar="STEP", type=int, help="first step to show (default: the first one)")
-    parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="last step (default: the last recorded one)")
-    parser.add_argument("--step", metavar="STEP", type=int, help="a single step; short for --from STEP --to STEP")
-    parser.add_argument("--tokens", action="store_true", help="show the tokens of --step instead of its figures")
-    parser.add_argument("--most", metavar="N", type=int, default=4, help="number of sequences that --tokens shows (4)")
-    parser.add_argument(
-        "--set", dest="overrides", metavar="a.b=c", action="append", default=[],
-        help="compute with another field of trainer or algorithm (repeatable); figures are shown beside the recorded ones",
-    )  # fmt: skip
+    _add(parser, "run RUN", "folder of a run with `record: true`, finished or not", Path)
+    _add(parser, "--from STEP", "first step to show (default: the first one)", int, dest="first")
+    _add(parser, "--to STEP", "last step (default: the last recorded one)", int, dest="last")
+    _add(parser, "--step STEP", "a single step; short for --from STEP --to STEP", int)
+    _add(parser, "--tokens", "show the tokens of --step instead of its figures")
+    _add(parser, "--most N", "number of sequences that --tokens shows (4)", int, default=4)
+    other = "compute with another field of trainer or algorithm (repeatable); figures are shown beside the recorded ones"
+    _set(parser, other)
 
 
 def _dead_letters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?", help="folder of a local run, finished or not")
+    _add(parser, "run_dir RUN_DIR", "folder of a local run, finished or not", Path, nargs="?")
     _server(parser)
-    parser.add_argument("--run", metavar="NAME", default="", help="name of the run on the NATS server")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the whole prompt")
+    _add(parser, "--run NAME", "name of the run on the NATS server", default="")
+    _add(parser, "--json", "print one JSON object per line, with the whole prompt")
 
 
 def _server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nats", metavar="URL", default="",
-        help="NATS server of a run on other machines, such as nats://host:4222 (default in a run's pod: the pod's setting)",
-    )  # fmt: skip
-    parser.add_argument("--credentials", metavar="FILE", type=Path, help="file with user:password, or a .creds file")
-    parser.add_argument(
-        "--tls-dir", metavar="DIR", type=Path, help="folder with ca.crt, and tls.crt and tls.key if the server requires them"
-    )
+    url = "NATS server of a run on other machines, such as nats://host:4222 (default in a run's pod: the pod's setting)"
+    _add(parser, "--nats URL", url, default="")
+    _add(parser, "--credentials FILE", "file with user:password, or a .creds file", Path)
+    _add(parser, "--tls-dir DIR", "folder with ca.crt, and tls.crt and tls.key if the server requires them", Path)
 
 
 def _cache(parser: argparse.ArgumentParser) -> None:
-    clear = parser.add_argument(
-        "--clear", metavar="NAME", nargs="*", help="remove these entries, or all if none is named; keep those of a running run"
-    )
-    clear.completer = _kept  # type: ignore[attr-defined]
+    clear = "remove these entries, or all if none is named; keep those of a running run"
+    _add(parser, "--clear NAME", clear, nargs="*").completer = _kept
 
 
 def _listed(parser: argparse.ArgumentParser) -> None:
     _example(parser, "pipelinerl recipes --json | jq '.[] | select(.device == \"cpu\").name'")
-    parser.add_argument("--json", action="store_true", help="print one JSON array")
+    _add(parser, "--json", "print one JSON array")
 
 
 def _init(parser: argparse.ArgumentParser) -> None:
@@ -312,16 +282,14 @@ def _init(parser: argparse.ArgumentParser) -> None:
         "pipelinerl init my-task --data questions.csv      # your questions, for SmolLM2 or a model of the hub",
         "pipelinerl init my-agent --from agent",
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write; it must be new or empty")
-    parser.add_argument(
-        "--from", dest="template", metavar="TEMPLATE", choices=("gsm8k", "agent", "tools", "environment", "code", "judge"),
-        help="what to begin with: gsm8k, agent, tools, environment, code or judge (default: questions and answers)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--data", metavar="FILE", type=Path, help="your questions and answers, as CSV, TSV, JSONL, JSON or Parquet"
-    )
-    parser.add_argument("--question", metavar="COLUMN", help="column of --data with the questions (default: a usual name)")
-    parser.add_argument("--answer", metavar="COLUMN", help="column of --data with the answers (default: a usual name)")
+    _add(parser, "folder DIR", "folder to write; it must be new or empty", Path)
+    templates = ("gsm8k", "agent", "tools", "environment", "code", "judge")
+    begin = "what to begin with: gsm8k, agent, tools, environment, code or judge (default: questions and answers)"
+    begins = parser.add_mutually_exclusive_group()
+    _add(begins, "--from TEMPLATE", begin, dest="template", choices=templates)
+    _add(begins, "--data FILE", "your questions and answers, as CSV, TSV, JSONL, JSON or Parquet", Path)
+    _add(parser, "--question COLUMN", "column of --data with the questions (default: a usual name)")
+    _add(parser, "--answer COLUMN", "column of --data with the answers (default: a usual name)")
 
 
 def _example(parser: argparse.ArgumentParser, *lines: str) -> None:

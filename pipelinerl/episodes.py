@@ -148,9 +148,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     for parameter in inspect.signature(function).parameters.values():
         what = f"tool {name}: parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UserError(
-                f"{what} cannot be passed by name, but a model passes all arguments by name; make it an ordinary parameter"
-            )
+            fix = "but a model passes all arguments by name; make it an ordinary parameter"
+            raise UserError(f"{what} cannot be passed by name, {fix}")
         if parameter.name not in hints:
             raise UserError(f"{what} has no type hint; write one, such as {parameter.name}: str")
         schema = properties[parameter.name] = _schema_of(hints[parameter.name], what)

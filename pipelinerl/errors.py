@@ -59,8 +59,7 @@ class PayloadTooLarge(BusError):
 
 
 class NotPermitted(UserError):
-    """NATS does not let this user publish or subscribe to a subject. A service ends with this error, because waiting does not
-    help."""
+    """NATS does not let this user publish or subscribe to a subject. Waiting does not help, so a service ends with it."""
 
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action

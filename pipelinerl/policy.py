@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from sys import maxsize
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipelinerl.errors import FieldError, first_line
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
 from pipelinerl.recipe.loading import recipe_from_data, recipe_of_run
-from pipelinerl.run_dir import checkpoint_of, run_of, tokenizer_of, version_of
+from pipelinerl.run_dir import Checkpoint
 from pipelinerl.tasks.source import Problem
 
 
@@ -21,19 +20,19 @@ class Policy:
     """A checkpoint's model, which gets prompts in the form of its task. Attributes: `path`, `version` (None if unknown), `name`
     such as `v20`, `task`, `temperature` and `max_tokens` (those of held-out answers), `model`, `tokenizer`."""
 
-    def __init__(self, folder: Path, version: int | None = None) -> None:
-        """Load a checkpoint, or an adapter onto its base model; of a run, load the newest checkpoint or that of a version. The
-        task is the first one of the run's recipe. Raises `FieldError` if there is no such checkpoint or it does not load."""
-        path = self.path = checkpoint_of(folder, version)
-        self.version = version_of(path)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint, or an adapter onto its base model. The task is the first one of the run's recipe. Raises
+        `FieldError` if it does not load."""
+        path, self.version = checkpoint.path, checkpoint.version
+        self.path = path
         self.name = "policy" if self.version is None else f"v{self.version}"
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_of(path))
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.tokenizer)
             model: Any = AutoModelForCausalLM.from_pretrained(path)
             self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         except Exception as error:  # a damaged file raises errors of safetensors, tokenizers or torch, with no common base
             raise FieldError("RUN", str(path), f"transformers cannot load it: {first_line(error)}") from error
-        file, style = run_of(path) / "recipe.yaml", "chat" if self.tokenizer.chat_template else "plain"
+        file, style = checkpoint.run / "recipe.yaml", "chat" if self.tokenizer.chat_template else "plain"
         usual = {"name": "none", "model": {"source": "path", "name": str(path)}, "sampling": {"max_tokens": 512}}
         usual["task"] = {"prompt_style": style}
         recipe = recipe_of_run(file) if file.is_file() else recipe_from_data(usual, str(path))
@@ -41,11 +40,9 @@ class Policy:
         self.max_tokens, self.temperature, self._stop = share.max_tokens, recipe.evaluation.temperature, recipe.sampling.stop
         self.task = share.task.model_copy(update={"prompt_style": style}) if share.task.is_episodic else share.task
         named = self.model.generation_config.eos_token_id
-        self._ends = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
-        self._ends |= {
-            *recipe.sampling.stop_token_ids,
-            answer_end(self.tokenizer) if self.task.prompt_style == "chat" else None,
-        }
+        of_chat = answer_end(self.tokenizer) if self.task.prompt_style == "chat" else None
+        self._ends = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named]), of_chat}
+        self._ends |= {*recipe.sampling.stop_token_ids}
 
     def prompt(self, question: str, messages: list[dict[str, str]] | None = None) -> list[int]:
         """Return the tokens of a question, or of a conversation that ends with it, as the policy saw them in training."""

@@ -67,8 +67,7 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """Return the text that the chat template writes after an answer, including another question if `asked_again`. Raises the
-    template's errors."""
+    """Return the text that the chat template writes after an answer, with a question if `asked_again`. Raises its errors."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 
@@ -117,10 +116,8 @@ class ControlTokens:
         return [*token_ids[:end], *following, *token_ids[end:]]
 
 
-@lru_cache(maxsize=8)
-def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Return the control tokens of a tokenizer whose chat template no longer changes."""
-    return ControlTokens(tokenizer)
+control_tokens = lru_cache(maxsize=8)(ControlTokens)
+"""Return the control tokens of a tokenizer whose chat template no longer changes."""
 
 
 @lru_cache(maxsize=8)
@@ -171,22 +168,15 @@ class Spellings:
 
 
 def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> tuple[str, list[int]]:
-    """Return the prompt's text and its tokens. A chat template writes its special tokens itself, so the tokenizer adds none.
-    Raises `FieldError`."""
-    text = _prompt(problem, config, tokenizer, control)
-    return text.replace(_MARK, ""), control.encode(text, add_special_tokens=config.prompt_style != "chat")
-
-
-def _prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> str:
-    """Render the problem with instruction and system prompt. Marks split text from the row, but not text from the recipe."""
-    given = control.parted(problem.messages or ({"role": "user", "content": problem.question},))
-    messages = conversation(given, config)
-    if config.prompt_style != "chat":
-        return str(messages[-1]["content"])
+    """Return text and tokens of a problem's prompt, with instruction and system prompt. Marks split text from the row, but not
+    text from the recipe. A chat template writes special tokens itself, so the tokenizer adds none. Raises `FieldError`."""
+    given, is_chat = problem.messages or ({"role": "user", "content": problem.question},), config.prompt_style == "chat"
+    messages = conversation(control.parted(given), config)
     try:
-        return written(tokenizer, messages)
+        text = written(tokenizer, messages) if is_chat else str(messages[-1]["content"])
     except Exception as error:  # a template calls raise_exception, is not Jinja, or fails on a field that is not there
         raise refusal(problem, config, messages, error, lambda others: written(tokenizer, others)) from error
+    return text.replace(_MARK, ""), control.encode(text, add_special_tokens=not is_chat)
 
 
 def refusal(

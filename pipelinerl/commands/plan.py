@@ -21,7 +21,7 @@ from pipelinerl.recipe.model_folder import active_share
 from pipelinerl.rl.groups import length_bucket
 from pipelinerl.rl.memory import ACCELERATORS, Model
 from pipelinerl.rl.planner import Machine, Plan, estimated, make_plan, misfits
-from pipelinerl.rl.throughput import DecodeCurve, Lengths, Split
+from pipelinerl.rl.throughput import DecodeCurve, Lengths
 from pipelinerl.run_dir import RunDir, read_json
 from pipelinerl.run_summary import add_ended, lag_summary, read_jsonl
 
@@ -149,6 +149,14 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
 def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
     """Return a plan's summary as (name, value) rows."""
     split, played, lengths, machine = plan.split, plan.played, plan.lengths, plan.machine
+    shares = [
+        f"{stale / played.finished_by_length[bucket]:.1%} of those with {bucket // 2 + 1:,} to {bucket:,} tokens"
+        for bucket, stale in sorted(played.stale_by_length.items())
+        if stale >= 0.001 * played.finished_by_length[bucket]
+    ]
+    by_length = f" ({', '.join(shares)})" if shares else ""
+    # Of `pipelinerl run`. On a cluster, the chart sets these numbers.
+    options = f"--set actor.count={split.num_generators} --set actor.sequences_in_progress={split.sequences_in_progress}"
     lag, batch_s = lag_summary(played.lag_histogram), played.duration / played.steps
     conventional, per_actor = plan.conventional / plan.rate, counted(machine.per_actor, "accelerator")
     return [
@@ -159,32 +167,11 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
         ("run", f"{counted(plan.steps, 'step')} take {plan.hours:.3g} h, without start, evaluations and checkpoints"),
         ("token lag", f"mean {lag['mean']:.2f}, p95 {lag['p95']:.0f}, max {lag['max']:.0f}; formula {split.largest_lag}"),
         ("idle", f"trainer {played.trainer_idle:.1%}; actors {played.actor_idle:.1%}; empty slots {played.empty_slots:.1%}"),
-        ("stale", _stale(plan)),
+        ("stale", f"{played.stale_share:.1%} of the sequences are dropped{by_length}"),
         ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor"),
-        ("settings", settings(split)),
+        ("settings", f"{options} --set trainer.nproc={split.num_trainers}"),
         ("conventional", f"{conventional:.2f} times as fast as this, at the same largest lag (G = {split.largest_lag + 1})"),
     ]  # fmt: skip
-
-
-def settings(split: Split) -> str:
-    """Return the options of `pipelinerl run` for this split. On a cluster, the chart sets these numbers."""
-    changes = {
-        "actor.count": split.num_generators,
-        "actor.sequences_in_progress": split.sequences_in_progress,
-        "trainer.nproc": split.num_trainers,
-    }
-    return " ".join(f"--set {name}={value}" for name, value in changes.items())
-
-
-def _stale(plan: Plan) -> str:
-    played = plan.played
-    shares = [
-        f"{stale / played.finished_by_length[bucket]:.1%} of those with {bucket // 2 + 1:,} to {bucket:,} tokens"
-        for bucket, stale in sorted(played.stale_by_length.items())
-        if stale >= 0.001 * played.finished_by_length[bucket]
-    ]
-    by_length = f" ({', '.join(shares)})" if shares else ""
-    return f"{played.stale_share:.1%} of the sequences are dropped{by_length}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

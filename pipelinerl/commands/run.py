@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
@@ -26,35 +25,13 @@ from pipelinerl.local.placing import placed_here, write_placement
 from pipelinerl.local.processes import living, running_pids, why_taken
 from pipelinerl.local.progress import open_display, phase_of
 from pipelinerl.local.runner import LocalRun
+from pipelinerl.recipe import loading
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import (
-    Change,
-    check_resumable,
-    find_recipe,
-    load_recipe,
-    modules_beside,
-    read_recipe,
-    recipe_from_data,
-    recipe_of_run,
-    set_value,
-    understood,
-)
 from pipelinerl.recipe.model_folder import known_parameters
-from pipelinerl.recipe.preflight import check_environment, doubts, importable
+from pipelinerl.recipe.preflight import check_environment, named_doubts
 from pipelinerl.rl.memory import checkpoint_bytes
 from pipelinerl.rl.placement import Placement
-from pipelinerl.run_dir import (
-    MOST_ACTORS,
-    RunDir,
-    check_folder,
-    create_run_dir,
-    missing_from,
-    newest_checkpoint,
-    newest_state,
-    read_json,
-    run_name,
-    write_json,
-)
+from pipelinerl.run_dir import MOST_ACTORS, RunDir, create_run_dir, find_run, read_json, state_to_resume, write_json
 from pipelinerl.run_summary import is_finished
 from pipelinerl.service.logs import LogContext, configure_logging
 from pipelinerl.service.tls import read_certificates
@@ -100,11 +77,10 @@ Prepared = tuple[Recipe, RunDir, Placement | None, list[str]]
 def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> Prepared:
     if args.recipe is None:
         raise FieldError("RECIPE", "", "name a recipe, or continue a run with --resume DIR")
-    recipe = load_recipe(args.recipe, overrides)
-    modules = modules_beside(recipe, find_recipe(args.recipe))
-    with importable(modules):
-        examined = check_environment(recipe, args.reward_rows)
-        doubtful = [*doubts(recipe, examined), *(one.brief for one in quick_findings(recipe, examined))]
+    recipe = loading.load_recipe(args.recipe, overrides)
+    modules = loading.modules_beside(recipe, loading.find_recipe(args.recipe))
+    examined = check_environment(recipe, args.reward_rows, modules)
+    doubtful = [*(one for _, one in named_doubts(recipe, examined)), *(one.brief for one in quick_findings(recipe, examined))]
     numbered, placement, gpus = placed_here(recipe, args.placement)
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
@@ -113,14 +89,14 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     run_dir.keep_modules(modules)
     warnings = [f"warning: {doubt}" for doubt in filter(None, (*doubtful, run_dir.open_to_others()))]
     title = f"{run_dir.name}: {recipe.description or recipe.name}"
-    return numbered, run_dir, placement, [title, *understood(overrides), *warnings, *gpus]
+    return numbered, run_dir, placement, [title, *loading.understood(overrides), *warnings, *gpus]
 
 
 def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> Prepared:
     for option, value in (("--run-dir", args.run_dir), ("--name", args.name)):
         if value is not None:
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
-    run_dir = find_run(args.resume)
+    run_dir = find_run(args.resume, RESUME)
     stack.enter_context(run_dir.locked())
     recipe, notes = resume(run_dir, args.recipe, overrides, args.reward_rows)
     numbered, placement, gpus = placed_here(recipe, args.placement)
@@ -133,22 +109,27 @@ def resume(
 ) -> tuple[Recipe, list[str]]:
     """Prepare a run's folder for a new start, with its own recipe or with `recipe`. Return the recipe and notes for the user.
     Raises `UserError`, with nothing changed, if the run cannot continue."""
-    old = read_recipe(run_dir.recipe)
+    old = loading.read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
-        set_value(old, field.split("."), "auto")  # A placement replaced it by a number.
+        loading.set_value(old, field.split("."), "auto")  # A placement replaced it by a number.
     if not recipe:
-        recipe_of_run(run_dir.recipe)  # Problems of the file are reported before those of the overrides.
-    new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
-    changes = check_resumable(old, new)
+        loading.recipe_of_run(run_dir.recipe)  # Problems of the file are reported before those of the overrides.
+    new = loading.load_recipe(recipe, overrides) if recipe else loading.recipe_from_data(old, str(run_dir.recipe), overrides)
+    changes = loading.check_resumable(old, new)
     if pids := living(run_dir, RESUME):
         named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
         raise FieldError(RESUME, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")
-    _check_complete(run_dir, new)
-    version = newest_checkpoint(run_dir.path)
-    _check_steps(run_dir, new.trainer.steps, version)
-    modules = modules_beside(new, find_recipe(recipe)) if recipe else None
-    with importable(modules or (run_dir.modules if run_dir.modules.is_dir() else None)):
-        warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows))]
+    version, begun_with = state_to_resume(run_dir, RESUME)
+    if version is not None:
+        loading.check_resumable(begun_with, new)
+    summary, steps = read_json(run_dir.summary), new.trainer.steps
+    taken = max(version or 0, int(summary.get("steps") or 0) if is_finished(summary) else 0)
+    if steps < taken or (steps == taken and is_finished(summary)):
+        what = "all of them have been taken" if steps == taken else f"{taken} have been taken"
+        raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")
+    modules = loading.modules_beside(new, loading.find_recipe(recipe)) if recipe else None
+    examined = check_environment(new, reward_rows, modules or (run_dir.modules if run_dir.modules.is_dir() else None))
+    warnings = [f"warning: {doubt}" for _, doubt in named_doubts(new, examined)]
     run_dir.check_space(RESUME, checkpoint_bytes(new, known_parameters(new.model)))
     run_dir.keep_modules(modules)
     for name in ("logs", "addresses"):
@@ -158,48 +139,13 @@ def resume(
     asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
     if asked or any(change.field == "actor.count" for change in changes):
         run_dir.scale.unlink(missing_ok=True)  # It holds the number that `pipelinerl scale` set.
-    return new, [*_notes(run_dir.name, new, changes, version), *warnings]
-
-
-def _notes(run: str, recipe: Recipe, changes: Sequence[Change], version: int | None) -> Iterator[str]:
-    if version is None:
-        yield f"{run}: there is no checkpoint; the run starts again from version 0"
-    else:
-        yield f"{run}: continues from the checkpoint of version {version}"
-    yield from (f"recipe changed: {change}" for change in changes)
-    schedule = recipe.trainer.schedule
+    begins = "there is no checkpoint; the run starts again from version 0"
+    goes_on = f"continues from the checkpoint of version {version}"
+    notes = [f"{run_dir.name}: {begins if version is None else goes_on}", *(f"recipe changed: {one}" for one in changes)]
+    schedule = new.trainer.schedule
     if schedule in ("linear", "cosine", "wsd") and any(one.field == "trainer.steps" for one in changes):
-        yield f"trainer.schedule = {schedule}: the decay now ends with the new last step"
-
-
-def find_run(folder: Path) -> RunDir:
-    """Return the run in `folder`. Raises `FieldError` if the folder is not a run's."""
-    run_dir, shown = RunDir(folder, ""), str(folder)
-    check_folder(folder, RESUME)
-    missing = [file.name for file in (run_dir.recipe, run_dir.identity) if not file.is_file()]
-    if missing:
-        raise FieldError(RESUME, shown, f"is not the folder of a run: it has no {' and no '.join(missing)}")
-    return RunDir(folder, run_name(folder, RESUME))
-
-
-def _check_complete(run_dir: RunDir, recipe: Recipe) -> None:
-    """Raise `FieldError` if the folder lacks a file, and `UserError` if the recipe does not fit the newest checkpoint."""
-    try:
-        if missing := missing_from(run_dir.path):
-            raise FieldError(RESUME, str(run_dir.path), missing)
-        if (state := newest_state(run_dir.path)) is not None:
-            check_resumable(state["recipe"], recipe)
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise FieldError(RESUME, str(run_dir.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
-
-
-def _check_steps(run_dir: RunDir, steps: int, version: int | None) -> None:
-    summary = read_json(run_dir.summary)
-    finished = is_finished(summary)
-    taken = max(version or 0, int(summary.get("steps") or 0) if finished else 0)
-    if steps < taken or (steps == taken and finished):
-        what = "all of them have been taken" if steps == taken else f"{taken} have been taken"
-        raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")
+        notes.append(f"trainer.schedule = {schedule}: the decay now ends with the new last step")
+    return new, [*notes, *warnings]
 
 
 def scale(args: argparse.Namespace) -> int:

@@ -20,27 +20,10 @@ from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import NATS, Recipe
 from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, modules_beside, parse_yaml, understood
 from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
-from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in, importable
+from pipelinerl.recipe.preflight import Examination, examine, files_in, named_doubts
 from pipelinerl.recipe.rehearsal import rehearsed
 from pipelinerl.rl import placement
-from pipelinerl.rl.memory import (
-    CONTEXTS_GIB,
-    ENGINE_GIB,
-    GIB,
-    Model,
-    actor_problem,
-    checkpoint_bytes,
-    engine_bytes,
-    kv_cache_gib,
-    loads_paused,
-    ranks_of_a_copy,
-    shared_gib,
-    snapshot_gib,
-    state_bytes,
-    trainer_problem,
-    update_gib,
-    vllm_share,
-)
+from pipelinerl.rl.memory import GIB, Model, actor_problem, checkpoint_bytes, memory_outline, ranks_of_a_copy, trainer_problem
 from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.service.logs import printable
 from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
@@ -59,8 +42,8 @@ _SHORT.maxstring = 120
 def validate(args: argparse.Namespace) -> int:
     """Print a summary and return exit code 0. Raises `UserError` with everything that is wrong."""
     recipe = load_recipe(args.recipe, args.overrides)
-    with importable(modules_beside(recipe, find_recipe(args.recipe))):
-        examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, prompts=True)
+    modules = modules_beside(recipe, find_recipe(args.recipe))
+    examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, modules, prompts=True)
     memory = list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
@@ -81,7 +64,7 @@ def validate(args: argparse.Namespace) -> int:
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
         print(printable(f"  {name:<11}  {value}"))
-    warnings, lacking = [*doubts(recipe, examined), *warned], list(examined.problems)
+    warnings, lacking = [*(one for _, one in named_doubts(recipe, examined)), *warned], list(examined.problems)
     try:
         placed_here(recipe)
     except FieldError as problem:
@@ -138,7 +121,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
 
 def outline(recipe: Recipe) -> list[tuple[str, str]]:
     """Return a summary of a recipe as (name, value) rows."""
-    lag, model, trainer = recipe.algorithm.max_lag, recipe.model, recipe.trainer
+    algorithm, lag, model, trainer = recipe.algorithm, recipe.algorithm.max_lag, recipe.model, recipe.trainer
     shards = f", {trainer.shard_ranks} share one copy" if trainer.shard_ranks else ""
     rows = f", {trainer.context_parallel} share a row" if trainer.context_parallel > 1 else ""
     answers = f", {recipe.evaluation.samples} answers to each," if recipe.evaluation.samples > 1 else ""
@@ -146,14 +129,17 @@ def outline(recipe: Recipe) -> list[tuple[str, str]]:
     num_heldout = sum(share.task.heldout_problems for share in recipe.mixture.values())
     often = f"every {counted(steps, 'step')}" if (steps := recipe.evaluation.every_steps) else "at the start and at the end"
     schedule = f"lr {trainer.learning_rate:g} {trainer.schedule}, {trainer.optimizer}"
+    terms = [algorithm.loss, f"{algorithm.advantage} baseline", "divided by std" if algorithm.normalize_std else ""]
+    terms += [f"normalised by {algorithm.normalization}", f"mask {algorithm.mask}" if algorithm.mask != "none" else ""]
+    terms += [f"KL {algorithm.kl_coefficient:g}" if algorithm.kl_coefficient else ""]
     return [
         ("mode", recipe.mode),
         ("model", f"{model.name or model.source}, {model.dtype}, context {model.max_context}"),
         *_tasks(recipe),
         ("sampling", f"{recipe.sampling.group_size} per prompt, at most {recipe.max_tokens} tokens"),
         ("actors", f"{recipe.actor.number} x {recipe.actor.sequences_in_progress} sequences in progress"),
-        ("algorithm", _algorithm(recipe)),
-        ("max lag", "unbounded" if lag is None else f"{lag}, of {recipe.algorithm.max_lag_of.replace('_', ' ')}"),
+        ("algorithm", ", ".join(filter(None, terms))),
+        ("max lag", "unbounded" if lag is None else f"{lag}, of {algorithm.max_lag_of.replace('_', ' ')}"),
         ("largest lag", _largest_lag(recipe)),
         ("trainer", f"{counted(trainer.steps, 'step')} of {trainer.batch_size}, {schedule}"),
         ("trained", "all weights" if trainer.lora is None else f"adapters of rank {trainer.lora.rank}"),
@@ -186,14 +172,6 @@ def _largest_lag(recipe: Recipe) -> str:
     means = sorted({longest, max(1, longest // 4)}, reverse=True)
     lags = [f"{recipe_lag(recipe, actors, longest, mean)} for a mean length of {mean}" for mean in means]
     return f"{', '.join(lags)} tokens (⌈H I L / (L̄ B)⌉, L = {longest})"
-
-
-def _algorithm(recipe: Recipe) -> str:
-    algorithm = recipe.algorithm
-    terms = [algorithm.loss, f"{algorithm.advantage} baseline", "divided by std" if algorithm.normalize_std else ""]
-    terms += [f"normalised by {algorithm.normalization}", f"mask {algorithm.mask}" if algorithm.mask != "none" else ""]
-    terms += [f"KL {algorithm.kl_coefficient:g}" if algorithm.kl_coefficient else ""]
-    return ", ".join(filter(None, terms))
 
 
 def gib_of(text: str) -> float:
@@ -236,15 +214,13 @@ def _known_model(recipe: Recipe) -> Model | None:
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
     """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
-    if size := size_of(parameters) if parameters is not None else known_parameters(recipe.model):
-        return Model.of(recipe, size, active_share=active_share(recipe.model, size))
-    name = recipe.model.name or recipe.model.source
-    parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last one is the closest to the model
-    named = parts[-1:] if not _EXPERTS_IN_NAME.search(name) else []
-    if not named:
-        fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
-        raise FieldError("--parameters", None, fix)
-    size = _ROUNDED * max(map(size_of, _SIZE_IN_NAME.findall(named[0])))
+    name, size = recipe.model.name or recipe.model.source, size_of(parameters) if parameters is not None else 0
+    if not (size := size or known_parameters(recipe.model)):
+        parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last one is the closest to the model
+        if not parts or _EXPERTS_IN_NAME.search(name):
+            fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
+            raise FieldError("--parameters", None, fix)
+        size = _ROUNDED * max(map(size_of, _SIZE_IN_NAME.findall(parts[-1])))
     return Model.of(recipe, size, active_share=active_share(recipe.model, size))
 
 
@@ -260,33 +236,3 @@ def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tup
     ranks = ranks_of_a_copy(recipe, model, memory_gib)
     told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
     return memory_outline(recipe, model, memory_gib), [problem for problem in told if problem is not None]
-
-
-def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
-    """Return (name, value) rows about the use of memory on a GPU of an actor and on a GPU of the trainer."""
-    engine, trainer = recipe.actor.engine, recipe.trainer
-    size, in_share = engine.tensor_parallel_size, memory_gib * vllm_share(recipe, model, memory_gib)
-    kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
-    each = kv_gib * GIB / model.kv_bytes / in_progress
-    ranks = ranks_of_a_copy(recipe, model, memory_gib)
-    state_gib, snapshots = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
-    kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
-    on_host = f", and {model.weights_bytes / GIB:.1f} of host memory for each actor" if loads_paused(recipe) else ""
-    on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
-    if recipe.actor.colocate:
-        snapshots, on_device = ENGINE_GIB + CONTEXTS_GIB, f"; {ENGINE_GIB + CONTEXTS_GIB:g} for the engine, which sleeps"
-    return [
-        ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_bytes / 1024:.0f} KiB of KV cache a token"),
-        (
-            "actor GPU",
-            f"{in_share:.1f} GiB for vLLM: weights {engine_bytes(recipe, model) / GIB / size:.1f}, KV cache "
-            f"{kv_gib / size:.1f} ({each:,.0f} tokens for each of {in_progress} sequences), the rest {ENGINE_GIB:g}; "
-            f"{memory_gib - in_share:.1f} outside vLLM, of which updates need {update_gib(recipe, model):.1f}{kept}{on_host}",
-        ),
-        (
-            "trainer GPU",
-            f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}{on_device}; "
-            f"{memory_gib - state_gib - snapshots:.1f} for activations and gathered weights (trainer.nproc = "
-            f"{trainer.nproc or 'auto'}: set it to the ranks of all nodes)",
-        ),
-    ]

@@ -17,8 +17,7 @@ from pipelinerl.doctor.runs import examine_run
 from pipelinerl.errors import FieldError, PipelineRLError, counted
 from pipelinerl.local.processes import ServiceDied, living_names
 from pipelinerl.local.progress import duration, number, percent
-from pipelinerl.page import REPORT_SCRIPTS, asset
-from pipelinerl.page.data import report_data
+from pipelinerl.page.data import REPORT_SCRIPTS, asset, report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.rl.ledger import MEANINGS

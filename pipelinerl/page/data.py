@@ -1,11 +1,13 @@
 """Make the data of a run's pages as one object of bounded size. `pipelinerl.local.ending` makes it from a run's files. During a
-run, `services.trainer.reporting.page` keeps it up to date.
+run, `services.trainer.reporting.page` keeps it up to date. The pages' static files load nothing from the network: live.html,
+which the trainer serves, links them, and reports inline them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +18,11 @@ from pipelinerl.run_summary import add_ended, evaluation_of, stale_shares
 
 Record = Mapping[str, Any]
 
+LIVE_ASSETS = ("page.css", "charts.js", "flow.js", "samples.js", "views.js", "live.js")
+"""Files that live.html loads, in this order."""
+REPORT_SCRIPTS = ("charts.js", "flow.js", "samples.js", "views.js", "report.js")
+"""Scripts inlined in report.html of a run."""
+COMPARISON_SCRIPTS = ("charts.js", "samples.js", "views.js", "comparison.js")
 MAX_RECORDS = 1500
 """Approximate maximum number of steps that are drawn. The steps of a longer run are thinned evenly."""
 NEWEST = 20
@@ -27,13 +34,17 @@ _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
 _DIGITS = 6
 
 
+def asset(name: str) -> str:
+    """Return the text of a file of this package, such as `charts.js`, `page.css` or `live.html`."""
+    return (files("pipelinerl.page") / name).read_text(encoding="utf-8")
+
+
 class ThinnedSeries:
     """Keeps fewer than 2 · `limit` evenly spaced items, and all of the last `newest` items."""
 
     def __init__(self, limit: int, newest: int) -> None:
         self._limit, self._stride, self._count = limit, 1, 0
-        self._kept: list[Any] = []
-        """Items number 0, stride, 2 · stride, …"""
+        self._kept: list[Any] = []  # items number 0, stride, 2 · stride, …
         self._newest: deque[Any] = deque(maxlen=newest)
 
     def add(self, item: Any) -> None:
@@ -65,12 +76,10 @@ class RunHistory:
         self._times_s: dict[int, float | None] = {0: 0.0}
         self._lags: Counter[int] = Counter()
         self._lengths: dict[str, list[int]] = {}
-        self._mismatch: float | None = None
-        self._parity_failures = 0
-        """Number of failures in all probes. `_mismatch` is the difference in the newest probe that gave one, in nats."""
-        self._ess: defaultdict[str, float] = defaultdict(float)
+        self._mismatch: float | None = None  # in the newest probe that gave a difference, nats
+        self._parity_failures = 0  # in all probes
+        self._ess: defaultdict[str, float] = defaultdict(float)  # sum over steps, by lag bucket
         self._ess_steps: Counter[str] = Counter()
-        """Sum of the ESS and number of steps, by lag bucket."""
         self._early: list[dict[str, Any]] = []
         self._late = {kind: deque[dict[str, Any]](maxlen=NEWEST_OF_A_KIND) for kind in (True, False)}
 
@@ -148,9 +157,8 @@ def report_data(
     times_s = {0: 0.0, **{record["step"]: record.get("time_s") for record in records if "step" in record}}
     measured = summary.get("heldout") or []  # Records lack the last evaluation, which ends after the last step.
     heldout = [shown_evaluation(one, times_s.get(one["version"])) for one in measured]
-    data = {**history.data(), "heldout": heldout}
     about = {"run": run, "description": description, "recipe": recipe_text, "meanings": MEANINGS}
-    return {**about, "summary": dict(summary), **data}
+    return {**about, "summary": dict(summary), **history.data(), "heldout": heldout}
 
 
 def _short(value: Any) -> Any:
@@ -165,29 +173,25 @@ def shown_sample(sample: Record) -> dict[str, Any]:
     """Return a line of samples.jsonl with clipped texts. `num_tokens` is the number of tokens before clipping."""
     text = {key: _clipped(str(sample.get(key) or "")) for key in ("prompt", "completion", "reference", "answer", "reason")}
     known = ("step", "version", "task", "reward", "terms", "metrics", "spans", "heldout")
-    tokens, weights = _clipped_tokens(sample)
-    spans = sample.get("spans") or []
-    num_tokens = max((span[2] for span in spans), default=len(tokens or ()))
-    shown = {"tokens": tokens, "weights": weights, "num_tokens": num_tokens}
+    shown = _clipped_tokens(sample)
+    shown["num_tokens"] = max((span[2] for span in sample.get("spans") or []), default=len(shown["tokens"] or ()))
     if sample.get("branches"):
         shown["branches"] = list(map(_shown_branch, sample["branches"][:_MAX_BRANCHES]))
     return {**{key: sample.get(key) for key in known}, **shown, **text}
 
 
 def _shown_branch(branch: Record) -> dict[str, Any]:
-    parts = []
-    for part in branch["parts"][:_MAX_PARTS]:
-        tokens, weights = _clipped_tokens(part, _MAX_PART)
-        parts.append({**part, "text": _clipped(part["text"], _MAX_PART), "tokens": tokens, "weights": weights})
+    shown = branch["parts"][:_MAX_PARTS]
+    parts = [{**part, "text": _clipped(part["text"], _MAX_PART), **_clipped_tokens(part, _MAX_PART)} for part in shown]
     return {**branch, "prompt": _clipped(branch["prompt"]), "parts": parts, "num_parts": len(branch["parts"])}
 
 
-def _clipped_tokens(sample: Record, most: int = _MAX_TEXT) -> tuple[list[str] | None, list[float | None] | None]:
+def _clipped_tokens(sample: Record, most: int = _MAX_TEXT) -> dict[str, Any]:
     tokens, weights = sample.get("tokens"), sample.get("weights")
     if tokens is None:
-        return None, weights
+        return {"tokens": None, "weights": weights}
     whole = sum(end <= most for end in accumulate(map(len, tokens)))
-    return tokens[:whole], weights and weights[:whole]
+    return {"tokens": tokens[:whole], "weights": weights and weights[:whole]}
 
 
 def _clipped(text: str, most: int = _MAX_TEXT) -> str:

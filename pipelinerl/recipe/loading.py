@@ -23,8 +23,8 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 import pipelinerl
 from pipelinerl.errors import FieldError, UserError, counted
-from pipelinerl.recipe.fields import PUBLISHED, Recipe, allowed, field_at, listed_section, may_change, section_of, unknown_field
-from pipelinerl.recipe.rules import BrokenRules
+from pipelinerl.recipe.fields import MAY_CHANGE, PUBLISHED, Recipe, allowed, field_at, listed_section, section_of, unknown_field
+from pipelinerl.recipe.rules import broken_rules
 
 
 class RecipeError(UserError):
@@ -37,12 +37,8 @@ class RecipeError(UserError):
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """Return a `FieldError` for each wrong field and for each broken rule, in the order of the fields."""
-    problems: list[FieldError] = []
-    for details in error.errors(include_url=False):
-        raised = details.get("ctx", {}).get("error")
-        problems += raised.problems if isinstance(raised, BrokenRules) else [_problem(details, model)]
-    return problems
+    """Return a `FieldError` for each wrong field, in the order of the fields."""
+    return [_problem(details, model) for details in error.errors(include_url=False)]
 
 
 def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
@@ -143,31 +139,20 @@ def find_recipe(name: str | Path) -> Path:
     """Return the recipe's file. `name` is a path, or the bare name of a recipe in `recipes/` of the current folder, of the
     source tree or of the installation. Raises `FieldError`, with the known names."""
     path = Path(name)
-    if path.is_file():
-        return path
-    if path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
-        for folder in _folders():
-            if (folder / f"{name}.yaml").is_file():
-                return folder / f"{name}.yaml"
+    if found := path if path.is_file() else known_recipes().get(str(name)):
+        return found
     if path.is_dir():
         raise FieldError("recipe", str(name), "is a folder; give a recipe file in it, or a recipe's name")
-    known = ", ".join(recipe_names()) or "(none here)"
+    known = ", ".join(sorted(known_recipes())) or "(none here)"
     raise FieldError("recipe", str(name), f"no such file; give a path or one of: {known}")
 
 
-def recipe_names() -> list[str]:
-    """Return the bare names for which `find_recipe` finds a file."""
-    return sorted({found.stem for folder in _folders() for found in folder.glob("*.yaml")})
-
-
-def shipped_recipes() -> list[Path]:
-    """Return the files of the recipes that come with this package, by name."""
-    return [*{found.stem: found for folder in reversed(_folders()[1:]) for found in sorted(folder.glob("*.yaml"))}.values()]
-
-
-def _folders() -> tuple[Path, ...]:
+def known_recipes(*, shipped: bool = False) -> dict[str, Path]:
+    """Return the recipes' files by the bare names that `find_recipe` takes. `shipped`: only those that come with this package,
+    without `recipes/` of the current folder."""
     source_tree = Path(pipelinerl.__file__).resolve().parents[1]
-    return Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes")
+    folders = (Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes"))
+    return {found.stem: found for folder in reversed(folders[shipped:]) for found in sorted(folder.glob("*.yaml"))}
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -187,27 +172,25 @@ def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         beside = folder / path
         return str(beside) if beside.exists() or glob.glob(str(beside)) else path
 
-    def task(section: Any) -> Any:
+    def moved(section: Any) -> Any:
+        if isinstance(section, list):
+            return [moved(one) for one in section]
         if not isinstance(section, dict):
             return section
-        own = {"path": found(section["path"])} if "path" in section and section.get("source") != "hub" else {}
+        changed = {key: moved(value) if key in _WITH_PATHS else value for key, value in section.items()}
+        for key in ("path", "chat_template"):
+            if key in section and not (key == "path" and section.get("source") == "hub"):
+                changed[key] = found(section[key])
         if isinstance(command := section.get("command"), str):
-            moved = ((word, found(word)) for word in command.split(" "))
-            own["command"] = " ".join(word if path == word else shlex.quote(path) for word, path in moved)
-        return {**section, **own}
+            words = ((word, found(word)) for word in command.split(" "))
+            changed["command"] = " ".join(word if path == word else shlex.quote(path) for word, path in words)
+        return changed
 
-    def share(section: Any) -> Any:
-        return {**section, "task": task(section.get("task"))} if isinstance(section, dict) else section
+    return moved(data)
 
-    def shares(section: Any) -> Any:
-        return [share(one) for one in section] if isinstance(section, list) else section
 
-    changed = {key: {"task": task, "tasks": shares}.get(key, lambda kept: kept)(value) for key, value in data.items()}
-    if isinstance(evaluation := data.get("evaluation"), dict) and "sets" in evaluation:
-        changed["evaluation"] = {**evaluation, "sets": shares(evaluation["sets"])}
-    if isinstance(model := data.get("model"), dict) and "chat_template" in model:
-        changed["model"] = {**model, "chat_template": found(model["chat_template"])}
-    return changed
+_WITH_PATHS = ("task", "tasks", "evaluation", "sets", "model")
+"""Sections of a recipe that hold paths, and sections that hold these."""
 
 
 def modules_beside(recipe: Recipe, file: Path) -> Path | None:
@@ -260,12 +243,10 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
             set_value(changed, path, value)
         except FieldError as error:
             problems.append(error)
-    try:
-        _read_chat_template(changed)
-    except FieldError as error:
-        problems.append(error)
+    problems += _read_chat_template(changed)
     try:
         recipe = Recipe.model_validate(changed)
+        problems += broken_rules(recipe)
     except ValidationError as error:
         problems += problems_of(error, Recipe)
     if problems:
@@ -273,22 +254,20 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
     return recipe
 
 
-def _read_chat_template(data: dict[str, Any]) -> None:
+def _read_chat_template(data: dict[str, Any]) -> Iterator[FieldError]:
     """Replace the name of a file in `model.chat_template` by the file's text, because other machines do not have the file.
-    Raises `FieldError` if the file cannot be read or holds no template."""
+    Yield an error if the file cannot be read or holds no template."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(path, str) or is_template(path):
-        return
     try:
-        if not path or not Path(path).is_file():
+        if not isinstance(path, str) or is_template(path) or not Path(path).is_file():
             return
         text = Path(path).read_text(encoding="utf-8")
+        data["model"] = {**data["model"], "chat_template": text}
+        if not is_template(text):
+            yield FieldError("model.chat_template", path, "contains no Jinja, such as {{ messages }}; give a chat template")
     except (OSError, ValueError) as error:
-        raise FieldError("model.chat_template", path, f"cannot be read: {error}") from error
-    if not is_template(text):
-        raise FieldError("model.chat_template", path, "contains no Jinja, such as {{ messages }}; give a chat template")
-    model["chat_template"] = text
+        yield FieldError("model.chat_template", path, f"cannot be read: {error}")
 
 
 def is_template(text: str) -> bool:
@@ -373,7 +352,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], model: type[Bas
             for position, (one, other) in enumerate(zip(was, now, strict=True)):
                 yield from _differences(one, other, item, f"{prefix}{name}.{position}.")
         elif was != now:
-            yield Change(prefix + name, was, now, may_change(field))
+            yield Change(prefix + name, was, now, MAY_CHANGE in field.metadata)
     unknown = [name for name in old if name not in model.model_fields]
     yield from (Change(prefix + name, old[name], UNKNOWN, allowed=False) for name in unknown)
 

@@ -16,8 +16,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, counted
@@ -84,13 +84,13 @@ sys.exit({_IMPORTED})
 """
 
 
-def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
+def try_import(field: str, path: str, config: str, environment: Mapping[str, str], code: str = _IMPORT) -> None:
     """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
     the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
     `config` is `task.config` as JSON. Raises `UserError`: `MissingPackage` if a module is not installed here."""
     command = [sys.executable, "-c", code, path, field, config]
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, env=environment)
     except subprocess.TimeoutExpired:
         raise UserError(f"importing its module takes more than {_IMPORT_S:g} s; move the work into the function") from None
     if tried.returncode == _IMPORTED:
@@ -106,69 +106,55 @@ def try_import(field: str, path: str, config: str, code: str = _IMPORT) -> None:
 
 @dataclasses.dataclass
 class Examination:
-    """Results of the checks of a recipe."""
+    """Results of the checks of a recipe. `problems`: mistakes in it, followed by errors of type `Lacking`. `sources`: those of
+    the problem sets that can be used, by the keys of `Recipe.sets_by_place`. `calls`: trial calls of rewards by `rehearse`."""
 
     problems: list[FieldError] = dataclasses.field(default_factory=list)
-    """Mistakes in the recipe, followed by errors of type `Lacking`."""
     sources: dict[str, Source] = dataclasses.field(default_factory=dict)
-    """Sources of the problem sets that can be used, by the keys of `Recipe.sets_by_place`."""
     calls: list[Call] = dataclasses.field(default_factory=list)
-    """Trial calls of rewards, made by `rehearse`."""
     preview: Preview = dataclasses.field(default_factory=Preview)
 
 
-def check_environment(recipe: Recipe, reward_rows: int = 0) -> Examination:
+def check_environment(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None) -> Examination:
     """Check a recipe as `examine` does. Raises `RecipeError` with all problems, if there are any."""
-    examined = examine(recipe, reward_rows)
+    examined = examine(recipe, reward_rows, modules)
     if examined.problems:
         raise RecipeError(recipe.name, examined.problems)
     return examined
 
 
-@contextmanager
-def importable(modules: Path | None) -> Iterator[None]:
-    """Make child processes look for modules in this folder first, as the verifier does, and in the current folder last.
-    `examine` imports the user's code in child processes."""
-    names = ("PYTHONPATH", "PYTHONSAFEPATH")
-    before = {name: os.environ[name] for name in names if name in os.environ}
-    if modules is not None:
-        path = os.pathsep.join(filter(None, (str(modules.resolve()), before.get(names[0]), os.getcwd())))
-        os.environ.update(zip(names, (path, "1"), strict=True))
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+def environment_with(modules: Path | None) -> dict[str, str]:
+    """Return the environment of a process that finds modules in this folder first, and in the current folder last."""
+    if modules is None:
+        return dict(os.environ)
+    path = filter(None, (str(modules.resolve()), os.environ.get("PYTHONPATH"), os.getcwd()))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
-def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> Examination:
-    """Check the recipe: make a held-out problem of each set, import the user's code, and call the rewards on `reward_rows`
-    problems of each set. `preview` also renders prompts: for all sets if `prompts` is true, else only if templates matter."""
-    examined = Examination()
+def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *, prompts: bool = False) -> Examination:
+    """Check the recipe: make a held-out problem of each set, import the user's code, which may be in the folder `modules`, and
+    call the rewards on `reward_rows` problems of each set. `preview` also renders prompts: for all sets if `prompts` is true,
+    else only if templates matter."""
+    examined, environment = Examination(), environment_with(modules)
     for rule in (_model, _cache, _machine, _packages):
         examined.problems += rule(recipe)
     for place, share in recipe.sets_by_place.items():
-        for problem in (*_task(recipe, place, share, examined.sources), *_code(share)):
+        for problem in (*_task(recipe, place, share, examined.sources), *_code(share, environment)):
             of_task = "" if problem.field.startswith("model.") else place
             examined.problems.append(type(problem)(f"{of_task}{problem.field}", problem.value, problem.fix))
     if not any(problem.field.startswith("model.") and not isinstance(problem, Lacking) for problem in examined.problems):
-        examined.preview = preview(recipe, examined.sources, all_prompts=prompts)
+        examined.preview = preview(recipe, examined.sources, environment, all_prompts=prompts)
         examined.problems += [FieldError(*mistake) for mistake in examined.preview.mistakes]
     if reward_rows and not any(".reward." in f".{problem.field}" for problem in examined.problems):
-        examined.calls, problems = rehearse(recipe, examined.sources, reward_rows)
+        examined.calls, problems = rehearse(recipe, examined.sources, reward_rows, environment)
         examined.problems += problems
     examined.problems.sort(key=lambda problem: isinstance(problem, Lacking))
     return examined
 
 
-def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
-    """Yield warnings about settings that are probably wrong but may be intended."""
-    yield from (doubt for _, doubt in named_doubts(recipe, examined))
-
-
 def named_doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
-    """Yield the warnings of `doubts`, each with the name of its kind, which `pipelinerl doctor` explains."""
+    """Yield warnings about settings that are probably wrong but may be intended, each with the name of its kind, which
+    `pipelinerl doctor` explains."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
         fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; lower it"
@@ -277,22 +263,16 @@ def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Sour
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
         source.problem(Split.HELDOUT, 0)
         sources[place] = source
-        if recipe.model.source == "package" and isinstance(source, FileSource):
-            yield from _unreadable(recipe.model.name, source)
     except UserError as error:
         yield _of_field("task.path", task.path, error)
-
-
-def _unreadable(small_model: str, source: FileSource) -> Iterator[FieldError]:
-    """Yield the first problem with a character that a small model of this package does not know."""
-    known = json.loads((SMALL_MODELS / small_model / "tokenizer.json").read_bytes())["model"]["vocab"]
-    for problem in source.problems:
-        if unknown := [letter for letter in problem.question if letter not in known]:
-            fix = f"{problem.place} has {unknown[0]!r}, which is no character of the small model {small_model!r} (model.name)"
-            yield FieldError(
-                "task.path", source.path, f"{fix}; set model.source to another one: hub, path, checkpoint or smollm2"
-            )
-            return
+        return
+    if recipe.model.source == "package" and isinstance(source, FileSource):
+        known = json.loads((SMALL_MODELS / recipe.model.name / "tokenizer.json").read_bytes())["model"]["vocab"]
+        unknown = ((one.place, letter) for one in source.problems for letter in one.question if letter not in known)
+        for place, letter in islice(unknown, 1):
+            fix = f"{place} has {letter!r}, which is no character of the small model {recipe.model.name!r} (model.name)"
+            other = "set model.source to another one: hub, path, checkpoint or smollm2"
+            yield FieldError("task.path", source.path, f"{fix}; {other}")
 
 
 def _of_field(field: str, value: str, error: UserError) -> FieldError:
@@ -301,7 +281,7 @@ def _of_field(field: str, value: str, error: UserError) -> FieldError:
     return (Lacking if isinstance(error, MissingPackage) else FieldError)(field, value, str(error))
 
 
-def _code(share: ProblemSet) -> Iterator[FieldError]:
+def _code(share: ProblemSet, environment: Mapping[str, str]) -> Iterator[FieldError]:
     task, scorer, judge = share.task, share.reward.scorer, share.reward.judge
     if judge is not None and judge.api_key_env and not os.environ.get(judge.api_key_env):
         fix = "this environment variable is not set here; set it where the run starts"
@@ -315,7 +295,7 @@ def _code(share: ProblemSet) -> Iterator[FieldError]:
     for field, path in imported:
         code = _TASKSET if (field, task.source) == ("task.name", "verifiers") else _IMPORT
         try:
-            try_import(field, path, json.dumps(task.config, default=str), code)
+            try_import(field, path, json.dumps(task.config, default=str), environment, code)
         except UserError as error:
             yield _of_field(field, path, error)
     if task.source == "agent":

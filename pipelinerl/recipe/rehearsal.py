@@ -40,24 +40,21 @@ _BARE = ("task", "exact", "code", *_MATHEMATICS)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward."""
+    """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
+    reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if it holds one. `forms`: pairs
+    (possible completion, answer in it); the first pair whose answer the reward finds becomes the completion. `answer`: what
+    `reward.answer_pattern` found, if anything. `status`: `ok`, or the reason why the call gave no reward; empty before it."""
 
     place: str
-    """Key of the problem set in `Recipe.sets_by_place`."""
     problem: Problem
     completion: str = ""
-    """Text with the reference answer or with a near miss, or an empty text."""
     forms: tuple[tuple[str, str], ...] = ()
-    """Pairs (possible completion, answer in it). The first pair whose answer the reward finds becomes the completion."""
+    near_miss: str = ""
     answer: str = ""
-    """The answer that `reward.answer_pattern` found; empty if it found none."""
     status: str = ""
-    """`ok`, or the reason why the call gave no reward; empty before the call."""
     reward: float = 0.0
     seconds: float = 0.0
     message: str = ""
-    near_miss: str = ""
-    """The wrong answer in the completion; empty if the completion holds no near miss."""
 
     def __str__(self) -> str:
         answer = "the reference answer" if self.completion else "an empty answer"
@@ -65,11 +62,13 @@ class Call:
         return f"{answer} {f'of {place}' if (place := self.problem.place) else f'to {self.problem.question!r:.60}'}"
 
 
-def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tuple[list[Call], list[FieldError]]:
+def rehearse(
+    recipe: Recipe, sources: Mapping[str, Source], num_rows: int, environment: Mapping[str, str]
+) -> tuple[list[Call], list[FieldError]]:
     """Call the rewards on `num_rows` problems of each set with a source, on Linux only. Return the calls and the errors."""
-    sets = {place: one for place, one in recipe.sets_by_place.items() if place in sources and not one.task.is_episodic}
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
-    shares = {place: one for place, one in sets.items() if (one.reward.scorer, one.task.source) not in left_out}
+    tried = {place: one for place, one in recipe.sets_by_place.items() if (one.reward.scorer, one.task.source) not in left_out}
+    shares = {place: one for place, one in tried.items() if place in sources and not one.task.is_episodic}
     asked = [call for place, share in shares.items() for call in _calls(recipe, place, share, sources[place], num_rows)]
     if not asked or sys.platform != "linux":
         return [], []
@@ -79,10 +78,22 @@ def rehearse(recipe: Recipe, sources: Mapping[str, Source], num_rows: int) -> tu
                 fix = f"cannot be tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
                 return [], [Lacking(f"{place}reward.scorer", share.reward.scorer, fix)]
     forms = [[*call.forms, *([] if call.near_miss else [(call.completion, "")])] for call in asked]
-    items = [_item(shares[call.place], call) for call in asked]
+    items = [
+        {
+            "sequence_id": "rehearsal",
+            "task": shares[call.place].name,
+            "prompt_text": "\n".join(call.problem.texts),
+            "completion_text": call.completion,
+            "reference_json": call.problem.reference_json,
+            "completion_tokens": 1,
+            "max_tokens": shares[call.place].max_tokens,
+            "finish_reason": "FINISH_REASON_STOP",
+        }
+        for call in asked
+    ]
     request = {"recipe": recipe.model_dump(mode="json"), "items": items, "forms": forms}
     command = [sys.executable, "-m", "services.verifier.rehearsal"]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
     calls, calling = list[Call](), asked[0]
     for line in map(json.loads, done.stdout.splitlines()):
         if problem := line.get("problem"):
@@ -128,19 +139,6 @@ def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
     before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
     answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]
     return tuple(dict.fromkeys((f"{a}{form}{b}", form) for form, (a, b) in product(answers, [(before, after), ("", "")])))
-
-
-def _item(share: ProblemSet, call: Call) -> dict[str, Any]:
-    return {
-        "sequence_id": "rehearsal",
-        "task": share.name,
-        "prompt_text": "\n".join(call.problem.texts),
-        "completion_text": call.completion,
-        "reference_json": call.problem.reference_json,
-        "completion_tokens": 1,
-        "max_tokens": share.max_tokens,
-        "finish_reason": "FINISH_REASON_STOP",
-    }
 
 
 def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError:
@@ -210,7 +208,7 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         if not call.completion or (not call.answer and call.status != "bad_reference"):
             continue
         right = full.setdefault(call.problem.place or id(call.problem), call.reward)
-        earned = f"earns {call.reward:g} as {call.completion!r:.80}"
+        earned, told = f"earns {call.reward:g} as {call.completion!r:.80}", ""
         if call.near_miss:
             told = f"{earned}; correct that line" if call.reward >= max(right, share.reward.correct) else ""
         elif call.status == "bad_reference":
@@ -218,11 +216,8 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         elif call.reward < share.reward.correct:
             told = f"{earned}; write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
         elif len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
-            told = (
-                f"is prose, which no policy would repeat ({call.answer!r:.80}); remove this problem, or set task.answer_field"
-            )
-        else:
-            told = ""
+            fix = "remove this problem, or set task.answer_field"
+            told = f"is prose, which no policy would repeat ({call.answer!r:.80}); {fix}"
         if told:
             yield FieldError(f"{place}reward.scorer", scorer, f"task {share.name}: {call} {told}")
 
@@ -232,16 +227,13 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """Rendered prompts, and findings about the chat template."""
+    """Rendered prompts as `rows` (name, value) to print, and findings about the chat template: `mistakes` (field, value, fix),
+    the tokenizer's `control` tokens, and variables in `model.chat_template_kwargs` that the template leaves `unread`."""
 
     rows: Sequence[tuple[str, str]] = ()
-    """Pairs (name, value) to print."""
     mistakes: Sequence[tuple[str, Any, str]] = ()
-    """Triples (field, value, fix)."""
     control: Sequence[str] = ()
-    """The tokenizer's control tokens."""
     unread: Sequence[str] = ()
-    """Variables in `model.chat_template_kwargs` that the template does not read."""
 
 
 def _has_prompt(share: ProblemSet) -> bool:
@@ -252,7 +244,7 @@ def _uses_template(share: ProblemSet) -> bool:
     return bool(share.task.tools) or (share.task.prompt_style == "chat" and not share.task.is_episodic)
 
 
-def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool) -> Preview:
+def preview(recipe: Recipe, sources: Mapping[str, Source], environment: Mapping[str, str], *, all_prompts: bool) -> Preview:
     """Render the first prompt of each set whose prompts are known before the run. Because this takes seconds, nothing is
     rendered unless `all_prompts` is true, a set uses a chat template, or the recipe sets a template or its variables."""
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
@@ -270,9 +262,9 @@ def preview(recipe: Recipe, sources: Mapping[str, Source], *, all_prompts: bool)
         what = f"{missing[0]} is not installed" if missing else f"no tokenizer of {recipe.model.name or recipe.model.source} is"
         return Preview([("prompt", f"not shown: {what} on this machine")])
     request = json.dumps({"recipe": recipe.model_dump(mode="json"), "source": str(source), "problems": problems}, default=str)
-    command, environment = [sys.executable, "-m", "services.actor.preview"], {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command, offline = [sys.executable, "-m", "services.actor.preview"], {**environment, "HF_HUB_OFFLINE": "1"}
     try:
-        done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_S)
+        done = subprocess.run(command, input=request, capture_output=True, text=True, env=offline, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Preview([("prompt", f"not shown: loading the tokenizer and writing the prompts takes over {_TIMEOUT_S:g} s")])
     if done.returncode:

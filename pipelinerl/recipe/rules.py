@@ -23,20 +23,10 @@ Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""
 
 
-class BrokenRules(ValueError):
-    """A recipe breaks rules between its fields. Attribute: `problems` (a `FieldError` for each broken rule)."""
-
-    def __init__(self, problems: tuple[FieldError, ...]) -> None:
-        self.problems = problems
-        super().__init__("; ".join(map(str, problems)))
-
-
-def check_rules(recipe: Recipe) -> None:
-    """Raise `BrokenRules` with all rules that the recipe breaks, if any."""
+def broken_rules(recipe: Recipe) -> list[FieldError]:
+    """Return an error for each rule that the recipe breaks."""
     rules = (_model, _tasks, _lengths, _rewards, _groups, _schedule, _others)
-    broken = [one for rule in rules for one in rule(recipe)]
-    if broken:
-        raise BrokenRules(tuple(FieldError(field, value_at(recipe, field), fix) for field, fix in broken))
+    return [FieldError(field, value_at(recipe, field), fix) for rule in rules for field, fix in rule(recipe)]
 
 
 def value_at(recipe: Recipe, field: str) -> Any:

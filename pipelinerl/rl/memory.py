@@ -252,6 +252,36 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
     return FieldError(f"trainer.{field}", getattr(recipe.trainer, field) or "auto", fix)
 
 
+def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
+    """Return (name, value) rows about the use of memory on a GPU of an actor and on a GPU of the trainer."""
+    engine, trainer = recipe.actor.engine, recipe.trainer
+    size, in_share = engine.tensor_parallel_size, memory_gib * vllm_share(recipe, model, memory_gib)
+    kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
+    each = kv_gib * GIB / model.kv_bytes / in_progress
+    ranks = ranks_of_a_copy(recipe, model, memory_gib)
+    state_gib, snapshots = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
+    kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
+    on_host = f", and {model.weights_bytes / GIB:.1f} of host memory for each actor" if loads_paused(recipe) else ""
+    on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
+    if recipe.actor.colocate:
+        snapshots, on_device = ENGINE_GIB + CONTEXTS_GIB, f"; {ENGINE_GIB + CONTEXTS_GIB:g} for the engine, which sleeps"
+    return [
+        ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_bytes / 1024:.0f} KiB of KV cache a token"),
+        (
+            "actor GPU",
+            f"{in_share:.1f} GiB for vLLM: weights {engine_bytes(recipe, model) / GIB / size:.1f}, KV cache "
+            f"{kv_gib / size:.1f} ({each:,.0f} tokens for each of {in_progress} sequences), the rest {ENGINE_GIB:g}; "
+            f"{memory_gib - in_share:.1f} outside vLLM, of which updates need {update_gib(recipe, model):.1f}{kept}{on_host}",
+        ),
+        (
+            "trainer GPU",
+            f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}{on_device}; "
+            f"{memory_gib - state_gib - snapshots:.1f} for activations and gathered weights (trainer.nproc = "
+            f"{trainer.nproc or 'auto'}: set it to the ranks of all nodes)",
+        ),
+    ]
+
+
 _TENSOR_DTYPES = frozenset({"bfloat16", "float16"})
 
 

@@ -108,9 +108,8 @@ async def serve_grpc(
     try:
         bound = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     except RuntimeError as error:  # grpcio raises it for every failed bind
-        raise ServiceError(
-            f"grpc_port = {port}: cannot listen on {address}; is it in use? give another port, or 0 for any free one"
-        ) from error
+        fix = "is it in use? give another port, or 0 for any free one"
+        raise ServiceError(f"grpc_port = {port}: cannot listen on {address}; {fix}") from error
     for name in ("", *service_names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     await server.start()

@@ -136,9 +136,8 @@ def _bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as error:  # OverflowError: there is no such port number
         why = (getattr(error, "strerror", "") or str(error)).partition(" (while")[0]
-        raise ServiceError(
-            f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); give another port, or 0 for any free one"
-        ) from error
+        fix = "give another port, or 0 for any free one"
+        raise ServiceError(f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); {fix}") from error
 
 
 class _EmbeddedServer(uvicorn.Server):

@@ -114,12 +114,8 @@ class ContextFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            "run": self._context.run,
-            "service": self._context.service,
-            "instance": self._context.instance,
+            **{key: value for key, value in vars(self._context).items() if value is not None},
         }
-        if self._context.policy_version is not None:
-            line["policy_version"] = self._context.policy_version
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)

@@ -45,30 +45,24 @@ class ServiceSettings(BaseSettings):
     address_file: Path | None = Field(None, description="File that this process writes once it serves: JSON {grpc, http, pid}.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the log; json in a cluster.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    tls_dir: Path | None = Field(
-        None,
-        description="Folder with tls.crt, tls.key and ca.crt: gRPC is encrypted, and both sides present certificates of that "
-        "CA. None = plain text.",
-    )
+    tls_dir: Path | None = None
+    """Folder with tls.crt, tls.key and ca.crt, with which both sides of gRPC identify themselves. None = plain text."""
 
 
 class BusSettings(ServiceSettings):
     nats_url: str = Field("nats://127.0.0.1:4222", description="NATS servers of the run, separated by commas.")
     nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
-    nats_tls_dir: Path | None = Field(
-        None,
-        description="Folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate. None = the "
-        "machine's own CAs, for a tls:// address.",
-    )
+    nats_tls_dir: Path | None = None
+    """Folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate. None = the machine's own CAs, for
+    a tls:// address."""
 
 
 class PolicySettings(BusSettings):
     """Settings that the actor and the trainer share: the initial policy and the verifier."""
 
     model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
-    model_cache: Path | None = Field(
-        None, description="Folder for initial policies that the run itself builds; used if model_dir is empty."
-    )
+    model_cache: Path | None = None
+    """Folder for initial policies that the run itself builds; used if model_dir is empty."""
     gpu_turn: Path | None = Field(None, description="File whose lock says which process uses the GPU, with `actor.colocate`.")
     verifier: str = Field(description="host:port of the verifier, or dns:///name:port to use all addresses of a name.")
 
@@ -76,48 +70,32 @@ class PolicySettings(BusSettings):
 class ActorSettings(PolicySettings):
     pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not reported.")
     trainer: str = Field("", description="host:port of the trainer, which sends the initial policy if the run built one.")
-    reachable: bool = Field(
-        True,
-        description="Whether the trainer can call this actor. If not, it gets no evaluation requests and no parity probes.",
-    )
-    episode_host: str = Field(
-        "127.0.0.1", description="Interface on which environments and agents request turns, if the recipe has any."
-    )
+    reachable: bool = True
+    """Whether the trainer can call this actor. If not, it gets no evaluation requests and no parity probes."""
+    episode_host: str = "127.0.0.1"
+    """Interface on which environments and agents request turns, if the recipe has any."""
     episode_port: int = Field(0, ge=0, le=65535, description="Port for these requests; 0 = any free one.")
 
 
 class TrainerSettings(PolicySettings):
     run_dir: Path = Field(description="Folder of the run, for metrics.jsonl, samples.jsonl, checkpoints and so on.")
     expected_actors: int = Field(1, ge=0, description="Number of actors to wait for before the first step.")
-    stop_checkpoint_s: float = Field(
-        3600.0,
-        gt=0,
-        description="Maximum seconds in which a stopping trainer finishes its step and writes a checkpoint. Whatever stops its "
-        "process must wait longer, as a local run does.",
-    )
-    linger: bool = Field(
-        False, description="Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."
-    )
-    on_completion: Literal["keep", "release", "exit"] = Field(
-        "keep",
-        description="Objects that a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither "
-        "pods nor report.",
-    )
+    stop_checkpoint_s: float = Field(3600.0, gt=0)
+    """Maximum seconds in which a stopping trainer finishes its step and writes a checkpoint. Whatever stops its process must
+    wait longer, as a local run does."""
+    linger: bool = False
+    """Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."""
+    on_completion: Literal["keep", "release", "exit"] = "keep"
+    """What a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither."""
     release: str = Field("", description="Beginning of the names of this release's objects; empty = not started by the chart.")
-    page: bool = Field(
-        False, description="Serve the live page at http_port. Anyone who can reach it can read prompts and completions."
-    )
-    page_hosts: str = Field(
-        "",
-        description="Host names, separated by commas, by which browsers may open the live page; advertise_host and localhost "
-        "are always allowed.",
-    )
+    page: bool = False
+    """Serve the live page at http_port. Anyone who can reach it can read prompts and completions."""
+    page_hosts: str = ""
+    """Host names, separated by commas, by which browsers may open the live page, beside advertise_host and localhost."""
     page_key: Path | None = Field(None, description="File with the secret first part of the live page's URL path. None = none.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
-    service_account_dir: Path = Field(
-        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
-        description="Folder with the token and the ca.crt that Kubernetes gives this pod.",
-    )
+    service_account_dir: Path = Field(Path("/var/run/secrets/kubernetes.io/serviceaccount"))
+    """Folder with the token and the ca.crt that Kubernetes gives this pod."""
     actor_selector: str = Field("", description="Labels of the actors' pods, in the form of `kubectl get pods -l`.")
     actor_tls_name: str = Field("", description="Name in the actors' certificates, which the trainer calls by address.")
     stream_replicas: int = Field(1, ge=1, le=5, description="Number of NATS servers that keep each stream.")
@@ -141,9 +119,8 @@ class RankSettings(BaseSettings):
     rank: int = Field(0, ge=0, description="Index of this rank among all ranks of the trainer.")
     world_size: int = Field(1, ge=1, description="Number of ranks of the trainer.")
     local_rank: int = Field(0, ge=0, description="Index of this rank among the ranks of its node, and of its GPU.")
-    rank_folder: Path | None = Field(
-        None, description="Folder through which the ranks of a single node connect; None = they use torchrun's MASTER_ADDR."
-    )
+    rank_folder: Path | None = None
+    """Folder through which the ranks of a single node connect; None = they use torchrun's MASTER_ADDR."""
 
 
 class VerifierSettings(ServiceSettings):

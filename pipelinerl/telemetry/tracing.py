@@ -129,8 +129,7 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
             return ConsoleSpanExporter()
         kind = "grpc" if settings.protocol == "grpc" else "http"
         module = import_module(f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter")
-        exporter: SpanExporter = module.OTLPSpanExporter()
-        return exporter
+        return module.OTLPSpanExporter()
     except (ValueError, OSError, RuntimeError) as error:
         raise UserError(f"traces cannot be sent to {settings.endpoint} (OTEL_EXPORTER_OTLP_…): {error}") from error
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.commands.run import find_run
+from pipelinerl.commands.run import RESUME
 from pipelinerl.local.processes import kill_session, living_names
+from pipelinerl.run_dir import find_run
 from tests.support.local_run import FAKES
 from tests.support.machine import wait_until
 from tests.unit.builders import model_folder
@@ -122,7 +123,7 @@ def test_a_run_whose_command_was_killed_goes_on_once_its_processes_are_gone(fold
             wait_until(lambda: len(steps(there)) >= 2)
         finally:
             process.kill()
-    found = find_run(there)
+    found = find_run(there, RESUME)
     wait_until(lambda: not living_names(found))
     kill_session(read(there / "pids.json")["actor-0"])  # the stand-in's sleeping child
     (there / "summary.json").write_text('{"steps": 3, "interrupted": true, "by": "the process before"}')

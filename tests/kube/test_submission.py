@@ -25,7 +25,7 @@ from pipelinerl.kube.client import Permission, PersonClient, name_of
 from pipelinerl.kube.submission import Look, Release, failure_of, fetch, sizes_of, target_of, watch, why_not_ready
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import load_recipe, recipe_names
+from pipelinerl.recipe.loading import known_recipes, load_recipe
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
@@ -497,7 +497,7 @@ def test_a_run_failed_where_its_state_or_its_trainer_says_so() -> None:
     assert failure_of({"phase": "Running"}, ended(1, "lastState")) is failure_of({}, None) is None
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", sorted(known_recipes()))
 def test_the_chart_gets_the_same_recipe(name: str) -> None:
     recipe = load_recipe(name, ["trainer.steps=3"])
     assert Recipe.model_validate(chart_values(recipe, "r")["recipe"]["inline"]) == recipe

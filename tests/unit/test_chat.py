@@ -19,6 +19,7 @@ from pipelinerl.commands import chat
 from pipelinerl.errors import FieldError
 from pipelinerl.policy import pieces
 from pipelinerl.recipe.fields import TaskConfig
+from pipelinerl.run_dir import Checkpoint, checkpoint_of
 from tests.support.runs import write_tiny_model
 
 SAYS = "\x1b]0;title\x07 é\x9b2J"
@@ -50,8 +51,8 @@ class Talker:
 
     asked: ClassVar[list[Any]] = []
 
-    def __init__(self, folder: Path) -> None:
-        self.path, self.version = folder, int(folder.name.removeprefix("step-"))
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path, self.version = checkpoint.path, int(checkpoint.path.name.removeprefix("step-"))
         self.name, self.max_tokens, self.temperature = f"v{self.version}", 7, 0.25
         self.task = TaskConfig(prompt_style="chat", system_prompt="Be brief.")
 
@@ -144,16 +145,18 @@ def test_vllm_is_given_the_checkpoint_or_base_and_adapter_under_the_runs_name(
     monkeypatch.setattr(chat.importlib.util, "find_spec", lambda _: None)
     checkpoint = Path(run) / "checkpoints" / "step-20"
     ours = ["--host", "127.0.0.1"]
-    assert chat.serve_command(checkpoint, ["--port", "1"]) == [
+    assert chat.serve_command(Checkpoint(checkpoint), ["--port", "1"]) == [
         *("vllm", "serve", str(checkpoint), "--served-model-name", "my-run", *ours, "--port", "1")
     ]
     adapter = checkpoint / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 24, "base_model_name_or_path": "org/base"}))
-    assert chat.serve_command(adapter, [])[2:5] == ["org/base", "--tokenizer", "org/base"], "there is no other tokenizer"
+    assert chat.serve_command(Checkpoint(adapter), [])[2:5] == ["org/base", "--tokenizer", "org/base"], (
+        "there is no other tokenizer"
+    )
     (checkpoint / "tokenizer_config.json").touch()
     (checkpoint / "config.json").write_text('{"dtype": "float32"}')
-    assert chat.serve_command(adapter, []) == [
+    assert chat.serve_command(Checkpoint(adapter), []) == [
         *("vllm", "serve", "org/base", "--tokenizer", str(checkpoint), "--enable-lora", "--max-lora-rank", "32"),
         *("--lora-modules", f"my-run={adapter}", "--dtype", "float32", *ours),
     ]
@@ -170,7 +173,7 @@ def test_a_policy_answers_token_by_token_until_an_end_of_the_recipe_and_within_i
 ) -> None:
     """As transformers generates. A stop text, a stop token of the recipe and the end of a chat's answer end it earlier."""
     write_tiny_model(tmp_path / "checkpoint")
-    plain = policy.Policy(tmp_path / "checkpoint")
+    plain = policy.Policy(Checkpoint(tmp_path / "checkpoint"))
     assert (plain.version, plain.task.prompt_style, plain.max_tokens, plain.temperature) == (None, "plain", 512, 0)
     prompt = plain.prompt("1+2=")
     with torch.inference_mode():
@@ -186,7 +189,7 @@ def test_a_policy_answers_token_by_token_until_an_end_of_the_recipe_and_within_i
         recipe = {"name": "r", "model": {"source": "path", "name": "m"}, "task": {"prompt_style": "chat"}, "sampling": sampling}
         (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
         (tmp_path / "lineage.json").touch()
-        trained = policy.Policy(tmp_path)
+        trained = policy.Policy(checkpoint_of(tmp_path))
         return "".join(trained.stream(trained.prompt("1+2="), 40, 0.0))
 
     (tmp_path / "checkpoint" / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[-1]['content'] }}")

@@ -31,7 +31,7 @@ from pipelinerl.commands.compare import (
     read_run,
 )
 from pipelinerl.figures import FIGURES
-from pipelinerl.page import asset
+from pipelinerl.page.data import asset
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from tests.unit.test_report import EVIL, Tags, embedded, record
 

@@ -18,7 +18,7 @@ from pipelinerl.doctor.run_records import RunRecords
 from pipelinerl.doctor.runs import RUN_RULES, examine_run
 from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.loading import load_recipe, recipe_names, set_value
+from pipelinerl.recipe.loading import known_recipes, load_recipe, set_value
 from pipelinerl.recipe.preflight import Examination
 from tests.support.seeded_faults import HEALTHY_RECIPES, RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
 from tests.unit.builders import make_recipe
@@ -266,7 +266,7 @@ def test_a_reward_beside_the_recipe_is_found(
     assert doctor(args) == 0  # a folder of `pipelinerl init` is no run
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", sorted(known_recipes()))
 def test_shipped_recipes_have_no_finding(name: str) -> None:
     assert quick_findings(load_recipe(name, []), Examination()) == []
 

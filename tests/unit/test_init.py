@@ -13,7 +13,7 @@ from pipelinerl.cli import main
 from pipelinerl.commands.init import TEMPLATES
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import find_recipe, found_beside, load_recipe, modules_beside, read_recipe
-from pipelinerl.recipe.preflight import importable, try_import
+from pipelinerl.recipe.preflight import environment_with, try_import
 from pipelinerl.run_dir import create_run_dir
 from tests.unit.test_cli import Command, pipelinerl  # noqa: F401 - the fixture
 
@@ -119,7 +119,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("new --data full/one.jsonl", "has 1 rows; at least 2 are needed"),
         ("new --data full/bad.jsonl", "full/bad.jsonl: not JSON"),
         ("new --question a", "--question = 'a': applies only to --data FILE; leave it out"),
-        ("new --from code --data full/mine.csv", "--from = 'code': choose one of --from and --data"),
+        ("new --from code --data full/mine.csv", "argument --data: not allowed with argument --from"),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplace: Path, arguments: str, said: str) -> None:  # noqa: F811
@@ -152,8 +152,7 @@ def test_a_recipe_finds_what_is_beside_it_and_a_run_keeps_its_modules(workplace:
         hiding.unlink()
     (workplace / "problems.jsonl").touch()  # the file beside the recipe comes first
     (workplace / "reward.py").write_text("raise SystemExit('of the current folder')")
-    with importable(Path("mine")):
-        try_import("reward.scorer", "reward:score", "{}")
+    try_import("reward.scorer", "reward:score", "{}", environment_with(Path("mine")))
     in_lists = read_recipe(Path("mine/recipe.yaml"))
     in_lists |= {
         "tasks": [{"task": in_lists.pop("task")}],

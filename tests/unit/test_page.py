@@ -14,8 +14,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.page import LIVE_ASSETS
-from pipelinerl.page.data import NEWEST, RunHistory, ThinnedSeries
+from pipelinerl.page.data import LIVE_ASSETS, NEWEST, RunHistory, ThinnedSeries
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.errors import UserError
-from pipelinerl.recipe.fields import Recipe, dotted_paths, field_at, may_change
+from pipelinerl.recipe.fields import MAY_CHANGE, Recipe, dotted_paths, field_at
 from pipelinerl.recipe.loading import (
     Change,
     check_resumable,
@@ -29,7 +29,7 @@ def dumped(**sections: Any) -> dict[str, Any]:
 
 
 def test_only_how_long_how_often_and_with_what_means_may_change() -> None:
-    paths = [path for path in dotted_paths(Recipe) if may_change(field_at(Recipe, tuple(path.split("."))))]  # type: ignore[arg-type]
+    paths = [path for path in dotted_paths(Recipe) if MAY_CHANGE in field_at(Recipe, tuple(path.split("."))).metadata]  # type: ignore[union-attr]
     assert {path.rpartition(".")[0] for path in paths} == {
         "", "actor", "actor.engine", "algorithm", "trainer", "weights", "evaluation", "checkpoint",
     }  # fmt: skip

@@ -17,8 +17,7 @@ from renderers.base import build_trajectory_step
 from pipelinerl.doctor.run_records import YOUNG_S
 from pipelinerl.figures import ON_PAGE
 from pipelinerl.local.ending import report_html, script_json, write_report
-from pipelinerl.page import COMPARISON_SCRIPTS, LIVE_ASSETS, REPORT_SCRIPTS, asset
-from pipelinerl.page.data import report_data
+from pipelinerl.page.data import COMPARISON_SCRIPTS, LIVE_ASSETS, REPORT_SCRIPTS, asset, report_data
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_summary import jsonl_ends
 from services.actor.episodes.formats import FamilyFormat

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.commands.run import find_run, resume
+from pipelinerl.commands.run import RESUME, resume
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.local.ending import write_report
 from pipelinerl.local.processes import lives, living, running_pids
 from pipelinerl.recipe.loading import RecipeError, recipe_from_data, recipe_yaml
-from pipelinerl.run_dir import STATE_FORMAT, RunDir, newest_checkpoint, read_json, write_json
+from pipelinerl.run_dir import STATE_FORMAT, RunDir, find_run, newest_checkpoint, read_json, write_json
 
 SLEEP = (sys.executable, "-S", "-c", "import sys; print(flush=True); sys.stdin.read()")
 """Says a line when it is up: before that the kernel may not know its arguments yet."""
@@ -51,7 +51,7 @@ def test_a_run_goes_on_with_its_recipe_from_its_newest_checkpoint(tmp_path: Path
     run = run_folder(tmp_path, (20, 100, 40), steps=200)
     (run.checkpoints / "step-120").mkdir()  # weights alone
     (run.checkpoints / ".step-140").mkdir()  # being written when the trainer died
-    recipe, notes = resume(find_run(tmp_path))
+    recipe, notes = resume(find_run(tmp_path, RESUME))
     assert (recipe.trainer.steps, notes) == (200, ["tiny-run: continues from the checkpoint of version 100"])
     assert newest_checkpoint(run.path) == 100
 
@@ -97,7 +97,7 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     def refused(said: str, path: Path = tmp_path) -> None:
         with pytest.raises(FieldError, match=said) as raised:
-            find_run(path)
+            find_run(path, RESUME)
         assert raised.value.field == "--resume"
 
     refused("there is no such folder", tmp_path / "gone")

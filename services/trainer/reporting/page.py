@@ -25,8 +25,7 @@ from fastapi import FastAPI, Response
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pipelinerl.page import LIVE_ASSETS, asset
-from pipelinerl.page.data import RunHistory
+from pipelinerl.page.data import LIVE_ASSETS, RunHistory, asset
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.rl.ledger import MEANINGS
