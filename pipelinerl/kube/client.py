@@ -15,7 +15,7 @@ import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,10 +64,6 @@ LIST_CLAIMS = Permission("persistentvolumeclaims", "list", method="list_namespac
 LIST_SETS = Permission("statefulsets", "list", "apps", "list_namespaced_stateful_set")
 LIST_JOBS = Permission("jobs", "list", "batch", "list_namespaced_job")
 LIST_ACCOUNTS = Permission("serviceaccounts", "list", method="list_namespaced_service_account")
-DELETE_CONFIG = Permission("configmaps", "delete", method="delete_namespaced_config_map")
-DELETE_CLAIM = Permission("persistentvolumeclaims", "delete", method="delete_namespaced_persistent_volume_claim")
-DELETE_JOB = Permission("jobs", "delete", "batch", "delete_namespaced_job")
-DELETE_ACCOUNT = Permission("serviceaccounts", "delete", method="delete_namespaced_service_account")
 GET_SECRET = Permission("secrets", "get", method="read_namespaced_secret")
 EXECUTE = Permission("pods/exec", "get, create", method="connect_get_namespaced_pod_exec")
 FORWARD = Permission("pods/portforward", "get, create", method="connect_get_namespaced_pod_portforward")
@@ -241,9 +237,11 @@ class PersonClient(KubeClient):
         """Return the objects that this permission lists, as JSON."""
         return list((await self._ask(permission, label_selector=selector)).get("items") or ())
 
-    async def delete(self, permission: Permission, name: str) -> None:
-        """Delete an object, and then what depends on it. A volume goes when no pod uses it any more."""
-        await self._ask(permission, name=name, propagation_policy="Background")
+    async def delete(self, listing: Permission, selector: str) -> None:
+        """Delete each object that `listing` finds, and then what depends on it. A volume goes when no pod uses it any more."""
+        deletion = replace(listing, verb="delete", method=listing.method.replace("list", "delete", 1))
+        for item in await self.items(listing, selector):
+            await self._ask(deletion, name=name_of(item), propagation_policy="Background")
 
     async def secret(self, name: str) -> dict[str, bytes]:
         raw = await self._ask(GET_SECRET, name=name)
