@@ -10,10 +10,11 @@ import json
 import re
 import shlex
 import shutil
+import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -54,11 +55,12 @@ class HelmError(PipelineRLError):
 
 
 class Release:
-    """A release, whose name is also that of its run, and the commands that a person may need. `left`: what an interruption of
-    this process leaves behind."""
+    """A release, whose name is also that of its run, what is shown of it, and the commands that a person may need. `left`: what
+    an interruption of this process leaves behind."""
 
-    def __init__(self, name: str, client: PersonClient, output: Path | None = None) -> None:
+    def __init__(self, name: str, client: PersonClient, output: Path | None = None, steps: int = 0) -> None:
         self.name, self.client, self.left = name, client, "nothing was installed"
+        self.state, self.display, self._began_s = RunState(name, steps), Display(sys.stdout), time.monotonic()
         self.selector = f"{INSTANCE}={name}"
         self.claims = f"{self.selector},{COMPONENT} in (nats,trainer)"
         self.options = ["-n", client.namespace, *(["--kube-context", client.context] if client.context else [])]
@@ -69,6 +71,14 @@ class Release:
         self.removing = f"helm uninstall {name} {shlex.join(self.options)} --ignore-not-found && {self.unclaiming}"
         self.logs = f"kubectl {kubectl} logs -l {self.selector},{COMPONENT}=trainer --tail=100"
         self.goes_on = f"the run goes on\n  watch and fetch  {self.watching}\n  stop and remove  {self.removing}"
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def show(self, phase: str = "") -> None:
+        """Show the run's state, with a new phase if one is given."""
+        self.state.phase = printable(phase) or self.state.phase
+        self.display.show(self.state, self.elapsed_s())
 
 
 async def helm(release: Release, *arguments: str, text: str = "") -> str:
@@ -115,9 +125,7 @@ async def run_states(client: PersonClient, selector: str = RUNS) -> list[Object]
     return [item for item in await client.items(kube.LIST_CONFIGS, selector) if name_of(item).endswith(STATE)]
 
 
-async def install(
-    release: Release, chart: str, files: Sequence[Path], values: Mapping[str, Any], show: Callable[[str], None]
-) -> None:
+async def install(release: Release, chart: str, files: Sequence[Path], values: Mapping[str, Any]) -> None:
     """Install the chart with `values`, and those of `files` over them, and show meanwhile what pods wait for. If that fails,
     remove what was installed. Raises `UserError` with what the chart's check says, or else `HelmError`."""
     installation = uuid.uuid4().hex
@@ -135,7 +143,7 @@ async def install(
 
     try:
         while not installing.done():
-            show("; ".join(["installing", *await reasons()]))
+            release.show("; ".join(["installing", *await reasons()]))
             await asyncio.wait({installing}, timeout=_LOOK_S)
         installing.result()
     except HelmError as error:
@@ -251,15 +259,11 @@ async def look(release: Release) -> Look:
     return Look(name_of(state).removesuffix(STATE), data, pods, SUBMITTED in labels_of(state), uid)
 
 
-async def watch(release: Release, state: RunState, display: Display, began_s: float) -> Look:
+async def watch(release: Release) -> Look:
     """Show the run until it is finished. After a first look, wait while the API server does not answer or the trainer restarts.
     Raises `ServiceError` if the run fails or its release is gone, `KubeError` if the first look fails or a right is missing."""
     seen, following, finished_s = await look(release), asyncio.create_task(asyncio.sleep(0)), 0.0
-    refused: list[KubeError] = []
-
-    def elapsed_s() -> float:
-        return time.monotonic() - began_s
-
+    state, refused = release.state, list[KubeError]()
     async with release.client.forwarded(f"{seen.prefix}-trainer-0", _GRPC_PORT, refused) as target:
         try:
             while True:
@@ -269,18 +273,18 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
                     if following.done() and is_ready(seen.trainer):
                         following.result()  # it never ends without an error
                         channel = await _channel(release, seen, target)
-                        following = asyncio.create_task(follow_calls(channel, state, elapsed_s))
+                        following = asyncio.create_task(follow_calls(channel, state, release.elapsed_s))
                 except KubeError as error:
                     refused += [error] if error.denied else []
                     state.phase = printable(f"waiting for the Kubernetes API: {error.detail}")
-                display.show(state, elapsed_s())
+                release.show()
                 if (reason := failure_of(seen.data, seen.trainer)) is not None:
                     raise ServiceError(f"the run failed: {reason}\n  log     {release.logs}\n  remove  {release.removing}")
                 if refused:
                     raise refused[0]
                 if seen.is_finished:
-                    finished_s = finished_s or elapsed_s()
-                    if state.step >= state.total_steps or elapsed_s() - finished_s > _LAST_STEPS_S:
+                    finished_s = finished_s or release.elapsed_s()
+                    if state.step >= state.total_steps or release.elapsed_s() - finished_s > _LAST_STEPS_S:
                         return seen
                 await asyncio.sleep(_LOOK_S)
         finally:
@@ -307,13 +311,13 @@ _MARK = ".submitted"
 _SHOWN_BYTES = 16 * 2**20  # after which the progress is shown again
 
 
-async def fetch(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> Path:
+async def fetch(release: Release, seen: Look, folder: Path) -> Path:
     """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
     part is continued. Raises `ServiceError` if a file is wrong or nothing arrives for `_GIVE_UP_S`, else `KubeError`."""
     before, since_s = -1, 0.0
     while True:
         try:
-            await _fetch_all(release, seen, folder, show)
+            await _fetch_all(release, seen, folder)
             return await asyncio.to_thread(write_report, folder)
         except KubeError as error:
             if error.status in (401, 403, 404):  # a right is missing, or the pod is gone
@@ -322,7 +326,7 @@ async def fetch(release: Release, seen: Look, folder: Path, show: Callable[[str]
                 before, since_s = here, time.monotonic()
             elif time.monotonic() - since_s > _GIVE_UP_S:
                 raise ServiceError(f"{error}; nothing has arrived for {_GIVE_UP_S:g} s; {folder} keeps the rest") from error
-            show(f"fetching again: {error.detail}")
+            release.show(f"fetching again: {error.detail}")
             await asyncio.sleep(_LOOK_S)
 
 
@@ -330,7 +334,7 @@ def _bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> None:
+async def _fetch_all(release: Release, seen: Look, folder: Path) -> None:
     pod, root, listed = f"{seen.prefix}-trainer-0", f"{_FOLDER}/{seen.data['run']}", b""
     run = release.client.execute
     async for data in run(pod, "trainer", ["find", root, "-type", "f", "-printf", "%s %P\\n"]):
@@ -345,7 +349,7 @@ async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[
     if total - _bytes_in(folder) > shutil.disk_usage(folder).free:
         raise ServiceError(f"the results have {total / 1e9:,.1f} GB, for which the disk of {folder} has no room")
     for name, (size, target) in files.items():
-        show(f"fetching {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+        release.show(f"fetching {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as file:
             if file.tell() != size:
@@ -354,7 +358,7 @@ async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[
                     if file.tell() > size:
                         break
                     if file.tell() % _SHOWN_BYTES < len(data):
-                        show(f"fetching {name}: {(done + file.tell()) / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+                        release.show(f"fetching {name}: {(done + file.tell()) / 1e6:,.0f} of {total / 1e6:,.0f} MB")
         if (found := target.stat().st_size) != size:
             target.unlink()
             raise ServiceError(f"{name} has {found:,} bytes instead of {size:,}")

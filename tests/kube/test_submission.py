@@ -23,7 +23,7 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.kube import submission
 from pipelinerl.kube.client import Permission, PersonClient, name_of
 from pipelinerl.kube.submission import Look, Release, failure_of, fetch, files_of, watch, why_not_ready
-from pipelinerl.local.progress import Display, RunState
+from pipelinerl.local.progress import Display
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe, recipe_names
 from pipelinerl.service.tls import server_credentials
@@ -243,7 +243,8 @@ async def until(condition: Callable[[], bool], running: asyncio.Task[Any]) -> No
 async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_new_trainer(
     api: ApiServer, release: Release, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tls: bool
 ) -> None:
-    state, shown, tls_dir = RunState("own", 0), StringIO(), None
+    state, shown, tls_dir = release.state, StringIO(), None
+    release.display = Display(shown, 0.0)
     trainer_pod = pod("own-pipelinerl-trainer-0", "trainer", **READY)
     if tls:
         tls_dir = Authority().issue(tmp_path / "tls", "own-pipelinerl-trainer")
@@ -254,7 +255,7 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
     async with trainer_served(monkeypatch, tls_dir) as trainer:
         publish(api, steps="4")
         add(api, pod("own-pipelinerl-trainer-0", "trainer", phase="Pending", conditions=[no_node]))
-        watching = asyncio.create_task(watch(release, state, Display(shown, 0.0), 0.0))
+        watching = asyncio.create_task(watch(release))
         await until(lambda: state.phase == "trainer-0: Pending: 0/3 nodes are available", watching)
         trainer.taken = [1, 2]
         trainer_pod["status"]["podIP"] = "127.0.0.1"
@@ -345,7 +346,8 @@ async def test_results_come_whole_over_connections_that_drop(
             dropped.append(phase)
             api.drop_sockets()
 
-    report = await fetch(release, FINISHED_RUN, tmp_path / "here", drop_once)
+    monkeypatch.setattr(release, "show", drop_once)
+    report = await fetch(release, FINISHED_RUN, tmp_path / "here")
     assert dropped
     assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700  # prompts and completions are for the user alone
     assert report.read_text().startswith("<!doctype html>")
@@ -389,7 +391,7 @@ async def test_an_installation_that_helm_did_not_begin_removes_nothing(
     before = [*api._rendered.objects]
     values = chart_values(load_recipe("arithmetic"), "own")
     with pytest.raises(submission.HelmError, match="nosuch"):
-        await submission.install(release, str(tmp_path / "nosuch"), [], values, lambda phase: None)
+        await submission.install(release, str(tmp_path / "nosuch"), [], values)
     assert api._rendered.objects == before
 
 
@@ -445,7 +447,7 @@ async def test_a_file_that_changed_its_size_is_an_error(
 
     api.execute = grows
     with pytest.raises(ServiceError, match=r"has [\d,]+ bytes instead of"):
-        await fetch(release, FINISHED_RUN, tmp_path / "here", lambda phase: None)
+        await fetch(release, FINISHED_RUN, tmp_path / "here")
 
 
 @pytest.mark.parametrize("name", ["checkpoint/../../x", "checkpoint/\0", "checkpoint/a/b"])
