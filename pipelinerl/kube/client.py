@@ -2,7 +2,7 @@
 
 `KubeClient` has the rights of a pod's ServiceAccount, `PersonClient` those of a person's kubeconfig. The chart's Role grants
 exactly the permissions listed here. The library reads the pod's token again every minute, and this client also does so if the
-API refuses the token. Apart from that, the client does not retry, because callers know how urgent a call is.
+API refuses the token. Apart from that, only an insistent client repeats calls, because callers know how urgent a call is.
 """
 
 from __future__ import annotations
@@ -119,11 +119,12 @@ DETAIL_CHARACTERS = 300
 
 class KubeClient:
     """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
-    manager, which closes its connections. Calls raise `KubeError`."""
+    manager, which closes its connections. Calls raise `KubeError`. `insists`: instead, repeat each until the API accepts it."""
 
-    def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S) -> None:
+    def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace
         self._service_account, self._request_s = service_account, request_s
+        self._retried = is_kube_error if insists else lambda error: False
         self._api: Any = None
 
     async def __aenter__(self) -> Self:
@@ -189,10 +190,13 @@ class KubeClient:
         return self._api
 
     async def _ask(self, permission: Permission, **arguments: Any) -> Object:
-        with as_kube_error(permission):
-            response = await self._respond(permission, **arguments, _request_timeout=self._request_s)
-            answer: Object = json.loads(await response.read())
-            return answer
+        async def once() -> Object:
+            with as_kube_error(permission):
+                response = await self._respond(permission, **arguments, _request_timeout=self._request_s)
+                answer: Object = json.loads(await response.read())
+                return answer
+
+        return await retry_forever(once, "call the API", retried=self._retried, backoff=BACKOFF)
 
     async def _respond(self, permission: Permission, **arguments: Any) -> ClientResponse:
         """Return the response to an accepted call. If the token is refused, read its file again and repeat the call once."""
@@ -215,9 +219,10 @@ class KubeClient:
         return response
 
 
-def in_cluster(settings: TrainerSettings) -> KubeClient | None:
+def in_cluster(settings: TrainerSettings, *, insists: bool = False) -> KubeClient | None:
     """Return a client, or None outside Kubernetes. Sends nothing yet."""
-    return KubeClient(settings.pod_namespace, settings.service_account_dir) if settings.pod_namespace else None
+    account = settings.service_account_dir
+    return KubeClient(settings.pod_namespace, account, insists=insists) if settings.pod_namespace else None
 
 
 class PersonClient(KubeClient):
