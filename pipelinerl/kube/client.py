@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from aiohttp import ClientError, ClientResponse, WSMsgType, WSServerHandshakeError
+from aiohttp import ClientError, ClientResponse, WSMsgType
 from aiohttp import ClientWebSocketResponse as Socket
 
 from pipelinerl.errors import PipelineRLError, ServiceError
@@ -311,11 +311,7 @@ class PersonClient(KubeClient):
                     await self._load_account(configuration)  # its token may have expired meanwhile
                     api = client.CoreV1Api(await stack.enter_async_context(WsApiClient(configuration, heartbeat=PERSON_S)))
                     call = getattr(api, f"{permission.method}_without_preload_content")
-                    try:
-                        socket = await stack.enter_async_context(await call(pod, self.namespace, **options))
-                    except WSServerHandshakeError as error:
-                        detail = "the pod is gone" if error.status == 404 else "the connection was refused"
-                        raise KubeError(permission, error.status, detail) from error
+                    socket = await stack.enter_async_context(await call(pod, self.namespace, **options))
             yield socket
 
 
@@ -353,7 +349,9 @@ def as_kube_error(permission: Permission) -> Iterator[None]:
 
         if not isinstance(error, ClientError | OSError | ConfigException | OpenApiException | ValueError):
             raise
-        raise KubeError(permission, 0, str(error) or type(error).__name__) from error
+        status = getattr(error, "status", 0)  # of a refused websocket
+        refusal = "the pod is gone" if status == 404 else "the connection was refused"
+        raise KubeError(permission, status, refusal if status else str(error) or type(error).__name__) from error
 
 
 async def _changes(response: ClientResponse) -> AsyncIterator[tuple[str, Object]]:
