@@ -96,12 +96,6 @@ class KubeError(PipelineRLError):
 
 
 BACKOFF = Backoff(first_s=0.5, most_s=30.0)
-
-
-def is_kube_error(error: Exception) -> bool:
-    return isinstance(error, KubeError)
-
-
 Object = dict[str, Any]
 """An object of the API, as JSON."""
 
@@ -124,7 +118,7 @@ class KubeClient:
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace
         self._service_account, self._request_s = service_account, request_s
-        self._retried = is_kube_error if insists else lambda error: False
+        self._is_repeated = lambda error: insists and isinstance(error, KubeError)
         self._api: Any = None
 
     async def __aenter__(self) -> Self:
@@ -196,7 +190,7 @@ class KubeClient:
                 answer: Object = json.loads(await response.read())
                 return answer
 
-        return await retry_forever(once, "call the API", retried=self._retried, backoff=BACKOFF)
+        return await retry_forever(once, "call the API", retried=self._is_repeated, backoff=BACKOFF)
 
     async def _respond(self, permission: Permission, **arguments: Any) -> ClientResponse:
         """Return the response to an accepted call. If the token is refused, read its file again and repeat the call once."""
@@ -391,7 +385,9 @@ class PodWatch:
 
     async def run(self) -> None:
         while True:
-            response = await retry_forever(self._open, self._action, retried=is_kube_error, backoff=BACKOFF)
+            response = await retry_forever(
+                self._open, self._action, retried=lambda error: isinstance(error, KubeError), backoff=BACKOFF
+            )
             with closing(response):
                 async for kind, pod in _changes(response):
                     (self._deleted if kind == "DELETED" else self._present)(pod)

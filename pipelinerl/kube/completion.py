@@ -111,13 +111,13 @@ def packed_report(run_dir: Path) -> bytes:
 async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
     try:
         await asyncio.to_thread(write_report, settings.run_dir)
-        report = await asyncio.to_thread(packed_report, settings.run_dir)
+        report = await asyncio.to_thread(packed_report, settings.run_dir) if settings.on_completion == "release" else b""
     except Exception:  # bad records must not keep GPUs allocated
         log.exception("cannot make the report of the run")
         return
-    if settings.on_completion == "release" and len(report) > MOST_REPORT_BYTES:
+    if len(report) > MOST_REPORT_BYTES:
         log.error("the report has %d compressed bytes, too many for a Secret; it is only on the volume", len(report))
-    elif settings.on_completion == "release":
+    elif report:
         await client.patch_secret(f"{settings.release}-report", {REPORT: report})
 
 

@@ -44,25 +44,19 @@ def page_app(trainer: str, report: Path) -> FastAPI:
     @app.get("/")
     @app.get("/page/{part:path}")
     def page(request: Request) -> Response:
-        answer = _of_the_trainer(trainer, request.url.path, request.url.query)
-        if answer is None and request.url.path == "/" and report.is_file():
+        try:
+            with closing(http.client.HTTPConnection(trainer, timeout=ANSWER_WITHIN_S)) as connection:
+                connection.request("GET", request.url.path + (f"?{request.url.query}" if request.url.query else ""))
+                found = connection.getresponse()
+                headers = {name: value for name, value in found.getheaders() if name.lower() not in _OF_A_CONNECTION}
+                return Response(found.read(), found.status, headers)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            log.debug("%s does not answer: %s", trainer, error)
+        if request.url.path == "/" and report.is_file():
             return Response(gzip.decompress(report.read_bytes()), media_type="text/html", headers=_REPORT_HEADERS)
-        return answer or Response(AWAY, 503, media_type="text/plain", headers={"Cache-Control": "no-store"})
+        return Response(AWAY, 503, media_type="text/plain", headers={"Cache-Control": "no-store"})
 
     return app
-
-
-def _of_the_trainer(trainer: str, path: str, query: str) -> Response | None:
-    """Return the trainer's answer, with any status; None if it does not answer."""
-    try:
-        with closing(http.client.HTTPConnection(trainer, timeout=ANSWER_WITHIN_S)) as connection:
-            connection.request("GET", path + (f"?{query}" if query else ""))
-            found = connection.getresponse()
-            headers = {name: value for name, value in found.getheaders() if name.lower() not in _OF_A_CONNECTION}
-            return Response(found.read(), found.status, headers)
-    except (OSError, http.client.HTTPException, UnicodeError) as error:
-        log.debug("%s does not answer: %s", trainer, error)
-        return None
 
 
 async def serve(host: str, port: int, trainer: str, report: Path, names: list[str]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from grpc.aio import Channel
 
-from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
+from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.kube import client as kube
 from pipelinerl.kube.client import LIST_PODS, KubeError, Object, PersonClient, name_of
 from pipelinerl.kube.completion import FAILED, FINISHED
@@ -48,10 +48,6 @@ _RECONNECTS = [("grpc.max_reconnect_backoff_ms", 5000)]
 _HOOKS = (kube.LIST_JOBS, kube.LIST_CONFIGS, kube.LIST_ACCOUNTS)
 """Kinds of the chart's check, whose objects Helm keeps if it fails."""
 _HELM_FIX = "install Helm 3.14 or newer (https://helm.sh/docs/intro/install) and put it on PATH"
-
-
-class HelmError(PipelineRLError):
-    """Helm failed. The text is its message."""
 
 
 class Release:
@@ -82,7 +78,8 @@ class Release:
 
 
 async def helm(release: Release, *arguments: str, text: str = "") -> str:
-    """Return the output of Helm, which gets `text` as input. Raises `HelmError`, or `UserError` if there is no Helm."""
+    """Return the output of Helm, which gets `text` as input. Raises `ServiceError` with Helm's message, or `UserError` if there
+    is no Helm."""
     if shutil.which("helm") is None:
         raise UserError(f"helm was not found: {_HELM_FIX}")
     pipe = asyncio.subprocess.PIPE
@@ -94,7 +91,7 @@ async def helm(release: Release, *arguments: str, text: str = "") -> str:
             process.terminate()
             await process.wait()
     if process.returncode:
-        raise HelmError(errors.decode(errors="replace").strip())
+        raise ServiceError(errors.decode(errors="replace").strip())
     return output.decode(errors="replace")
 
 
@@ -109,7 +106,7 @@ async def check_helm(release: Release) -> None:
 async def check_absent(release: Release) -> None:
     """Raise `FieldError` if a release, a run or claims of this name exist."""
     found, states = [], await run_states(release.client)
-    with suppress(HelmError):  # there is none
+    with suppress(ServiceError):  # there is none
         await helm(release, "status", release.name)
         found.append(f"this release exists; watch it ({release.watching}), remove it ({release.removing})")
     if claims := [name_of(claim) for claim in await release.client.items(kube.LIST_CLAIMS, release.claims)]:
@@ -127,7 +124,7 @@ async def run_states(client: PersonClient, selector: str = RUNS) -> list[Object]
 
 async def install(release: Release, chart: str, files: Sequence[Path], values: Mapping[str, Any]) -> None:
     """Install the chart with `values`, and those of `files` over them, and show meanwhile what pods wait for. If that fails,
-    remove what was installed. Raises `UserError` with what the chart's check says, or else `HelmError`."""
+    remove what was installed. Raises `UserError` with what the chart's check says, or else `ServiceError`."""
     installation = uuid.uuid4().hex
     given = [part for file in files for part in ("--values", str(file))]
     needed = f"trainer.onCompletion=keep,kubernetesApi.enabled=true,commonLabels.{SUBMITTED}={installation}"
@@ -146,9 +143,9 @@ async def install(release: Release, chart: str, files: Sequence[Path], values: M
             release.show("; ".join(["installing", *await reasons()]))
             await asyncio.wait({installing}, timeout=_LOOK_S)
         installing.result()
-    except HelmError as error:
+    except ServiceError as error:
         stored = ""
-        with suppress(HelmError):  # nothing is stored
+        with suppress(ServiceError):  # nothing is stored
             stored = await helm(release, "get", "values", release.name)
         if installation not in stored:  # somebody else installs a release of this name
             raise
@@ -159,7 +156,7 @@ async def install(release: Release, chart: str, files: Sequence[Path], values: M
                 await release.client.delete(kind, selector)
         except KubeError as denied:
             left = f"only the Job of the chart's check is left ({denied})"
-        raise (UserError(f"{left}: {refused}\nHelm says: {error}") if refused else HelmError(f"{left}: {error}")) from error
+        raise (UserError(f"{left}: {refused}\nHelm says: {error}") if refused else ServiceError(f"{left}: {error}")) from error
     finally:
         installing.cancel()
         await asyncio.wait({installing})

@@ -390,7 +390,7 @@ async def test_an_installation_that_helm_did_not_begin_removes_nothing(
     assert await pipelinerl(*SUBMIT) == 0
     before = [*api._rendered.objects]
     values = chart_values(load_recipe("arithmetic"), "own")
-    with pytest.raises(submission.HelmError, match="nosuch"):
+    with pytest.raises(ServiceError, match="nosuch"):
         await submission.install(release, str(tmp_path / "nosuch"), [], values)
     assert api._rendered.objects == before
 
