@@ -25,9 +25,10 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.settings import split_host_port
+from pipelinerl.transfer.chunks import ReusedMemory
 from pipelinerl.transfer.group import GroupStore, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
-from services.actor.weight_sync.worker import Receiver, StagingMemory
+from services.actor.weight_sync.worker import Receiver
 from services.trainer.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
@@ -121,7 +122,7 @@ class ReceivingPeer(Peer):
 
     def __init__(self, manifest: Manifest, store: str, rank: int = 1, world: int = 2, host: str = HOST) -> None:
         super().__init__(manifest, rank, store, world, host)
-        self._memory = StagingMemory(BUFFERS)
+        self._memory = ReusedMemory(BUFFERS + 1), ReusedMemory(BUFFERS)
         self._stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
 
     def receive(self, version: PolicyVersion) -> Moved:

@@ -7,8 +7,9 @@ Helm stores the schema in the Secret of each release, so it has only what Helm c
 meanings of values stand in values.yaml. Every recipe field is optional, because recipe.set holds some of them. The services
 check what a whole recipe must hold, and rules between fields.
 
-A null in the user's values removes the default before Helm checks the schema. So `required` names each value for which neither
-null nor an empty value is meant. Helm then refuses the null by name, and templates take any other null as empty.
+A null in the user's values removes the default before Helm checks the schema. So the definition `notNull` requires each value
+for which neither null nor an empty value is meant. Helm then refuses the null by name, and templates take any other null as
+empty.
 """
 
 from __future__ import annotations
@@ -44,34 +45,34 @@ def with_recipe(schema: dict[str, Any]) -> dict[str, Any]:
     """The chart's schema with the recipe's definitions as they are now, after its own."""
     names = recipe_definitions()
     own = {name: part for name, part in schema["definitions"].items() if name not in names and name[:1].islower()}
+    own.pop("notNull", None)
     kept: dict[str, Any] = _without(schema | {"definitions": own}, _LEFT_OUT)
     kept["definitions"] |= names
-    for section in (kept, *(kept["definitions"][name] for name in SECTIONS)):
-        _require(section, kept["definitions"])
-    return kept
+    for name in SECTIONS:
+        kept["definitions"][name] |= _not_null(kept["definitions"][name], kept["definitions"])
+    kept["definitions"]["notNull"] = _not_null(kept, kept["definitions"])
+    return kept | {"allOf": [{"$ref": "#/definitions/notNull"}]}
 
 
-def _require(section: dict[str, Any], definitions: dict[str, Any]) -> None:
-    """Set `required` of a section of values, and of the sections within."""
-    required = []
+def _not_null(section: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that requires the values that must not be null in a section, and in the sections within."""
+    required, within = [], {}
     for name, part in section["properties"].items():
         validator = jsonschema.Draft7Validator(part | {"definitions": definitions})
-        if "properties" in part:
-            _require(part, definitions)
+        if "properties" in part and (inner := _not_null(part, definitions)):
+            within[name] = inner
         is_section = "properties" in part or part.get("$ref", "").rpartition("/")[2] in SECTIONS
-        empties = (None,) if is_section else (None, "", [], {})
-        if not any(map(validator.is_valid, empties)):
+        if not any(map(validator.is_valid, (None,) if is_section else (None, "", [], {}))):
             required.append(name)
-    section.pop("required", None)
-    section |= {"required": required} if required else {}
+    return ({"required": required} if required else {}) | ({"properties": within} if within else {})
 
 
 def text(value: Any, indent: int = 0, used: int = 0) -> str:
-    """JSON in which a part that fits takes one line. `used`: width of what stands before it in its line."""
+    """JSON in which a part that fits takes one line, and names fill lines. `used`: width of what precedes it in its line."""
     line = json.dumps(value, ensure_ascii=False)
     if (indent and used + len(line) < _WIDTH) or not isinstance(value, dict | list) or not value:
         return line
-    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+    if value.keys() <= {"required", "properties"} if isinstance(value, dict) else all(isinstance(part, str) for part in value):
         return textwrap.fill(line, _WIDTH, initial_indent=" " * used, subsequent_indent=" " * (indent + 1))[used:]
     names = [f"{json.dumps(name)}: " if isinstance(value, dict) else "" for name in value]
     parts = value.values() if isinstance(value, dict) else value

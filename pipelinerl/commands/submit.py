@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +22,7 @@ from pipelinerl.errors import FieldError, MissingPackage, PipelineRLError, Servi
 from pipelinerl.kube import submission
 from pipelinerl.kube.client import LIST_SETS, Object, PersonClient, name_of
 from pipelinerl.kube.submission import INSTANCE, RUNS, STATE, Release, labels_of
-from pipelinerl.local.progress import RunState, duration, open_display
+from pipelinerl.local.progress import duration, open_display
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe, understood
 from pipelinerl.service.logs import printable
@@ -43,7 +42,7 @@ def submit(args: argparse.Namespace) -> int:
     for file in args.values:
         if not file.is_file() or "," in str(file):
             raise FieldError("--values", str(file), "no such file, or a comma in its name, at which Helm splits it")
-    release = Release(name, _client(args), args.output)
+    release = Release(name, _client(args), args.output, recipe.trainer.steps if recipe else 0)
     if args.attach:
         release.left = release.goes_on
     try:
@@ -66,39 +65,35 @@ def _client(args: argparse.Namespace) -> PersonClient:
 
 
 async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Release, folder: Path) -> int:
-    state, began_s = RunState(release.name, recipe.trainer.steps if recipe else 0), time.monotonic()
     async with release.client:
         await submission.check_helm(release)
-        with open_display() as display:
-
-            def show(phase: str) -> None:
-                state.phase = printable(phase)
-                display.show(state, time.monotonic() - began_s)
-
+        with open_display() as release.display:
             if recipe is not None:
                 await submission.check_absent(release)
-                display.note(printable("\n".join([f"submitting {release.name}", *understood(args.overrides)])))
+                release.display.note(printable("\n".join([f"submitting {release.name}", *understood(args.overrides)])))
                 release.left = f"a part of it may be installed; remove it before you submit it again: {release.removing}"
-                await submission.install(release, _chart(args.chart), args.values, chart_values(recipe, release.name), show)
+                await submission.install(release, _chart(args.chart), args.values, chart_values(recipe, release.name))
                 release.left = release.goes_on
             if recipe is not None and not args.watch:
-                display.note(f"submitted {release.name}; its pods stay until its results are fetched\n{release.goes_on}")
+                told = f"submitted {release.name}; its pods stay until its results are fetched\n{release.goes_on}"
+                release.display.note(told)
                 return 0
             submission.check_folder(folder, (await submission.look(release)).uid)  # before hours of watching
-            seen = await submission.watch(release, state, display, began_s)
-            state.stopping = True  # from here on, every phase is shown
+            seen = await submission.watch(release)
+            release.state.stopping = True  # from here on, every phase is shown
             try:
-                report = await submission.fetch(release, seen, folder, show)
+                report = await submission.fetch(release, seen, folder)
             except (PipelineRLError, OSError) as error:
                 raise ServiceError(f"{error}\nnothing was removed; fetch the results again with: {release.watching}") from error
             keep = args.keep or not seen.was_submitted  # another release may be meant to stay
             if not keep:
-                show("removing the release")
+                release.show("removing the release")
                 release.left = f"the results are in {folder}; remove the rest: {release.removing}"
                 await submission.remove(release)
-            state.on_end("done")
+            release.state.on_end("done")
             removing = f"\n  remove      {release.removing}" if keep else ""
-            display.note(f"the run is finished\n  report      {report}\n  checkpoint  {folder / 'checkpoint'}{removing}")
+            results = f"\n  report      {report}\n  checkpoint  {folder / 'checkpoint'}"
+            release.display.note(f"the run is finished{results}{removing}")
     return 0
 
 

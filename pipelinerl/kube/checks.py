@@ -24,10 +24,7 @@ _ALLOWED = "(also if a policy of your own already allows this)"
 
 def problems(values: Values, recipe: Recipe) -> list[FieldError]:
     """Return an error for each value that Kubernetes would refuse, or with which the run could not work. Pure."""
-    checks = [_limits(values, values.get("defaultLimits") or {}), _numbers(values, recipe), _blocked(values, recipe)]
-    if values["trainer"]["enabled"]:
-        checks.append(_trainer_numbers(values, recipe))
-    return [problem for check in checks for problem in check]
+    return [*_limits(values, values.get("defaultLimits") or {}), *_numbers(values, recipe), *_blocked(values, recipe)]
 
 
 def quantity(text: str | float) -> Decimal:
@@ -54,7 +51,8 @@ def _limits(values: Values, defaults: Values, path: str = "") -> Iterator[FieldE
 
 
 def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
-    nats, actor, verifier, expected = values["nats"], values["actor"], values["verifier"], values["trainer"]["expectedActors"]
+    nats, actor, verifier, trainer = (values[section] for section in ("nats", "actor", "verifier", "trainer"))
+    scaler, expected = actor["autoscaling"], trainer["expectedActors"]
     size, most = nats["persistence"]["size"], nats["sequencesMaxGib"]
     log = nats["weightsMaxGib"] if recipe.weights.log_place == NATS else 0
     if nats["enabled"] and quantity(size) * Decimal("0.75") < quantity(f"{most}Gi") + quantity(f"{log}Gi"):
@@ -72,11 +70,8 @@ def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
     if pods is not None and pods * each < wanted:
         fix = f"in each of {pods} pods is less than the {wanted} episodes that the actors keep in progress; raise it or the"
         yield FieldError("verifier.maxEpisodes", each, f"{fix} number of pods, or set recipe.set.actor.episodes_in_progress")
-
-
-def _trainer_numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
-    actor, trainer = values["actor"], values["trainer"]
-    scaler, expected = actor["autoscaling"], trainer["expectedActors"]
+    if not trainer["enabled"]:
+        return
     least = "autoscaling.minReplicas" if scaler["enabled"] else "replicas"
     if (fewest := scaler["minReplicas"] if scaler["enabled"] else actor.get("replicas")) and expected > fewest:
         fix = f"is more than actor.{least} = {fewest}, so that the first step would wait for ever; make them equal"
@@ -107,8 +102,7 @@ def _blocked(values: Values, recipe: Recipe) -> Iterator[FieldError]:
     if judges and not policy.get("verifierEgress"):
         fix = f"is empty, so that no verifier would reach the recipe's judge ({judges}); add a rule to its address {_ALLOWED}"
         yield FieldError("networkPolicy.verifierEgress", [], fix)
-    api = policy["kubernetesApi"] if values["kubernetesApi"]["enabled"] else {}
-    api = api if values["trainer"]["enabled"] else {}
+    api = policy["kubernetesApi"] if values["kubernetesApi"]["enabled"] and values["trainer"]["enabled"] else {}
     to_networks = 443 in api.get("ports", []) and any(not re.search(r"\.\d+/32$|/128$", cidr) for cidr in api.get("cidrs", []))
     named = (recipe.checkpoint.upload, recipe.weights.log, recipe.model.name)
     store = next((url for url in named if re.match("(s3|gs|hf)://", url or "")), "")

@@ -2,7 +2,7 @@
 
 `KubeClient` has the rights of a pod's ServiceAccount, `PersonClient` those of a person's kubeconfig. The chart's Role grants
 exactly the permissions listed here. The library reads the pod's token again every minute, and this client also does so if the
-API refuses the token. Apart from that, the client does not retry, because callers know how urgent a call is.
+API refuses the token. Apart from that, only an insistent client repeats calls, because callers know how urgent a call is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from aiohttp import ClientError, ClientResponse, WSMsgType, WSServerHandshakeError
+from aiohttp import ClientError, ClientResponse, WSMsgType
 from aiohttp import ClientWebSocketResponse as Socket
 
 from pipelinerl.errors import PipelineRLError, ServiceError
@@ -64,10 +64,6 @@ LIST_CLAIMS = Permission("persistentvolumeclaims", "list", method="list_namespac
 LIST_SETS = Permission("statefulsets", "list", "apps", "list_namespaced_stateful_set")
 LIST_JOBS = Permission("jobs", "list", "batch", "list_namespaced_job")
 LIST_ACCOUNTS = Permission("serviceaccounts", "list", method="list_namespaced_service_account")
-DELETE_CONFIG = Permission("configmaps", "delete", method="delete_namespaced_config_map")
-DELETE_CLAIM = Permission("persistentvolumeclaims", "delete", method="delete_namespaced_persistent_volume_claim")
-DELETE_JOB = Permission("jobs", "delete", "batch", "delete_namespaced_job")
-DELETE_ACCOUNT = Permission("serviceaccounts", "delete", method="delete_namespaced_service_account")
 GET_SECRET = Permission("secrets", "get", method="read_namespaced_secret")
 EXECUTE = Permission("pods/exec", "get, create", method="connect_get_namespaced_pod_exec")
 FORWARD = Permission("pods/portforward", "get, create", method="connect_get_namespaced_pod_portforward")
@@ -100,12 +96,6 @@ class KubeError(PipelineRLError):
 
 
 BACKOFF = Backoff(first_s=0.5, most_s=30.0)
-
-
-def is_kube_error(error: Exception) -> bool:
-    return isinstance(error, KubeError)
-
-
 Object = dict[str, Any]
 """An object of the API, as JSON."""
 
@@ -123,11 +113,12 @@ DETAIL_CHARACTERS = 300
 
 class KubeClient:
     """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
-    manager, which closes its connections. Calls raise `KubeError`."""
+    manager, which closes its connections. Calls raise `KubeError`. `insists`: instead, repeat each until the API accepts it."""
 
-    def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S) -> None:
+    def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace
         self._service_account, self._request_s = service_account, request_s
+        self._is_repeated = lambda error: insists and isinstance(error, KubeError)
         self._api: Any = None
 
     async def __aenter__(self) -> Self:
@@ -193,10 +184,13 @@ class KubeClient:
         return self._api
 
     async def _ask(self, permission: Permission, **arguments: Any) -> Object:
-        with as_kube_error(permission):
-            response = await self._respond(permission, **arguments, _request_timeout=self._request_s)
-            answer: Object = json.loads(await response.read())
-            return answer
+        async def once() -> Object:
+            with as_kube_error(permission):
+                response = await self._respond(permission, **arguments, _request_timeout=self._request_s)
+                answer: Object = json.loads(await response.read())
+                return answer
+
+        return await retry_forever(once, "call the API", retried=self._is_repeated, backoff=BACKOFF)
 
     async def _respond(self, permission: Permission, **arguments: Any) -> ClientResponse:
         """Return the response to an accepted call. If the token is refused, read its file again and repeat the call once."""
@@ -219,9 +213,10 @@ class KubeClient:
         return response
 
 
-def in_cluster(settings: TrainerSettings) -> KubeClient | None:
+def in_cluster(settings: TrainerSettings, *, insists: bool = False) -> KubeClient | None:
     """Return a client, or None outside Kubernetes. Sends nothing yet."""
-    return KubeClient(settings.pod_namespace, settings.service_account_dir) if settings.pod_namespace else None
+    account = settings.service_account_dir
+    return KubeClient(settings.pod_namespace, account, insists=insists) if settings.pod_namespace else None
 
 
 class PersonClient(KubeClient):
@@ -241,9 +236,11 @@ class PersonClient(KubeClient):
         """Return the objects that this permission lists, as JSON."""
         return list((await self._ask(permission, label_selector=selector)).get("items") or ())
 
-    async def delete(self, permission: Permission, name: str) -> None:
-        """Delete an object, and then what depends on it. A volume goes when no pod uses it any more."""
-        await self._ask(permission, name=name, propagation_policy="Background")
+    async def delete(self, listing: Permission, selector: str) -> None:
+        """Delete each object that `listing` finds, and then what depends on it. A volume goes when no pod uses it any more."""
+        deletion = replace(listing, verb="delete", method=listing.method.replace("list", "delete", 1))
+        for item in await self.items(listing, selector):
+            await self._ask(deletion, name=name_of(item), propagation_policy="Background")
 
     async def secret(self, name: str) -> dict[str, bytes]:
         raw = await self._ask(GET_SECRET, name=name)
@@ -308,11 +305,7 @@ class PersonClient(KubeClient):
                     await self._load_account(configuration)  # its token may have expired meanwhile
                     api = client.CoreV1Api(await stack.enter_async_context(WsApiClient(configuration, heartbeat=PERSON_S)))
                     call = getattr(api, f"{permission.method}_without_preload_content")
-                    try:
-                        socket = await stack.enter_async_context(await call(pod, self.namespace, **options))
-                    except WSServerHandshakeError as error:
-                        detail = "the pod is gone" if error.status == 404 else "the connection was refused"
-                        raise KubeError(permission, error.status, detail) from error
+                    socket = await stack.enter_async_context(await call(pod, self.namespace, **options))
             yield socket
 
 
@@ -350,7 +343,9 @@ def as_kube_error(permission: Permission) -> Iterator[None]:
 
         if not isinstance(error, ClientError | OSError | ConfigException | OpenApiException | ValueError):
             raise
-        raise KubeError(permission, 0, str(error) or type(error).__name__) from error
+        status = getattr(error, "status", 0)  # of a refused websocket
+        refusal = "the pod is gone" if status == 404 else "the connection was refused"
+        raise KubeError(permission, status, refusal if status else str(error) or type(error).__name__) from error
 
 
 async def _changes(response: ClientResponse) -> AsyncIterator[tuple[str, Object]]:
@@ -390,7 +385,9 @@ class PodWatch:
 
     async def run(self) -> None:
         while True:
-            response = await retry_forever(self._open, self._action, retried=is_kube_error, backoff=BACKOFF)
+            response = await retry_forever(
+                self._open, self._action, retried=lambda error: isinstance(error, KubeError), backoff=BACKOFF
+            )
             with closing(response):
                 async for kind, pod in _changes(response):
                     (self._deleted if kind == "DELETED" else self._present)(pod)

@@ -16,13 +16,11 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from pipelinerl.errors import UserError
-from pipelinerl.kube.client import BACKOFF, SCALE_ACTORS, SCALE_TRAINER, KubeClient, KubeError, in_cluster, is_kube_error
+from pipelinerl.kube.client import SCALE_ACTORS, SCALE_TRAINER, KubeClient, KubeError, in_cluster
 from pipelinerl.local.ending import SAMPLES_READ, report_of, write_report
 from pipelinerl.service.lifecycle import sole_error
-from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -37,7 +35,6 @@ FAILURE_TOLD_WITHIN_S = 30.0
 _MOST_REASON = 2000
 PROGRESS_EVERY_S = 30.0
 _ACTORS = "actors"
-_Answer = TypeVar("_Answer")
 
 
 async def run_goes_on(settings: TrainerSettings, version: int) -> None:
@@ -45,16 +42,17 @@ async def run_goes_on(settings: TrainerSettings, version: int) -> None:
     async with _cluster(settings) as client:
         if client is None:
             return
-        state, name = await _publish(client, settings, _phase(settings, RUNNING, version)), f"{settings.release}-actor"
-        if actors := int(state.get(_ACTORS) or 0):
-            if await _insist(lambda: client.count_actors(name)) == 0:  # otherwise Helm has already set the number
-                await _insist(lambda: client.scale(SCALE_ACTORS, name, actors))
-            await _publish(client, settings, {_ACTORS: None})
+        state, name = f"{settings.release}-run", f"{settings.release}-actor"
+        published = await client.patch_config(state, _phase(settings, RUNNING, version))
+        if actors := int(published.get(_ACTORS) or 0):
+            if await client.count_actors(name) == 0:  # otherwise Helm has already set the number
+                await client.scale(SCALE_ACTORS, name, actors)
+            await client.patch_config(state, {_ACTORS: None})
 
 
 async def publish_progress(settings: TrainerSettings, progress: Callable[[], Mapping[str, str]]) -> None:
     """Publish the run's progress every `PROGRESS_EVERY_S` until cancelled. A call that fails is not repeated."""
-    async with _cluster(settings) as client:
+    async with _cluster(settings, insists=False) as client:
         while client is not None:
             try:
                 await client.patch_config(f"{settings.release}-run", progress())
@@ -71,18 +69,18 @@ async def complete(
     async with _cluster(settings) as client:
         if client is None:
             return
-        await _publish(client, settings, progress)
-        frees, actor = settings.on_completion != "keep", f"{settings.release}-actor"
-        if frees and (actors := await _insist(lambda: client.count_actors(actor))):
-            await _publish(client, settings, {_ACTORS: str(actors)})
-            await _insist(lambda: client.scale(SCALE_ACTORS, actor, 0))
+        state, actor, frees = f"{settings.release}-run", f"{settings.release}-actor", settings.on_completion != "keep"
+        await client.patch_config(state, progress)
+        if frees and (actors := await client.count_actors(actor)):
+            await client.patch_config(state, {_ACTORS: str(actors)})
+            await client.scale(SCALE_ACTORS, actor, 0)
         if frees:
             await _keep_report(client, settings)
         await uploaded()
-        await _publish(client, settings, _phase(settings, FINISHED, version))
+        await client.patch_config(state, _phase(settings, FINISHED, version))
         if frees:
             await asyncio.sleep(SEEN_WITHIN_S)
-            await _insist(lambda: client.scale(SCALE_TRAINER, f"{settings.release}-trainer", 0))
+            await client.scale(SCALE_TRAINER, f"{settings.release}-trainer", 0)
 
 
 @asynccontextmanager
@@ -96,7 +94,7 @@ async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
             async with _cluster(settings) as client:
                 with suppress(TimeoutError):
                     if client is not None:
-                        await asyncio.wait_for(_publish(client, settings, state), FAILURE_TOLD_WITHIN_S)
+                        await asyncio.wait_for(client.patch_config(f"{settings.release}-run", state), FAILURE_TOLD_WITHIN_S)
         raise
 
 
@@ -113,18 +111,18 @@ def packed_report(run_dir: Path) -> bytes:
 async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
     try:
         await asyncio.to_thread(write_report, settings.run_dir)
-        report = await asyncio.to_thread(packed_report, settings.run_dir)
+        report = await asyncio.to_thread(packed_report, settings.run_dir) if settings.on_completion == "release" else b""
     except Exception:  # bad records must not keep GPUs allocated
         log.exception("cannot make the report of the run")
         return
-    if settings.on_completion == "release" and len(report) > MOST_REPORT_BYTES:
+    if len(report) > MOST_REPORT_BYTES:
         log.error("the report has %d compressed bytes, too many for a Secret; it is only on the volume", len(report))
-    elif settings.on_completion == "release":
-        await _insist(lambda: client.patch_secret(f"{settings.release}-report", {REPORT: report}))
+    elif report:
+        await client.patch_secret(f"{settings.release}-report", {REPORT: report})
 
 
-def _cluster(settings: TrainerSettings) -> AbstractAsyncContextManager[KubeClient | None]:
-    client = in_cluster(settings) if settings.release else None
+def _cluster(settings: TrainerSettings, *, insists: bool = True) -> AbstractAsyncContextManager[KubeClient | None]:
+    client = in_cluster(settings, insists=insists) if settings.release else None
     return nullcontext() if client is None else client
 
 
@@ -133,11 +131,3 @@ def _phase(
 ) -> dict[str, str | None]:
     state = {"phase": phase, "run": settings.run, "reason": reason, "revision": settings.revision or None}
     return state if version is None else state | {"policyVersion": str(version)}
-
-
-async def _publish(client: KubeClient, settings: TrainerSettings, state: Mapping[str, str | None]) -> dict[str, str]:
-    return await _insist(lambda: client.patch_config(f"{settings.release}-run", state))
-
-
-async def _insist(call: Callable[[], Awaitable[_Answer]]) -> _Answer:
-    return await retry_forever(call, "change the release", retried=is_kube_error, backoff=BACKOFF)

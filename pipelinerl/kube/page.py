@@ -13,8 +13,7 @@ import asyncio
 import gzip
 import http.client
 import logging
-import urllib.error
-import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -35,7 +34,6 @@ _REPORT_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 """Headers of the report, which is one file with its scripts inside."""
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 AWAY = "The trainer does not answer, and there is no report yet: try again in a minute.\n"
 
 
@@ -46,28 +44,19 @@ def page_app(trainer: str, report: Path) -> FastAPI:
     @app.get("/")
     @app.get("/page/{part:path}")
     def page(request: Request) -> Response:
-        answer = _of_the_trainer(trainer, request.url.path, request.url.query)
-        if answer is None and request.url.path == "/" and report.is_file():
+        try:
+            with closing(http.client.HTTPConnection(trainer, timeout=ANSWER_WITHIN_S)) as connection:
+                connection.request("GET", request.url.path + (f"?{request.url.query}" if request.url.query else ""))
+                found = connection.getresponse()
+                headers = {name: value for name, value in found.getheaders() if name.lower() not in _OF_A_CONNECTION}
+                return Response(found.read(), found.status, headers)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            log.debug("%s does not answer: %s", trainer, error)
+        if request.url.path == "/" and report.is_file():
             return Response(gzip.decompress(report.read_bytes()), media_type="text/html", headers=_REPORT_HEADERS)
-        return answer or Response(AWAY, 503, media_type="text/plain", headers={"Cache-Control": "no-store"})
+        return Response(AWAY, 503, media_type="text/plain", headers={"Cache-Control": "no-store"})
 
     return app
-
-
-def _of_the_trainer(trainer: str, path: str, query: str) -> Response | None:
-    """Return the trainer's answer, with any status; None if it does not answer."""
-    url = f"http://{trainer}{path}" + (f"?{query}" if query else "")
-    try:
-        try:
-            found = _opener.open(url, timeout=ANSWER_WITHIN_S)
-        except urllib.error.HTTPError as error:
-            found = error
-        with found:
-            headers = {name: value for name, value in found.headers.items() if name.lower() not in _OF_A_CONNECTION}
-            return Response(found.read(), found.status, headers)
-    except (OSError, http.client.HTTPException, UnicodeError) as error:
-        log.debug("%s does not answer: %s", trainer, error)
-        return None
 
 
 async def serve(host: str, port: int, trainer: str, report: Path, names: list[str]) -> None:

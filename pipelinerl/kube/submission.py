@@ -10,22 +10,26 @@ import json
 import re
 import shlex
 import shutil
+import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
+from grpc.aio import Channel
+
+from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.kube import client as kube
 from pipelinerl.kube.client import LIST_PODS, KubeError, Object, PersonClient, name_of
 from pipelinerl.kube.completion import FAILED, FINISHED
 from pipelinerl.local.ending import write_report
 from pipelinerl.local.following import follow_calls
 from pipelinerl.local.progress import Display, RunState
+from pipelinerl.service.grpc import open_channel
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.logs import printable
 from pipelinerl.service.tls import CA, CERTIFICATE, KEY, Certificates
@@ -38,24 +42,21 @@ SUBMITTED = "pipelinerl/submitted"
 STATE = "-run"
 """Suffix of the name of a ConfigMap with the state of a run. The part before it begins the names of the release's objects."""
 _LOOK_S, _LAST_STEPS_S, _GIVE_UP_S = 2.0, 5.0, 600.0
-"""Seconds between two looks at a release, after the end for the last metrics to arrive, and until a stuck fetch is given up."""
+"""Seconds between two looks or two tries to fetch, after the end for the last metrics, and until a stuck fetch is given up."""
 _GRPC_PORT = 50051
 _RECONNECTS = [("grpc.max_reconnect_backoff_ms", 5000)]
-_HOOKS = {kube.LIST_JOBS: kube.DELETE_JOB, kube.LIST_CONFIGS: kube.DELETE_CONFIG, kube.LIST_ACCOUNTS: kube.DELETE_ACCOUNT}
+_HOOKS = (kube.LIST_JOBS, kube.LIST_CONFIGS, kube.LIST_ACCOUNTS)
 """Kinds of the chart's check, whose objects Helm keeps if it fails."""
 _HELM_FIX = "install Helm 3.14 or newer (https://helm.sh/docs/intro/install) and put it on PATH"
 
 
-class HelmError(PipelineRLError):
-    """Helm failed. The text is its message."""
-
-
 class Release:
-    """A release, whose name is also that of its run, and the commands that a person may need. `left`: what an interruption of
-    this process leaves behind."""
+    """A release, whose name is also that of its run, what is shown of it, and the commands that a person may need. `left`: what
+    an interruption of this process leaves behind."""
 
-    def __init__(self, name: str, client: PersonClient, output: Path | None = None) -> None:
+    def __init__(self, name: str, client: PersonClient, output: Path | None = None, steps: int = 0) -> None:
         self.name, self.client, self.left = name, client, "nothing was installed"
+        self.state, self.display, self._began_s = RunState(name, steps), Display(sys.stdout), time.monotonic()
         self.selector = f"{INSTANCE}={name}"
         self.claims = f"{self.selector},{COMPONENT} in (nats,trainer)"
         self.options = ["-n", client.namespace, *(["--kube-context", client.context] if client.context else [])]
@@ -67,9 +68,18 @@ class Release:
         self.logs = f"kubectl {kubectl} logs -l {self.selector},{COMPONENT}=trainer --tail=100"
         self.goes_on = f"the run goes on\n  watch and fetch  {self.watching}\n  stop and remove  {self.removing}"
 
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def show(self, phase: str = "") -> None:
+        """Show the run's state, with a new phase if one is given."""
+        self.state.phase = printable(phase) or self.state.phase
+        self.display.show(self.state, self.elapsed_s())
+
 
 async def helm(release: Release, *arguments: str, text: str = "") -> str:
-    """Return the output of Helm, which gets `text` as input. Raises `HelmError`, or `UserError` if there is no Helm."""
+    """Return the output of Helm, which gets `text` as input. Raises `ServiceError` with Helm's message, or `UserError` if there
+    is no Helm."""
     if shutil.which("helm") is None:
         raise UserError(f"helm was not found: {_HELM_FIX}")
     pipe = asyncio.subprocess.PIPE
@@ -81,7 +91,7 @@ async def helm(release: Release, *arguments: str, text: str = "") -> str:
             process.terminate()
             await process.wait()
     if process.returncode:
-        raise HelmError(errors.decode(errors="replace").strip())
+        raise ServiceError(errors.decode(errors="replace").strip())
     return output.decode(errors="replace")
 
 
@@ -96,7 +106,7 @@ async def check_helm(release: Release) -> None:
 async def check_absent(release: Release) -> None:
     """Raise `FieldError` if a release, a run or claims of this name exist."""
     found, states = [], await run_states(release.client)
-    with suppress(HelmError):  # there is none
+    with suppress(ServiceError):  # there is none
         await helm(release, "status", release.name)
         found.append(f"this release exists; watch it ({release.watching}), remove it ({release.removing})")
     if claims := [name_of(claim) for claim in await release.client.items(kube.LIST_CLAIMS, release.claims)]:
@@ -112,11 +122,9 @@ async def run_states(client: PersonClient, selector: str = RUNS) -> list[Object]
     return [item for item in await client.items(kube.LIST_CONFIGS, selector) if name_of(item).endswith(STATE)]
 
 
-async def install(
-    release: Release, chart: str, files: Sequence[Path], values: Mapping[str, Any], show: Callable[[str], None]
-) -> None:
+async def install(release: Release, chart: str, files: Sequence[Path], values: Mapping[str, Any]) -> None:
     """Install the chart with `values`, and those of `files` over them, and show meanwhile what pods wait for. If that fails,
-    remove what was installed. Raises `UserError` with what the chart's check says, or else `HelmError`."""
+    remove what was installed. Raises `UserError` with what the chart's check says, or else `ServiceError`."""
     installation = uuid.uuid4().hex
     given = [part for file in files for part in ("--values", str(file))]
     needed = f"trainer.onCompletion=keep,kubernetesApi.enabled=true,commonLabels.{SUBMITTED}={installation}"
@@ -124,34 +132,31 @@ async def install(
     installing = asyncio.create_task(helm(release, *arguments, text=json.dumps(values)))
     selector = f"{SUBMITTED}={installation}"
 
-    async def reasons(only: str = "") -> str:
-        pods = await release.client.items(LIST_PODS, selector + only)
-        return "; ".join(f"{name_of(pod)}: {why}" for pod in pods if (why := why_not_ready(pod)))
+    async def reasons(only: str = "") -> list[str]:
+        with suppress(KubeError):  # Helm says what is wrong
+            pods = await release.client.items(LIST_PODS, selector + only)
+            return [f"{name_of(pod)}: {why}" for pod in pods if (why := why_not_ready(pod))]
+        return []
 
     try:
         while not installing.done():
-            with suppress(KubeError):  # Helm says what is wrong
-                show("; ".join(filter(None, ("installing", await reasons()))))
+            release.show("; ".join(["installing", *await reasons()]))
             await asyncio.wait({installing}, timeout=_LOOK_S)
         installing.result()
-    except HelmError as error:
+    except ServiceError as error:
         stored = ""
-        with suppress(HelmError):  # nothing is stored
+        with suppress(ServiceError):  # nothing is stored
             stored = await helm(release, "get", "values", release.name)
         if installation not in stored:  # somebody else installs a release of this name
             raise
-        why = ""
-        with suppress(KubeError):
-            why = await reasons(f",{COMPONENT}=validation")
+        refused, left = "; ".join(await reasons(f",{COMPONENT}=validation")), "nothing is left installed"
         await remove(release)
-        left = "nothing is left installed"
         try:
-            for listing, deletion in _HOOKS.items():
-                for item in await release.client.items(listing, selector):
-                    await release.client.delete(deletion, name_of(item))
+            for kind in _HOOKS:
+                await release.client.delete(kind, selector)
         except KubeError as denied:
             left = f"only the Job of the chart's check is left ({denied})"
-        raise (UserError if why else HelmError)(f"{left}: {why}\nHelm says: {error}" if why else f"{left}: {error}") from error
+        raise (UserError(f"{left}: {refused}\nHelm says: {error}") if refused else ServiceError(f"{left}: {error}")) from error
     finally:
         installing.cancel()
         await asyncio.wait({installing})
@@ -160,8 +165,7 @@ async def install(
 async def remove(release: Release) -> None:
     """Uninstall the release and delete its claims, also if the release is already gone."""
     await helm(release, "uninstall", release.name, "--ignore-not-found")
-    for claim in await release.client.items(kube.LIST_CLAIMS, release.claims):
-        await release.client.delete(kube.DELETE_CLAIM, name_of(claim))
+    await release.client.delete(kube.LIST_CLAIMS, release.claims)
 
 
 # --- what objects say: pure -------------------------------------------------------------------------------------------
@@ -171,11 +175,11 @@ def labels_of(item: Object) -> dict[str, str]:
     return item["metadata"].get("labels") or {}
 
 
-def _status(pod: Object, part: str) -> list[Object]:
-    return (pod.get("status") or {}).get(part) or []
+def _status(pod: Object | None, part: str) -> list[Object]:
+    return ((pod or {}).get("status") or {}).get(part) or []
 
 
-def is_ready(pod: Object) -> bool:
+def is_ready(pod: Object | None) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in _status(pod, "conditions"))
 
 
@@ -199,7 +203,7 @@ def failure_of(data: Mapping[str, str], trainer: Object | None) -> str | None:
     """Return why the run has failed for good; None if it has not."""
     if data.get("phase") == FAILED:
         return data.get("reason") or "no reason is given"
-    states = [one.get(when) or {} for one in _status(trainer or {}, "containerStatuses") for when in ("state", "lastState")]
+    states = [one.get(when) or {} for one in _status(trainer, "containerStatuses") for when in ("state", "lastState")]
     ends = [ended for state in states if (ended := state.get("terminated") or {}).get("exitCode") == EXIT_USER_ERROR]
     return (ends[0].get("message") or f"the trainer ended with exit code {EXIT_USER_ERROR}").strip() if ends else None
 
@@ -225,13 +229,6 @@ class Look:
     def trainer(self) -> Object | None:
         return next((pod for pod in self.pods if name_of(pod) == f"{self.prefix}-trainer-0"), None)
 
-    @property
-    def process(self) -> tuple[object, ...]:
-        """Identifies the trainer's process; empty if it does not serve."""
-        if (trainer := self.trainer) is None or not is_ready(trainer):
-            return ()
-        return trainer["metadata"]["uid"], *(one.get("restartCount") for one in _status(trainer, "containerStatuses"))
-
     def update(self, state: RunState) -> None:
         """Update the display's state with what pods wait for. The trainer itself says what it does once it serves."""
         pods = {name_of(pod).removeprefix(f"{self.prefix}-"): pod for pod in self.pods}
@@ -241,7 +238,7 @@ class Look:
         counts = {name: sum(one["restartCount"] for one in _status(pod, "containerStatuses")) for name, pod in pods.items()}
         state.restarts = +Counter(counts)
         state.total_steps = int(self.data.get("steps") or state.total_steps)
-        if not self.process:
+        if not is_ready(self.trainer):
             state.phase = "; ".join(f"{name}: {why}" for name, why in waiting.items() if why) or "waiting for the trainer's pod"
 
 
@@ -259,40 +256,32 @@ async def look(release: Release) -> Look:
     return Look(name_of(state).removesuffix(STATE), data, pods, SUBMITTED in labels_of(state), uid)
 
 
-async def watch(release: Release, state: RunState, display: Display, began_s: float) -> Look:
+async def watch(release: Release) -> Look:
     """Show the run until it is finished. After a first look, wait while the API server does not answer or the trainer restarts.
     Raises `ServiceError` if the run fails or its release is gone, `KubeError` if the first look fails or a right is missing."""
     seen, following, finished_s = await look(release), asyncio.create_task(asyncio.sleep(0)), 0.0
-    process: tuple[object, ...] = ()
-    refused: list[KubeError] = []
-
-    def elapsed_s() -> float:
-        return time.monotonic() - began_s
-
+    state, refused = release.state, list[KubeError]()
     async with release.client.forwarded(f"{seen.prefix}-trainer-0", _GRPC_PORT, refused) as target:
         try:
             while True:
                 try:
                     seen = await look(release)
                     seen.update(state)
-                    if seen.process and seen.process != process:
-                        certificates, name = await _identity(release, seen)
-                        process = seen.process
-                        following.cancel()
-                        following = asyncio.create_task(follow_calls(target, state, elapsed_s, certificates, name, _RECONNECTS))
+                    if following.done() and is_ready(seen.trainer):
+                        following.result()  # it never ends without an error
+                        channel = await _channel(release, seen, target)
+                        following = asyncio.create_task(follow_calls(channel, state, release.elapsed_s))
                 except KubeError as error:
                     refused += [error] if error.denied else []
                     state.phase = printable(f"waiting for the Kubernetes API: {error.detail}")
-                display.show(state, elapsed_s())
+                release.show()
                 if (reason := failure_of(seen.data, seen.trainer)) is not None:
                     raise ServiceError(f"the run failed: {reason}\n  log     {release.logs}\n  remove  {release.removing}")
                 if refused:
                     raise refused[0]
-                if following.done():
-                    following.result()
                 if seen.is_finished:
-                    finished_s = finished_s or elapsed_s()
-                    if state.step >= state.total_steps or elapsed_s() - finished_s > _LAST_STEPS_S:
+                    finished_s = finished_s or release.elapsed_s()
+                    if state.step >= state.total_steps or release.elapsed_s() - finished_s > _LAST_STEPS_S:
                         return seen
                 await asyncio.sleep(_LOOK_S)
         finally:
@@ -300,14 +289,12 @@ async def watch(release: Release, state: RunState, display: Display, began_s: fl
             await asyncio.wait({following})
 
 
-async def _identity(release: Release, seen: Look) -> tuple[Certificates | None, str]:
-    """Return the trainer's certificates, or None without TLS, and the name in them. Callers may use the same ones."""
-    name = f"{seen.prefix}-trainer"
+async def _channel(release: Release, seen: Look, target: str) -> Channel:
+    """Open a channel with the trainer's own certificates, which its callers may use, or without TLS if it has none."""
     volumes = {volume["name"]: volume for volume in (seen.trainer or {})["spec"].get("volumes") or ()}
-    if "tls" not in volumes:
-        return None, name
-    secret = await release.client.secret(volumes["tls"]["secret"]["secretName"])
-    return Certificates(secret[CERTIFICATE], secret[KEY], secret[CA]), name
+    secret = await release.client.secret(volumes["tls"]["secret"]["secretName"]) if "tls" in volumes else {}
+    certificates = Certificates(secret[CERTIFICATE], secret[KEY], secret[CA]) if secret else None
+    return open_channel(target, certificates, f"{seen.prefix}-trainer", _RECONNECTS)
 
 
 # --- fetching ---------------------------------------------------------------------------------------------------------
@@ -321,57 +308,56 @@ _MARK = ".submitted"
 _SHOWN_BYTES = 16 * 2**20  # after which the progress is shown again
 
 
-async def fetch(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> Path:
+async def fetch(release: Release, seen: Look, folder: Path) -> Path:
     """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
     part is continued. Raises `ServiceError` if a file is wrong or nothing arrives for `_GIVE_UP_S`, else `KubeError`."""
-    failures, before, since_s = 0, -1, 0.0
+    before, since_s = -1, 0.0
     while True:
         try:
-            await _fetch_all(release, seen, folder, show)
+            await _fetch_all(release, seen, folder)
             return await asyncio.to_thread(write_report, folder)
         except KubeError as error:
             if error.status in (401, 403, 404):  # a right is missing, or the pod is gone
                 raise
             if (here := _bytes_in(folder)) > before:
-                failures, before, since_s = 0, here, time.monotonic()
+                before, since_s = here, time.monotonic()
             elif time.monotonic() - since_s > _GIVE_UP_S:
                 raise ServiceError(f"{error}; nothing has arrived for {_GIVE_UP_S:g} s; {folder} keeps the rest") from error
-            failures += 1
-            show(f"fetching again: {error.detail}")
-            await asyncio.sleep(kube.BACKOFF.delay_s(failures))
+            release.show(f"fetching again: {error.detail}")
+            await asyncio.sleep(_LOOK_S)
 
 
 def _bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-async def _fetch_all(release: Release, seen: Look, folder: Path, show: Callable[[str], None]) -> None:
+async def _fetch_all(release: Release, seen: Look, folder: Path) -> None:
     pod, root, listed = f"{seen.prefix}-trainer-0", f"{_FOLDER}/{seen.data['run']}", b""
     run = release.client.execute
     async for data in run(pod, "trainer", ["find", root, "-type", "f", "-printf", "%s %P\\n"]):
         listed += data
-    sizes = sizes_of(listed)
-    if lacking := _NEEDED - {PurePosixPath(name).parts[0] for name in sizes}:
+    files = files_of(listed, folder)
+    if lacking := _NEEDED - {name.partition("/")[0] for name in files}:
         raise ServiceError(f"the run's folder in the trainer's pod lacks {', '.join(sorted(lacking))}")
     check_folder(folder, seen.uid)
-    targets, done, total = {name: target_of(folder, name) for name in sizes}, 0, sum(sizes.values())
+    done, total = 0, sum(size for size, _ in files.values())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
     (folder / _MARK).write_text(seen.uid)
     if total - _bytes_in(folder) > shutil.disk_usage(folder).free:
         raise ServiceError(f"the results have {total / 1e9:,.1f} GB, for which the disk of {folder} has no room")
-    for name, size in sizes.items():
-        show(f"fetching {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
-        targets[name].parent.mkdir(parents=True, exist_ok=True)
-        with targets[name].open("ab") as file:
+    for name, (size, target) in files.items():
+        release.show(f"fetching {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("ab") as file:
             if file.tell() != size:
                 async for data in run(pod, "trainer", ["tail", "-c", f"+{file.tell() + 1}", f"{root}/{name}"]):
                     file.write(data)
                     if file.tell() > size:
                         break
                     if file.tell() % _SHOWN_BYTES < len(data):
-                        show(f"fetching {name}: {(done + file.tell()) / 1e6:,.0f} of {total / 1e6:,.0f} MB")
-        if (found := targets[name].stat().st_size) != size:
-            targets[name].unlink()
+                        release.show(f"fetching {name}: {(done + file.tell()) / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+        if (found := target.stat().st_size) != size:
+            target.unlink()
             raise ServiceError(f"{name} has {found:,} bytes instead of {size:,}")
         done += size
 
@@ -384,19 +370,16 @@ def check_folder(folder: Path, installation: str = "") -> None:
         raise FieldError("--output", str(folder), "has files of another run; give another folder, or --release another name")
 
 
-def sizes_of(listed: bytes) -> dict[str, int]:
-    """Parse the list of files, and return the bytes of those that are fetched. Raises `ServiceError` if it is none."""
+def files_of(listed: bytes, folder: Path) -> dict[str, tuple[int, Path]]:
+    """Return the size and the target of each listed file that is fetched. Raises `ServiceError` if the list cannot be parsed,
+    or if a name leads out of the folder or past a link."""
+    files = {}
     try:
-        files = (line.split(" ", 1) for line in listed.decode().splitlines())
-        return {name: int(size) for size, name in files if name.partition("/")[0] in FILES}
+        for size, name in (line.split(" ", 1) for line in listed.decode().splitlines()):
+            if name.partition("/")[0] in FILES:
+                files[name], path = (int(size), folder / name), PurePosixPath(name)
+                if ".." in path.parts or "\0" in name or any((folder / at).is_symlink() for at in (path, *path.parents)):
+                    raise ServiceError(f"the trainer's pod lists the file {name!r}, which has no place in {folder}")
     except ValueError as error:
         raise ServiceError(f"the trainer's pod lists no files: {error}") from error
-
-
-def target_of(folder: Path, name: str) -> Path:
-    """Return where a file of the pod belongs. Raises `ServiceError` for a name that leads out of the folder, or past a link."""
-    path = PurePosixPath(name)
-    is_inside = path.parts[:1] and path.parts[0] in FILES and ".." not in path.parts and "\0" not in name
-    if not is_inside or any((folder / at).is_symlink() for at in (path, *path.parents)):
-        raise ServiceError(f"the trainer's pod lists the file {name!r}, which has no place in {folder}")
-    return folder / path
+    return files

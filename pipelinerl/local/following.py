@@ -53,21 +53,14 @@ async def follow_trainer(
             address = await process.address(timeout_s=math.inf)
             on_up(address)
             async with asyncio.TaskGroup() as group:  # An error in this group ends the run at once.
-                following = group.create_task(follow_calls(address.grpc, state, elapsed_s, certificates))
+                following = group.create_task(follow_calls(open_channel(address.grpc, certificates), state, elapsed_s))
                 await process.wait()
                 following.cancel()
 
 
-async def follow_calls(
-    target: str,
-    state: RunState,
-    elapsed_s: Callable[[], float],
-    certificates: Certificates | None,
-    name: str = "",
-    options: Sequence[tuple[str, int]] = (),
-) -> None:
-    """Follow the steps and the status of one trainer process. The other arguments are those of `open_channel`."""
-    async with open_channel(target, certificates, name, options) as channel, asyncio.TaskGroup() as group:
+async def follow_calls(channel: grpc.aio.Channel, state: RunState, elapsed_s: Callable[[], float]) -> None:
+    """Follow the steps and the status of a trainer, also after its restart, and close the channel to it at the end."""
+    async with channel, asyncio.TaskGroup() as group:
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         group.create_task(_follow_status(trainer, state))
         group.create_task(_follow_steps(trainer, state, elapsed_s))
@@ -92,19 +85,20 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Record every optimizer step once, in order. Steps before the trainer's first answer do not count for the pace."""
+    """Record every optimizer step once, in order. A trainer that has started anew may have undone steps. The steps before its
+    first answer do not count for the pace."""
+    incarnation, begun, heard = -1, 0, 0
     while True:
         if (status := await _status(trainer)) is not None:
-            break
-        await asyncio.sleep(_RETRY_S)
-    state.rewind(begun := status.policy_version)
-    heard = state.step
-    while True:
-        with contextlib.suppress(grpc.aio.AioRpcError):  # The trainer is starting or ending.
-            async for message in trainer.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=heard + 1)):
-                if message.step > heard:
-                    heard = message.step
-                    state.on_step(json.loads(message.json), elapsed_s() if heard > begun else None)
+            if status.incarnation != incarnation:
+                incarnation, begun = status.incarnation, status.policy_version
+                state.rewind(begun)
+                heard = state.step
+            with contextlib.suppress(grpc.aio.AioRpcError):  # The trainer is starting or ending.
+                async for message in trainer.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=heard + 1)):
+                    if message.step > heard:
+                        heard = message.step
+                        state.on_step(json.loads(message.json), elapsed_s() if heard > begun else None)
         await asyncio.sleep(_RETRY_S)
 
 

@@ -24,12 +24,11 @@ from pipelinerl.rl.memory import (
     Model,
     accelerator_named,
     engine_bytes,
-    fewest_ranks,
     shared_gib,
     trainer_problem,
     update_gib,
 )
-from pipelinerl.rl.planner import best_split, estimated, possible_splits
+from pipelinerl.rl.planner import best_split, estimated, fewest_together, possible_splits, rank_unit
 from pipelinerl.rl.throughput import Lengths
 
 FREE_SHARE = 0.5
@@ -104,9 +103,8 @@ def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_sha
     free = [device for device in devices if device.free_bytes >= FREE_SHARE * device.total_bytes]
     if not free:
         used = ", ".join(f"{device.name} has {device.free_bytes / GIB:.1f} GiB free" for device in devices)
-        raise FieldError(
-            "trainer.nproc", _shown(recipe.trainer.nproc), f"other processes use every GPU here ({used}); end them"
-        )
+        fix = f"other processes use every GPU here ({used}); end them"
+        raise FieldError("trainer.nproc", recipe.trainer.nproc or "auto", fix)
     if len(free) == 1 or recipe.actor.colocate:
         _check_alone(recipe, len(devices))
         only = (max(free, key=lambda device: device.free_bytes).uuid,)
@@ -183,7 +181,7 @@ def _check_alone(recipe: Recipe, num_devices: int) -> None:
 def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Model | None) -> tuple[int, int]:
     """Return the number of ranks and of actors on two or more free GPUs."""
     size, given, count = recipe.actor.engine.tensor_parallel_size, recipe.trainer.nproc, recipe.actor.count
-    multiple = math.lcm(recipe.trainer.context_parallel, recipe.trainer.shard_ranks or 1)
+    multiple = rank_unit(recipe)
     if given is not None:
         ranks = given
         actors = (len(free) - ranks) // size if count is None else count
@@ -191,7 +189,7 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
         actors = count
         ranks = (len(free) - actors * size) // multiple * multiple
     else:
-        ranks, actors = _divided(recipe, free, multiple, model)
+        ranks, actors = _divided(recipe, free, model)
     if given is None and any(device.is_instance for device in free):
         ranks = min(ranks, 1)
         actors = (len(free) - ranks) // size if count is None else count
@@ -200,22 +198,22 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
         here = counted(len(free), "GPU") + (f" of {num_devices} are free here" if num_devices > len(free) else " are here")
         wanted = f"{counted(max(ranks, 1), 'trainer rank')} and {counted(max(actors, 1), 'actor')} of {counted(size, 'GPU')}"
         needed = max(ranks, 1) + max(actors, 1) * size
-        fits, beside = _divided(recipe, free, multiple, model)
+        fits, beside = _divided(recipe, free, model)
         fix = f"use trainer.nproc={fits} and actor.count={beside}, or auto" if fits and beside else _smaller(recipe)
         field, value = ("trainer.nproc", given) if count is None and given is not None else ("actor.count", count)
-        raise FieldError(field, _shown(value), f"{wanted} need {needed} GPUs, and {here}; {fix}")
+        raise FieldError(field, "auto" if value is None else value, f"{wanted} need {needed} GPUs, and {here}; {fix}")
     return ranks, actors
 
 
-def _divided(recipe: Recipe, free: Sequence[Device], multiple: int, model: Model | None) -> tuple[int, int]:
+def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tuple[int, int]:
     """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
     the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the fewest ranks and
     0 actors."""
-    size, fewest, half = recipe.actor.engine.tensor_parallel_size, multiple, len(free) // 2
+    size, multiple = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
     memory_gib = min(device.total_bytes for device in free) / GIB
-    actors = max(1, half // size)
+    fewest, actors = multiple, max(1, len(free) // 2 // size)
     if model is not None:
-        fewest = math.ceil(fewest_ranks(recipe, model, memory_gib) / multiple) * multiple
+        fewest = fewest_together(recipe, model, memory_gib)
         if (sheet := accelerator_named(free[0].name)) is not None and fewest + size <= len(free):
             lengths = Lengths.of_bars([(1, recipe.max_tokens, 1.0)])
             machine = estimated(sheet._replace(memory_gb=memory_gib * GIB / 1e9), model, recipe, lengths)
@@ -336,7 +334,3 @@ def _too_large(recipe: Recipe, device: Device, uses: Mapping[str, float]) -> Fie
 def _smaller(recipe: Recipe) -> str:
     adapters = "train adapters (trainer.lora), " if recipe.trainer.lora is None else ""
     return f"{adapters}use a smaller model, or more GPUs"
-
-
-def _shown(value: int | None) -> int | str:
-    return "auto" if value is None else value

@@ -147,7 +147,7 @@ def misfits(
     recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None = None
 ) -> list[FieldError]:
     """Return an error for each resource that is too small for an actor or the trainer. `h`: sequences in progress, if given."""
-    fewest, most = _fewest_ranks(recipe, model, machine), most_in_progress(recipe, model, machine, lengths)
+    fewest, most = fewest_together(recipe, model, machine.memory_gib), most_in_progress(recipe, model, machine, lengths)
     too_large = actor_problem(recipe, model, machine.memory_gib) if machine.name in ACCELERATORS else None
     found = [too_large] if too_large else []
     if not too_large and not most:
@@ -225,7 +225,7 @@ def possible_splits(
 ) -> list[Split]:
     """Return the splits to try, with `h` sequences in progress; None = with all of `IN_PROGRESS` that fit."""
     most = most_in_progress(recipe, model, machine, lengths)
-    most_actors = (num_accelerators - _fewest_ranks(recipe, model, machine)) // machine.per_actor
+    most_actors = (num_accelerators - fewest_together(recipe, model, machine.memory_gib)) // machine.per_actor
     workload, sent = (machine.decode, machine.training, lengths, recipe.trainer.batch_size), sent_bytes(recipe, model)
     return [
         split(*workload, one, actors, left - left % rank_unit(recipe), weight_update_s(sent, actors))
@@ -244,8 +244,9 @@ def _rounded_up(ranks: float, recipe: Recipe) -> int:
     return math.ceil(ranks / rank_unit(recipe)) * rank_unit(recipe)
 
 
-def _fewest_ranks(recipe: Recipe, model: Model, machine: Machine) -> int:
-    return _rounded_up(fewest_ranks(recipe, model, machine.memory_gib), recipe)
+def fewest_together(recipe: Recipe, model: Model, memory_gib: float) -> int:
+    """Return the fewest trainer ranks that hold the states and that `rank_unit` divides."""
+    return _rounded_up(fewest_ranks(recipe, model, memory_gib), recipe)
 
 
 def best_split(splits: list[Split]) -> Split:

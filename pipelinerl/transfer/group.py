@@ -39,7 +39,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.messages.control import Backend
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.settings import host_port, split_host_port
-from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, Kept, RanksMissing, TransferAborted
+from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, Kept, TransferAborted
 
 log = logging.getLogger(__name__)
 
@@ -238,8 +238,7 @@ class WeightGroup:
 
         `given_up` ends the wait of this rank, or of all ranks if this is rank 0. With NCCL, it also ends later broadcasts.
         `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded if ranks are
-        missing after `timeout_s` (on rank 0 RanksMissing, which names them), TransferAborted if the meeting was given up, and
-        GroupFailed if the store is unreachable.
+        missing after `timeout_s`, TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
         """
         stop = given_up or threading.Event()
         # On a thread, because torch waits for a store whose host is gone as long as TCP does.
@@ -365,22 +364,22 @@ def close_when_met(meeting: Future[WeightGroup]) -> None:
 def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
 ) -> Kept:
-    """Wait on rank 0 for all other ranks, then set and return the chunks that all keep. Raises RanksMissing,
+    """Wait on rank 0 for all other ranks, then set and return the chunks that all keep. Raises DeadlineExceeded,
     TransferAborted."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
-    while missing and not _are_set(meeting, [f"here/{rank}" for rank in missing]):
-        still = [rank for rank in missing if not meeting.check([f"here/{rank}"])]
-        now = time.monotonic()
-        if len(still) < len(missing):
-            missing, last_came = still, now
-            continue
-        impatient = patience_s is not None and len(missing) < spec.world - 1 and now - last_came >= patience_s
-        if given_up.is_set() or impatient or now - started >= timeout_s:
-            meeting.set(_OUTCOME, _VOID)
-            if given_up.is_set():
-                raise TransferAborted(f"forming {spec.name} was abandoned")
-            raise RanksMissing(spec.name, tuple(missing), spec.world, now - started)
+    try:
+        while missing and not _are_set(spec, meeting, [f"here/{rank}" for rank in missing], given_up):
+            still, now = [rank for rank in missing if not meeting.check([f"here/{rank}"])], time.monotonic()
+            impatient = patience_s is not None and len(still) < spec.world - 1 and now - last_came >= patience_s
+            if len(still) < len(missing):
+                missing, last_came = still, now
+            elif impatient or now - started >= timeout_s:
+                connecting = f"connecting {spec.world} ranks, of which {missing} are missing,"
+                raise DeadlineExceeded(spec.name, connecting, now - started, tuple(missing))
+    except (TransferAborted, DeadlineExceeded):
+        meeting.set(_OUTCOME, _VOID)
+        raise
     values = meeting.multi_get([f"here/{rank}" for rank in range(1, spec.world)])
     ranks = [Kept(*json.loads(value)) for value in values]
     agree = len({kept.content for kept in ranks}) == 1
@@ -392,9 +391,7 @@ def _wait_for_all(
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> Kept:
     """Check in as a receiver, then wait for rank 0's outcome and return it. Raises TimeoutError, TransferAborted."""
     meeting.set(f"here/{spec.rank}", json.dumps(spec.kept))
-    while not _are_set(meeting, [_OUTCOME]):
-        if given_up.is_set():
-            raise TransferAborted(f"forming {spec.name} was abandoned")
+    while not _are_set(spec, meeting, [_OUTCOME], given_up):
         if time.monotonic() >= deadline:
             raise TimeoutError
     if (outcome := meeting.get(_OUTCOME).decode()) == _VOID:
@@ -402,8 +399,10 @@ def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: 
     return Kept(*json.loads(outcome))
 
 
-def _are_set(meeting: PrefixStore, keys: list[str]) -> bool:
-    """Wait until all keys are set, at most for `_MEETING_LOOK_S`, and return whether they are."""
+def _are_set(spec: GroupSpec, meeting: PrefixStore, keys: list[str], given_up: threading.Event) -> bool:
+    """Wait until all keys are set, at most for `_MEETING_LOOK_S`, and return whether they are. Raises TransferAborted."""
+    if given_up.is_set():
+        raise TransferAborted(f"forming {spec.name} was abandoned")
     try:
         meeting.wait(keys, timedelta(seconds=_MEETING_LOOK_S))
     except DistStoreError:

@@ -36,18 +36,12 @@ class GroupFailed(TransferError):
 
 
 class DeadlineExceeded(GroupFailed):
-    """The group made no progress within the time allowed."""
+    """The group made no progress within the time allowed. `missing`: ranks that did not check in at the store, which only rank
+    0 knows."""
 
-    def __init__(self, group: str, waiting_for: str, timeout_s: float) -> None:
+    def __init__(self, group: str, waiting_for: str, timeout_s: float, missing: tuple[int, ...] = ()) -> None:
+        self.missing = missing
         super().__init__(group, f"{waiting_for} took longer than {timeout_s:.1f} s")
-
-
-class RanksMissing(DeadlineExceeded):
-    """Some ranks did not check in at the store. Only rank 0 knows which."""
-
-    def __init__(self, group: str, ranks: tuple[int, ...], world: int, timeout_s: float) -> None:
-        self.ranks = ranks
-        super().__init__(group, f"connecting {world} ranks, of which {list(ranks)} are missing,", timeout_s)
 
 
 class TransferAborted(TransferError):

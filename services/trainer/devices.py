@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,48 +64,40 @@ def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> li
     whole, instances = set[str](), list[str]()
     for number in range(nvml.nvmlDeviceGetCount()):
         parent = nvml.nvmlDeviceGetHandleByIndex(number)
-        if _is_divided(nvml, parent):
-            instances += [nvml.nvmlDeviceGetUUID(instance) for instance in _instances(nvml, parent)]
-        else:
+        if not (_answer(nvml, nvml.nvmlDeviceGetMigMode, parent) or (False,))[0]:
             whole.add(nvml.nvmlDeviceGetUUID(parent))
+            continue
+        numbers = range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent))
+        parts = (_answer(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, parent, one) for one in numbers)
+        instances += [nvml.nvmlDeviceGetUUID(part) for part in parts if part is not None]
     if VISIBLE in environment:
         named = [name.strip() for name in environment[VISIBLE].split(",")]
         instances = [name for name in named if name.startswith("MIG-")]
     return [uuid for uuid in visible if uuid in whole] + instances
 
 
-def _is_divided(nvml: Any, handle: Any) -> bool:
+def _answer(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the answer of NVML; None if it has none, such as for a GPU without MIG or an unused number of an instance."""
     try:
-        current, _ = nvml.nvmlDeviceGetMigMode(handle)
-    except nvml.NVMLError:  # this kind of GPU has no MIG
-        return False
-    return bool(current)
-
-
-def _instances(nvml: Any, parent: Any) -> Iterator[Any]:
-    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent)):
-        try:
-            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(parent, number)
-        except nvml.NVMLError:  # no instance has this number
-            continue
+        return call(*arguments)
+    except nvml.NVMLError:
+        return None
 
 
 def _device(nvml: Any, uuid: str, handles: Mapping[str, Any]) -> dict[str, Any]:
     memory, name = nvml.nvmlDeviceGetMemoryInfo(handles[uuid]), nvml.nvmlDeviceGetName(handles[uuid])
+
+    def is_linked(other: Any) -> bool:
+        status = _answer(nvml, nvml.nvmlDeviceGetP2PStatus, handles[uuid], other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return bool(status == nvml.NVML_P2P_STATUS_OK)
+
     return {
         "uuid": uuid,
         "name": name.decode() if isinstance(name, bytes) else name,
         "total_bytes": memory.total,
         "free_bytes": memory.free,
-        "linked": [other for other, handle in handles.items() if other != uuid and _linked(nvml, handles[uuid], handle)],
+        "linked": [other for other, handle in handles.items() if other != uuid and is_linked(handle)],
     }
-
-
-def _linked(nvml: Any, one: Any, other: Any) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK)
-    except nvml.NVMLError:
-        return False
 
 
 def main() -> None:

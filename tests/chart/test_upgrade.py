@@ -1,15 +1,16 @@
 """What an upgrade changes of a release that runs, which the chart looks up, and what helm tells after an installation."""
 
+import asyncio
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.chart.api_server import api_server
 from tests.chart.fields import problems
 from tests.chart.rendering import CHART, CPU_VALUES, NAMESPACE, Rendered, helm, render
+from tests.cluster.api_server import ApiServer
 
 OWNER = {"meta.helm.sh/release-name": "pipelinerl", "meta.helm.sh/release-namespace": NAMESPACE}
 
@@ -18,18 +19,27 @@ def installed(values: dict[str, Any] | None = None) -> Rendered:
     return render(values, [CPU_VALUES])
 
 
-def upgraded(running: Rendered, values: dict[str, Any] | None = None, verb: str = "--is-upgrade") -> Rendered:
-    with asking(running) as options:
-        return render(values, [CPU_VALUES], extra=[verb, *options])
+Asking = Callable[[Rendered], list[str]]
+"""Returns options with which helm looks objects up in a cluster that has these of the release."""
 
 
-@contextmanager
-def asking(running: Rendered) -> Iterator[list[str]]:
-    """Options with which helm looks objects up in a cluster that has these of the release."""
-    for item in running.objects:
-        item["metadata"].setdefault("annotations", {}).update(OWNER)
-    with api_server(running.objects) as url:
-        yield ["--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", url]
+@pytest.fixture
+async def asking(tmp_path: Path) -> AsyncIterator[Asking]:
+    server = ApiServer(Rendered([]), NAMESPACE)
+    async with server.serve("127.0.0.1", 0, tmp_path / "api"):
+        kubeconfig = server.kubeconfig(tmp_path / "kubeconfig", f"https://127.0.0.1:{server.port}")
+
+        def options(running: Rendered) -> list[str]:
+            for item in running.objects:
+                item["metadata"].setdefault("annotations", {}).update(OWNER)
+            server._rendered.objects[:] = running.objects
+            return ["--dry-run=server", "--disable-openapi-validation", f"--kubeconfig={kubeconfig}"]
+
+        yield options
+
+
+async def upgraded(options: list[str], values: dict[str, Any] | None = None, verb: str = "--is-upgrade") -> Rendered:
+    return await asyncio.to_thread(render, values, [CPU_VALUES], extra=[verb, *options])
 
 
 @pytest.mark.parametrize(
@@ -41,13 +51,15 @@ def asking(running: Rendered) -> Iterator[list[str]]:
         ({"replicas": 3, "autoscaling": {"enabled": True}}, None),
     ],
 )
-def test_how_many_pods_there_are_is_said_by_the_values_or_by_somebody_else(values: Any, replicas: int | None) -> None:
+async def test_how_many_pods_there_are_is_said_by_the_values_or_by_somebody_else(
+    asking: Asking, values: Any, replicas: int | None
+) -> None:
     """Helm 3's merge leaves what no manifest names, and Helm 4's server-side apply does not own it: in upgrades and rollbacks.
     So it must not be there, and what is live must not bring it back."""
     actor = {**values, "autoscaling": {"kind": "hpa", **values["autoscaling"]}}
     given = {"actor": actor, "trainer": {"expectedActors": 0}, "verifier": values, "metrics": {"scrapedOtherwise": True}}
     running = installed(given)
-    for after in (running, upgraded(running, {**given, "log": {"level": "debug"}})):
+    for after in (running, await upgraded(asking(running), {**given, "log": {"level": "debug"}})):
         deployments = after.of_kind("Deployment")
         assert [item["spec"].get("replicas") for item in deployments] == [replicas, replicas]
         for item in deployments:
@@ -56,13 +68,14 @@ def test_how_many_pods_there_are_is_said_by_the_values_or_by_somebody_else(value
     assert all(level in after.pod(service).main["env"] for service in ("actor", "verifier")), "the other values count"
 
 
-def test_an_upgrade_keeps_the_passwords_and_adds_one_that_is_missing() -> None:
+async def test_an_upgrade_keeps_the_passwords_and_adds_one_that_is_missing(asking: Asking) -> None:
     """As of a release that was installed before there was such a user."""
     running = installed()
     stored = running.one("Secret", "pipelinerl-nats-auth")["data"]
     assert set(stored) == {"trainer", "actor", "admin", "route", "trainer-credentials", "actor-credentials"}
     route = stored.pop("route")
-    data = upgraded(running, {"nats": {"sequencesMaxGib": 2}}).one("Secret", "pipelinerl-nats-auth")["data"]
+    after = await upgraded(asking(running), {"nats": {"sequencesMaxGib": 2}})
+    data = after.one("Secret", "pipelinerl-nats-auth")["data"]
     assert data["route"] not in ("", route)
     assert data == stored | {"route": data["route"]}
 
@@ -72,23 +85,23 @@ SIZES = ("1Ti < 1025Gi", "50000M > 46Gi", "50000M < 47Gi", "53687091201 > 50Gi",
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("verb", ["--is-upgrade", "--is-upgrade=false"])
-def test_the_trainers_claim_never_shrinks(verb: str, sizes: str) -> None:
+async def test_the_trainers_claim_never_shrinks(asking: Asking, verb: str, sizes: str) -> None:
     """In an upgrade that forgets the size, and in an installation over the claim that an uninstall has kept."""
     live, compared, size = sizes.split(" ")
     running = installed()
     running.one("PersistentVolumeClaim", "pipelinerl-trainer")["spec"]["resources"]["requests"]["storage"] = live
-    after = upgraded(running, {"trainer": {"persistence": {"size": size}}}, verb)
+    after = await upgraded(asking(running), {"trainer": {"persistence": {"size": size}}}, verb)
     claims = [one.one("PersistentVolumeClaim", "pipelinerl-trainer") for one in (after, running)]
     assert claims[0]["spec"]["resources"]["requests"]["storage"] == (live if compared == ">" else size)
     assert list(problems(*claims)) == []
 
 
-def test_an_upgrade_that_takes_pods_away_warns() -> None:
+async def test_an_upgrade_that_takes_pods_away_warns(asking: Asking) -> None:
     """Nothing else does: a number in the values replaces one that kubectl scale or an autoscaler has set."""
     running = installed({"actor": {"replicas": None}})
     running.one("Deployment", "pipelinerl-actor")["spec"]["replicas"] = 5
-    with asking(running) as options:
-        notes = {numbers: _notes(*options, "--set", numbers) for numbers in NUMBERS}
+    options = asking(running)
+    notes = {numbers: await asyncio.to_thread(_notes, *options, "--set", numbers) for numbers in NUMBERS}
     assert {numbers: re.findall("WARNING: .*", text) for numbers, text in notes.items()} == NUMBERS
 
 

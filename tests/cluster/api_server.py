@@ -25,11 +25,26 @@ import yaml
 from aiohttp import web
 
 from pipelinerl.kube.client import Permission
-from tests.chart.api_server import KINDS, discovery, plural
 from tests.chart.rendering import WORKLOADS, Rendered
 from tests.cluster.objects import ClusterError, Object, name_of
 from tests.kube import api_server
 from tests.support.certificates import Authority
+
+KINDS = {
+    "v1": ("ConfigMap", "Secret", "Service", "ServiceAccount", "PersistentVolumeClaim", "Pod", "Namespace"),
+    "apps/v1": ("Deployment", "StatefulSet"),
+    "autoscaling/v2": ("HorizontalPodAutoscaler",),
+    "policy/v1": ("PodDisruptionBudget",),
+    "networking.k8s.io/v1": ("NetworkPolicy",),
+    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
+    "batch/v1": ("Job",),
+}
+VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
+
+
+def plural(kind: str) -> str:
+    return "networkpolicies" if kind == "NetworkPolicy" else f"{kind.lower()}s"
+
 
 KIND_OF = {(version, plural(kind)): kind for version, kinds in KINDS.items() for kind in kinds}
 PLACE = re.compile(r"/apis?/(.+)/namespaces/[^/]+/([^/]+)(?:/([^/]+))?")
@@ -344,3 +359,38 @@ async def _copy(stream: asyncio.StreamReader, socket: web.WebSocketResponse, cha
     with suppress(ConnectionError):
         while data := await stream.read(_CHUNK):
             await socket.send_bytes(channel + data)
+
+
+def discovery(path: str) -> Object | None:
+    if path == "/version":
+        return {"major": "1", "minor": "33", "gitVersion": "v1.33.0"}
+    if path == "/api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "/apis":
+        versions = [{"groupVersion": name, "version": name.partition("/")[2]} for name in KINDS if "/" in name]
+        groups = [
+            {"name": one["groupVersion"].partition("/")[0], "versions": [one], "preferredVersion": one} for one in versions
+        ]
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    if path.startswith("/openapi/v3"):
+        return _openapi(path.removeprefix("/openapi/v3"))
+    group_version = path.removeprefix("/apis/").removeprefix("/api/")
+    resources: list[Object] = [
+        {"name": plural(kind), "singularName": kind.lower(), "kind": kind, "namespaced": kind != "Namespace", "verbs": VERBS}
+        for kind in KINDS.get(group_version, ())
+    ]
+    return {"kind": "APIResourceList", "groupVersion": group_version, "resources": resources} if resources else None
+
+
+def _openapi(path: str) -> Object | None:
+    """That the server checks the fields of every kind itself: helm then downloads no schemas to do so."""
+    roots = {f"apis/{name}" if "/" in name else f"api/{name}": name for name in KINDS}
+    if not path:
+        return {"paths": {root: {"serverRelativeURL": f"/openapi/v3/{root}"} for root in roots}}
+    if (version := roots.get(path.lstrip("/"))) is None:
+        return None
+    group, _, number = version.rpartition("/")
+    checks = [{"name": "fieldValidation", "in": "query"}]
+    kinds = {kind: {"group": group, "version": number, "kind": kind} for kind in KINDS[version]}
+    patches = {kind: {"patch": {"x-kubernetes-group-version-kind": of, "parameters": checks}} for kind, of in kinds.items()}
+    return {"openapi": "3.0.0", "paths": {f"{path}/{kind}/{{name}}": patch for kind, patch in patches.items()}}

@@ -46,7 +46,7 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
     caplog.set_level("INFO")
     monkeypatch.setattr("services.trainer.run.evaluates_first", lambda *_: False)
     monkeypatch.setattr(completion, "SEEN_WITHIN_S", 0.0)
-    monkeypatch.setattr(completion, "BACKOFF", Backoff(0.01, 0.01))
+    monkeypatch.setattr("pipelinerl.kube.client.BACKOFF", Backoff(0.01, 0.01))
     api.scales = {"rl-actor": {"replicas": 8}, "rl-trainer": {"replicas": 1}}
     api.configs = {"rl-run": {"theirs": "stays", "reason": "of an earlier failure"}}
     api.secrets = {"rl-report": {}}

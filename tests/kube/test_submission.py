@@ -22,11 +22,10 @@ from pipelinerl.commands.submit import chart_values, rows_of
 from pipelinerl.errors import ServiceError
 from pipelinerl.kube import submission
 from pipelinerl.kube.client import Permission, PersonClient, name_of
-from pipelinerl.kube.submission import Look, Release, failure_of, fetch, sizes_of, target_of, watch, why_not_ready
-from pipelinerl.local.progress import Display, RunState
+from pipelinerl.kube.submission import Look, Release, failure_of, fetch, files_of, watch, why_not_ready
+from pipelinerl.local.progress import Display
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import known_recipes, load_recipe
-from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import server_credentials
 from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 from tests.chart.rendering import CPU_VALUES, HELM, NAMESPACE, Object, Rendered
@@ -199,10 +198,11 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
     """Takes the steps that a test tells it to."""
 
     def __init__(self) -> None:
-        self.version, self.taken = 0, list[int]()
+        self.incarnation, self.version, self.taken = 1, 0, list[int]()
 
     def GetStatus(self, request: Any, context: Any) -> trainer_pb2.TrainerStatus:
-        return trainer_pb2.TrainerStatus(policy_version=self.version, message="waiting for \x1b sequences")
+        told = "waiting for \x1b sequences"
+        return trainer_pb2.TrainerStatus(incarnation=self.incarnation, policy_version=self.version, message=told)
 
     def StreamMetrics(self, request: Any, context: Any) -> Any:
         for step in [step for step in self.taken if step >= request.from_step]:
@@ -243,7 +243,8 @@ async def until(condition: Callable[[], bool], running: asyncio.Task[Any]) -> No
 async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_new_trainer(
     api: ApiServer, release: Release, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tls: bool
 ) -> None:
-    state, shown, tls_dir = RunState("own", 0), StringIO(), None
+    state, shown, tls_dir = release.state, StringIO(), None
+    release.display = Display(shown, 0.0)
     trainer_pod = pod("own-pipelinerl-trainer-0", "trainer", **READY)
     if tls:
         tls_dir = Authority().issue(tmp_path / "tls", "own-pipelinerl-trainer")
@@ -254,7 +255,7 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
     async with trainer_served(monkeypatch, tls_dir) as trainer:
         publish(api, steps="4")
         add(api, pod("own-pipelinerl-trainer-0", "trainer", phase="Pending", conditions=[no_node]))
-        watching = asyncio.create_task(watch(release, state, Display(shown, 0.0), 0.0))
+        watching = asyncio.create_task(watch(release))
         await until(lambda: state.phase == "trainer-0: Pending: 0/3 nodes are available", watching)
         trainer.taken = [1, 2]
         trainer_pod["status"]["podIP"] = "127.0.0.1"
@@ -266,7 +267,7 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
         await api.stop()
         await until(lambda: "waiting for the Kubernetes API" in state.phase, watching)
         await api.start("127.0.0.1", api.port)
-        trainer.version, trainer.taken = 1, [1]
+        trainer.incarnation, trainer.version, trainer.taken = 2, 1, [1]
         add(api, trainer_pod | {"metadata": trainer_pod["metadata"] | {"uid": "another"}})
         await until(lambda: state.step == 1, watching)  # a restart undid steps
         trainer.taken = [1, 2, 3, 4]
@@ -337,7 +338,7 @@ def run_dir(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_results_come_whole_over_connections_that_drop(
     api: ApiServer, release: Release, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelinerl.kube.client.BACKOFF", Backoff(0.01, 0.01))
+    monkeypatch.setattr(submission, "_LOOK_S", 0.01)
     dropped = list[str]()
 
     def drop_once(phase: str) -> None:
@@ -345,7 +346,8 @@ async def test_results_come_whole_over_connections_that_drop(
             dropped.append(phase)
             api.drop_sockets()
 
-    report = await fetch(release, FINISHED_RUN, tmp_path / "here", drop_once)
+    monkeypatch.setattr(release, "show", drop_once)
+    report = await fetch(release, FINISHED_RUN, tmp_path / "here")
     assert dropped
     assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700  # prompts and completions are for the user alone
     assert report.read_text().startswith("<!doctype html>")
@@ -388,8 +390,8 @@ async def test_an_installation_that_helm_did_not_begin_removes_nothing(
     assert await pipelinerl(*SUBMIT) == 0
     before = [*api._rendered.objects]
     values = chart_values(load_recipe("arithmetic"), "own")
-    with pytest.raises(submission.HelmError, match="nosuch"):
-        await submission.install(release, str(tmp_path / "nosuch"), [], values, lambda phase: None)
+    with pytest.raises(ServiceError, match="nosuch"):
+        await submission.install(release, str(tmp_path / "nosuch"), [], values)
     assert api._rendered.objects == before
 
 
@@ -411,7 +413,7 @@ async def test_results_that_cannot_be_fetched_remove_nothing(
     async def dropped() -> None:
         api.drop_sockets()
 
-    monkeypatch.setattr("pipelinerl.kube.client.BACKOFF", Backoff(0.01, 0.01))
+    monkeypatch.setattr(submission, "_LOOK_S", 0.01)
     monkeypatch.setattr(submission, "_GIVE_UP_S", 0.0)
     publish(api, phase="Finished", run="volume", steps="0")
     api.execute = breaks
@@ -445,23 +447,24 @@ async def test_a_file_that_changed_its_size_is_an_error(
 
     api.execute = grows
     with pytest.raises(ServiceError, match=r"has [\d,]+ bytes instead of"):
-        await fetch(release, FINISHED_RUN, tmp_path / "here", lambda phase: None)
+        await fetch(release, FINISHED_RUN, tmp_path / "here")
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "checkpoint/../../x", "", ".", "other", "checkpoint/\0", "checkpoint/a/b"]
-)
+@pytest.mark.parametrize("name", ["checkpoint/../../x", "checkpoint/\0", "checkpoint/a/b"])
 def test_no_file_is_written_outside_of_the_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "a").symlink_to("/tmp")
     with pytest.raises(ServiceError, match="which has no place in"):
-        target_of(tmp_path, name)
+        files_of(b"1 " + name.encode(), tmp_path)
+    assert files_of(b"1 ../x\n1 /etc/passwd\n1 .\n1 other\n2 checkpoint/b", tmp_path) == {
+        "checkpoint/b": (2, tmp_path / "checkpoint" / "b")
+    }
 
 
 @pytest.mark.parametrize("listed", [b"recipe.yaml", b"many recipe.yaml", b"1 \xff"])
-def test_a_list_of_files_that_is_none_is_refused(listed: bytes) -> None:
-    with pytest.raises(ServiceError):
-        sizes_of(listed)
+def test_a_list_of_files_that_is_none_is_refused(listed: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match="lists no files"):
+        files_of(listed, tmp_path)
 
 
 # --- pure

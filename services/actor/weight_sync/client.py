@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipelinerl.errors import ManifestMismatch, TransferError
+from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest
 
@@ -54,7 +54,7 @@ class StagedWeights:
     prepare_s: float
 
 
-class CommitFailed(TransferError):
+class CommitFailed(ServiceError):
     """A swap, or falling asleep or waking up, failed half-way. The served weights are unknown, so the process should end."""
 
 
@@ -243,7 +243,7 @@ class WeightUpdateClient:
 
     async def commit(self, version: PolicyVersion) -> float:
         """Pause between two decode steps, swap, and resume. Return the seconds of the pause. Unfinished sequences continue. A
-        TransferError other than CommitFailed means that `version` was not staged, and the old weights are still served."""
+        TransferError means that `version` was not staged, and the old weights are still served. Raises `CommitFailed`, too."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self.swapping:

@@ -32,7 +32,7 @@ from pipelinerl.v1.control_pb2 import (
     Staged,
 )
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
+from services.actor.weight_sync.client import WeightUpdateClient
 from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.log_reader import LogReader
 
@@ -224,8 +224,6 @@ class UpdateListener:
                 # Preparation overlaps with receiving. Its span has the total duration and ends now.
                 span.set_attributes({attributes.BYTES: staged.num_bytes, attributes.RECEIVE_S: staged.receive_s})
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
-        except CommitFailed:
-            raise  # as in `_on_commit`
         except TransferError as error:
             await self._fail(announce, announce.version, error)
             return
@@ -243,9 +241,7 @@ class UpdateListener:
         self._staged = None
         try:
             await self._swap(commit, trace)
-        except CommitFailed:
-            raise  # the served weights are unknown; the process ends and, once restarted, joins as a new member
-        except TransferError as error:
+        except TransferError as error:  # `CommitFailed` ends the process, which joins as a new member once restarted
             await self._fail(commit, commit.version, error)
 
     async def _swap(self, commit: Commit, trace: Trace) -> None:

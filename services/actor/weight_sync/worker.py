@@ -41,13 +41,6 @@ MAX_WAITING_ORDERS = 16
 RELEASE = "release"
 
 
-class StagingMemory:
-    """Host memory that successive updates of one engine reuse."""
-
-    def __init__(self, buffers: int) -> None:
-        self.chunks, self.large = ReusedMemory(buffers + 1), ReusedMemory(buffers)
-
-
 @dataclass(eq=False)
 class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. Iterate
@@ -55,8 +48,8 @@ class Receiver:
     group is in use until then.
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
-    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reusable memory to receive into. Without
-    it, each piece is new memory of the group's placement. `pinned`: pin such memory of the host, for an engine on a GPU."""
+    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reused for chunks, and for larger tensors.
+    Without it, each piece is new memory of the group's placement. `pinned`: pin such host memory, for an engine on a GPU."""
 
     group: WeightGroup | StreamFile
     manifest: Manifest
@@ -66,7 +59,7 @@ class Receiver:
     stall_timeout_s: float
     aborted: threading.Event
     buffers: int = 1
-    memory: StagingMemory | None = None
+    memory: tuple[ReusedMemory, ReusedMemory] | None = None
     pinned: bool = False
     regroup: Callable[[TransferError], bool] = lambda error: False
     """Called with the error of a broken group. Sets another `group` and its `timeout_s`, or returns False to raise the
@@ -146,9 +139,10 @@ class Receiver:
         if self.memory is None:
             device = self.group.placement.device
             return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self.pinned and device.type == "cpu")
+        small, large = self.memory
         if num_bytes > self._largest_chunk:
-            return self.memory.large.take(num_bytes)
-        return self.memory.chunks.take(self._largest_chunk)[:num_bytes]  # equal sizes, so that any can be reused
+            return large.take(num_bytes)
+        return small.take(self._largest_chunk)[:num_bytes]  # equal sizes, so that any can be reused
 
     def _check(self, chunk: Chunk, raw: Tensor, expected: int) -> None:
         started, is_new = time.monotonic(), chunk.index >= len(self._checksums)
@@ -231,7 +225,8 @@ class TransferWorker:
     device: torch.device = HOST.device
 
     def __post_init__(self) -> None:
-        self._memory = StagingMemory(self.staging_buffers) if self.device.type == "cpu" else None
+        buffers = self.staging_buffers
+        self._memory = (ReusedMemory(buffers + 1), ReusedMemory(buffers)) if self.device.type == "cpu" else None
         self._placement = on_device(self.device)
         self._group: WeightGroup | StreamFile | None = None
         self._staging: Staging | None = None

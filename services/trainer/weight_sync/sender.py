@@ -204,7 +204,7 @@ class CollectiveGroup:
         self._broadcast: Future[TransferResult] | None = None
 
     async def built(self) -> None:
-        """Wait until every rank has connected. Raises `TransferError`, and `RanksMissing` if some ranks do not connect."""
+        """Wait until every rank has connected. Raises `TransferError`, which may name ranks that are `missing`."""
         await asyncio.wrap_future(self._meeting)
 
     async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:

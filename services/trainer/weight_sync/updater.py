@@ -28,7 +28,7 @@ from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trace_of
-from pipelinerl.transfer.manifest import RanksMissing
+from pipelinerl.transfer.manifest import DeadlineExceeded
 from pipelinerl.v1 import control_pb2 as pb
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.log_writer import LogWriter
@@ -175,7 +175,7 @@ class TransferSession:
         try:
             await group.built()
         except TransferError as error:
-            missing = actors_of(error.ranks, members) if isinstance(error, RanksMissing) else ()
+            missing = actors_of(error.missing, members) if isinstance(error, DeadlineExceeded) else ()
             self._updater.post(self, c.TransferFailed(epoch, str(error), missing))
         else:
             self._updater.roster.met(members)
