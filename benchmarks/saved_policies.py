@@ -103,7 +103,7 @@ class PolicyJudge:
             completion_tokens=len(token_ids),
             max_tokens=self._recipe.sampling.max_tokens,
         )
-        return is_right(score_item(self._reward, item), self._recipe.reward.correct)
+        return is_right(score_item(self._reward, item).components, self._recipe.reward.correct)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:

@@ -175,7 +175,7 @@ def thread_of(tracker: FakeTracker) -> Iterator[tuple[TrackerThread, RunTrackers
 
 
 def settings_in(run_dir: Path) -> TrainerSettings:
-    return TrainerSettings(run="tiny", recipe=run_dir / "r", instance="trainer", verifier="nowhere:1", run_dir=run_dir)
+    return TrainerSettings(run="tiny", recipe=run_dir / "r", instance="trainer", run_dir=run_dir)
 
 
 def evaluation(version: int) -> HeldoutResult:

@@ -245,19 +245,14 @@ class Feeder:
     def _group(self, number: int) -> PromptGroup:
         recipe = self._recipe
         problem, sampling = self._problems(number), recipe.sampling
-        return PromptGroup(
+        return group_of(
+            problem,
             run=self._bus.run,
             group_id=f"g{number:08d}",
-            problem_index=problem.index,
-            task=problem.share.name,
-            prompt_token_ids=problem.prompt_token_ids,
-            prompt_text=problem.prompt_text,
-            reference_json=problem.reference_json,
             num_samples=sampling.group_size,
             sampling=sampling_of(recipe, problem),
             seed=group_seed(recipe.seed, number) if sampling.seeded else 0,
             issued_version=max(0, self._updater.served_version),
-            episodic=problem.share.task.is_episodic,
             token=self.tokens.of(f"g{number:08d}") if self.tokens else b"",
         )
 
@@ -280,6 +275,19 @@ def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str
         )
     fix = "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
     return f"task {task!r}: {count} could not be published, the last one: {detail}; {fix}"
+
+
+def group_of(problem: EncodedProblem, **how: Any) -> PromptGroup:
+    """Return a problem's prompt group. `how`: the fields of the group that do not depend on the problem."""
+    return PromptGroup(
+        problem_index=problem.index,
+        task=problem.share.name,
+        prompt_token_ids=problem.prompt_token_ids,
+        prompt_text=problem.prompt_text,
+        reference_json=problem.reference_json,
+        episodic=problem.share.task.is_episodic,
+        **how,
+    )
 
 
 def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
