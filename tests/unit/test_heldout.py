@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, encode_group
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, PromptGroup, SamplingParams, encode_group
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import accuracy_of
 from services.trainer.data import evaluation
@@ -23,16 +23,15 @@ from services.trainer.data.evaluation import (
     probe_tolerance,
     served_share,
 )
-from services.trainer.data.feeder import EncodedProblem, sampling_of
 from tests.unit.builders import RUN, make_problem, make_recipe
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving
 
 
-def problems(count: int) -> list[EncodedProblem]:
+def problems(count: int) -> list[PromptGroup]:
     return [make_problem(index, tokens=(1, 2)) for index in range(count)]
 
 
-def evaluator(addresses: dict[str, str], asked: Sequence[EncodedProblem] = (), recipe: Recipe | None = None) -> Evaluator:
+def evaluator(addresses: dict[str, str], asked: Sequence[PromptGroup] = (), recipe: Recipe | None = None) -> Evaluator:
     updater: Any = FakeUpdater()
     updater.serve(addresses)
     recipe = recipe or make_recipe(evaluation={"timeout_s": 10.0}, weights={"probe_tokens": 3})
@@ -40,7 +39,7 @@ def evaluator(addresses: dict[str, str], asked: Sequence[EncodedProblem] = (), r
 
 
 async def evaluate(
-    *, asked: list[EncodedProblem] | None = None, recipe: Recipe | None = None, version: int = 0, **actors: FakeActor
+    *, asked: list[PromptGroup] | None = None, recipe: Recipe | None = None, version: int = 0, **actors: FakeActor
 ) -> HeldoutResult:
     async with serving(**(actors or {"a": FakeActor()})) as addresses:
         return await evaluator(addresses, problems(4) if asked is None else asked, recipe).evaluate(version)
@@ -100,12 +99,10 @@ async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lowe
 
 
 async def test_answers_are_sampled_as_in_training_apart_from_the_temperature() -> None:
-    recipe = make_recipe(sampling={"group_size": 2, "max_tokens": 16, "stop": ["\n"], "stop_token_ids": [7, 9]})
-    asked, actor = [replace(problem, stop_token_ids=(9, 11)) for problem in problems(2)], FakeActor()
-    await evaluate(asked=asked, recipe=recipe, a=actor)
+    trained, actor = SamplingParams(1.0, 16, stop_token_ids=(7, 9, 11), stop=("\n",)), FakeActor()
+    asked = [replace(problem, sampling=trained) for problem in problems(2)]
+    await evaluate(asked=asked, a=actor)
     ((group, other),) = actor.requests
-    trained = sampling_of(recipe, asked[0])  # temperature 1
-    assert (trained.stop, trained.stop_token_ids, trained.temperature) == (("\n",), (7, 9, 11), 1.0)
     assert group.sampling == replace(trained, temperature=0.0)
     assert (group.task, group.reference_json, group.num_samples) == ("chain_sum", asked[0].reference_json, 1)
     assert len({0, group.seed, other.seed}) == 3
@@ -133,7 +130,7 @@ async def test_each_task_and_set_has_its_limit_its_reward_and_its_accuracy_and_s
     actor = FakeActor()
     strict: dict[str, Any] = {"name": "strict", "task": {}, "max_tokens": 9, "reward": {"correct": 2.0}}
     recipe = make_recipe(task=None, tasks=[{"task": {}}, strict], evaluation={"sets": [strict | {"name": "further"}]})
-    asked = [*problems(3), make_problem(**strict), make_problem(**strict | {"name": "further"})]
+    asked = [*problems(3), *(make_problem(task=name, max_tokens=9) for name in ("strict", "further"))]
     result = await evaluate(asked=asked, recipe=recipe, a=actor)  # every answer earns 1
     assert [group.sampling.max_tokens for group in actor.requests[0]] == [16, 16, 16, 9, 9]
     assert result.overall.mean.value == 0.75

@@ -29,7 +29,6 @@ from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.transfer.manifest import build_manifest
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.trainer.checkpoint.run_state import RunState, Start
-from services.trainer.data.feeder import EncodedProblem
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import RunView, TrainerMetrics
@@ -445,7 +444,7 @@ async def desk(
     *parts: str,
     server: MemoryServer | None = None,
     limits: StreamLimits | None = None,
-    problems: Callable[[int], EncodedProblem] | None = None,
+    problems: Callable[[int], PromptGroup] | None = None,
     **sections: object,
 ) -> AsyncIterator[Desk]:
     """`parts` of a run at work, feeder and intake when none are named; `problems`: in place of the task's."""

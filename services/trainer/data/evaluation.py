@@ -44,7 +44,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
 from pipelinerl.telemetry.tracing import Trace, child, headers_of, root, trace_of
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
-from services.trainer.data.feeder import EncodedProblem, group_of, group_seed, sampling_of
+from services.trainer.data.feeder import group_seed
 from services.trainer.learn.meter import in_sixteen_bits
 from services.trainer.weight_sync.updater import WeightUpdater
 
@@ -114,7 +114,7 @@ class Evaluator:
     def __init__(
         self,
         recipe: Recipe,
-        problems: list[EncodedProblem],
+        problems: list[PromptGroup],
         vocab_size: int,
         updater: WeightUpdater,
         run: str,
@@ -176,15 +176,14 @@ class Evaluator:
 
     def _group(self, number: int, version: int) -> PromptGroup:
         """Return the prompt group of one answer, with the settings of training and the evaluation's temperature."""
-        recipe, problem = self._recipe, self._problems[number]
-        sampling = sampling_of(recipe, problem)
-        return group_of(
+        problem = self._problems[number]
+        return replace(
             problem,
             run=self._run,
             group_id=f"h{number:06d}-{secrets.token_hex(4)}",  # an actor may still sample the group of an earlier request
             num_samples=1,
-            sampling=replace(sampling, temperature=recipe.evaluation.temperature, max_tokens=max(1, sampling.max_tokens)),
-            seed=group_seed(recipe.seed + 1, number),
+            sampling=replace(problem.sampling, temperature=self._recipe.evaluation.temperature),
+            seed=group_seed(self._recipe.seed + 1, number),
             issued_version=version,
         )
 
@@ -192,7 +191,7 @@ class Evaluator:
         """Group answers by the task or set of their problem."""
         found: dict[str, list[int]] = {}
         for number in numbers:
-            found.setdefault(self._problems[number].share.name, []).append(number)
+            found.setdefault(self._problems[number].task, []).append(number)
         return found
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
@@ -212,7 +211,7 @@ class Evaluator:
         by_set: dict[str, list[list[bool | None]]] = {}
         sets: dict[str, Accuracy] = {}
         for name, numbers in self._by_task(range(len(self._problems))).items():
-            correct = self._problems[numbers[0]].share.reward.correct
+            correct = self._recipe.problem_sets[name].reward.correct
             right = [None if reasons[one] else is_right(answers[one].reward_components, correct) for one in numbers]
             by_set[name] = [right[first : first + self._samples] for first in range(0, len(right), self._samples)]
             if (accuracy := accuracy_of(by_set[name])) is not None:
