@@ -18,13 +18,13 @@ from pathlib import Path
 
 from pipelinerl.bus.permissions import ACTOR, TRAINER
 from pipelinerl.initial_model import COMPILED, built_folder, cache_folder, is_built, is_complete, why_unwritable
-from pipelinerl.local.following import background
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import model_folder
 from pipelinerl.rl.placement import Placement
 from pipelinerl.run_dir import RunDir
+from pipelinerl.service.lifecycle import background
 from pipelinerl.service.settings import ServiceAddress, split_host_port
 
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
