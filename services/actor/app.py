@@ -24,7 +24,7 @@ from opentelemetry.trace import SpanKind
 
 from pipelinerl.bus.jetstream import Bus, service_bus
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import BusError, FieldError, MessageError
+from pipelinerl.errors import BusError, FieldError, MessageError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages import sequences
 from pipelinerl.messages.sequences import PartialSequence, PolicyVersion, PromptGroup, TokenIds
@@ -207,8 +207,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             self.context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
-    # The gRPC methods answer bad input with INVALID_ARGUMENT and the field's name. Token ids are checked here, because an id
-    # outside the vocabulary makes the engine fail or stands for another token.
+    # The calls check token ids, because an id outside the vocabulary makes the engine fail or stands for another token.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self.gate.served
@@ -228,12 +227,9 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     async def Generate(
         self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[actor_pb2.GenerateResult]:
-        try:
-            groups = [sequences.decode_group(data, expected_run=self.bus.run) for data in request.groups]
-            for group in groups:
-                check_vocabulary(group.prompt_token_ids, self.engine.vocab_size, "PromptGroup", "prompt_token_ids")
-        except MessageError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        groups = [sequences.decode_group(data, expected_run=self.bus.run) for data in request.groups]
+        for group in groups:
+            check_vocabulary(group.prompt_token_ids, self.engine.vocab_size, "PromptGroup", "prompt_token_ids")
         trace = trace_in(dict(context.invocation_metadata() or ()))
         about = {**attributes.rpc("pipelinerl.v1.ActorService/Generate"), attributes.PROMPTS: len(groups)}
         with child(trace, "evaluation.generate", kind=SpanKind.SERVER, attributes=about) as span:
@@ -248,23 +244,16 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     task.cancel()
 
     async def Score(self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ScoreResponse:
-        most = self.recipe.model.max_context - 1
-        try:
-            tokens = sequences.array_from_bytes(request.token_ids, sequences.INT32, "ScoreRequest", "token_ids")
-            check_vocabulary(tokens, self.engine.vocab_size, "ScoreRequest", "token_ids")
-            if not 2 <= len(tokens) <= most:
-                raise MessageError("ScoreRequest", "token_ids", f"{len(tokens)} tokens, give 2 to {most}")
-        except MessageError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        tokens = sequences.array_from_bytes(request.token_ids, sequences.INT32, "ScoreRequest", "token_ids")
+        check_vocabulary(tokens, self.engine.vocab_size, "ScoreRequest", "token_ids")
+        if not 2 <= len(tokens) < self.recipe.model.max_context:
+            fix = f"give 2 to {self.recipe.model.max_context - 1}"
+            raise MessageError("ScoreRequest", "token_ids", f"{len(tokens)} tokens, {fix}")
         async with self._updates.serving:
             served = self.gate.served
             if served is None or self.gate.asleep:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.gate.reason)
-                raise AssertionError("abort raises")
-            try:
-                logprobs = await self.engine.score(tokens)
-            except EngineError as error:
-                await context.abort(grpc.StatusCode.INTERNAL, str(error))
+                raise ServiceError(self.gate.reason)
+            logprobs = await self.engine.score(tokens)
         return actor_pb2.ScoreResponse(
             logprobs=logprobs.tobytes(),
             policy_version=served.number,
