@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +141,10 @@ class Evaluator:
         done: dict[int, Sequence] = {}
 
         async def ask(name: str, address: str, asked: list[int]) -> None:
-            groups = {number: self._group(number, version) for number in asked}
-            numbers = {group.group_id: number for number, group in groups.items()}
             about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
             calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
             try:
-                encoded = list(map(encode_group, groups.values()))
-                fitting = sum(size <= MOST_REQUESTED_BYTES for size in accumulate(map(len, encoded)))
-                request = actor_pb2.GenerateRequest(groups=encoded[: max(1, fitting)])
+                request, numbers = self._request(asked, version)
                 with calling as span:
                     metadata = tuple(headers_of(trace_of(span)).items())
                     async with self._calls_to(name, address) as stub:
@@ -173,6 +169,18 @@ class Evaluator:
         except TimeoutError:
             log.warning("held-out evaluation: only %d of %d answers arrived in time", len(done), len(self._problems))
         return done
+
+    def _request(self, asked: Iterable[int], version: int) -> tuple[actor_pb2.GenerateRequest, dict[str, int]]:
+        """Return a request for the first of these answers, as many as fit into it, and their numbers by group id."""
+        request, numbers, num_bytes = actor_pb2.GenerateRequest(), dict[str, int](), 0
+        for number in asked:
+            group = self._group(number, version)
+            num_bytes += len(data := encode_group(group))
+            if numbers and num_bytes > MOST_REQUESTED_BYTES:
+                break
+            request.groups.append(data)
+            numbers[group.group_id] = number
+        return request, numbers
 
     def _group(self, number: int, version: int) -> PromptGroup:
         """Return the prompt group of one answer, with the settings of training and the evaluation's temperature."""
