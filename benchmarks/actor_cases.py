@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelinerl.messages.sequences import PromptGroup, SamplingParams
+from pipelinerl.messages.sequences import PromptGroup
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from services.trainer.data.feeder import EncodedProblem, sampling_of, training_problems
+from services.trainer.data.feeder import training_problems
 
 SHORTEST_TOKENS = 15
 """Of completions of random weights, which know no end; the recipe's max_tokens is the longest."""
@@ -49,26 +49,13 @@ class Case:
         group_size, longest = self.recipe.sampling.group_size, self.recipe.sampling.max_tokens
         lengths = np.random.default_rng(0).integers(SHORTEST_TOKENS, longest + 1, self.num_sequences)
 
-        def sampling(number: int, problem: EncodedProblem) -> SamplingParams:
-            as_trained = sampling_of(self.recipe, problem)
-            return replace(as_trained, max_tokens=int(lengths[number])) if self.build_random else as_trained
+        def group(number: int) -> PromptGroup:
+            problem = problems(number)
+            random = replace(problem.sampling, max_tokens=int(lengths[number]))
+            sampling = random if self.build_random else problem.sampling
+            return replace(problem, run=run, group_id=f"g{number:08d}", problem_index=number, sampling=sampling)
 
-        return [
-            PromptGroup(
-                run=run,
-                group_id=f"g{number:08d}",
-                problem_index=number,
-                task=problem.share.name,
-                prompt_token_ids=problem.prompt_token_ids,
-                prompt_text=problem.prompt_text,
-                reference_json=problem.reference_json,
-                num_samples=group_size,
-                sampling=sampling(number, problem),
-                seed=0,
-                issued_version=0,
-            )
-            for number, problem in enumerate(map(problems, range(self.num_sequences // group_size)))
-        ]
+        return list(map(group, range(self.num_sequences // group_size)))
 
 
 def tiny(random_weights: bool) -> Case:

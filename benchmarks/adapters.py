@@ -28,14 +28,13 @@ from numpy.typing import NDArray
 from benchmarks.result_files import write_result
 from benchmarks.saved_runs import initial_policy
 from pipelinerl.local.services import available_cores, plan_threads
-from pipelinerl.messages.sequences import PolicyVersion, SamplingParams, Sequence, TokenIds
+from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, SamplingParams, Sequence, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 
 if TYPE_CHECKING:
     from pipelinerl.transfer.group import WeightGroup
     from services.actor.vllm_engine import VllmEngine
-    from services.trainer.data.feeder import EncodedProblem
     from services.trainer.learn.batch import TrainingGroup
     from services.trainer.learn.step import Learner
 
@@ -90,19 +89,19 @@ class Updates:
             self._group.close()
 
 
-async def sampled_group(engine: VllmEngine, problem: EncodedProblem, recipe: Recipe) -> TrainingGroup:
+async def sampled_group(engine: VllmEngine, problem: PromptGroup, recipe: Recipe) -> TrainingGroup:
     """Answers to one problem. Rewards are drawn at random, so that every group has a gradient."""
     from pipelinerl.rl.groups import group_advantages
     from services.actor.engine import GenerationRequest
     from services.trainer.learn.batch import TrainingGroup
 
-    name, size = f"g{problem.index}", recipe.sampling.group_size
+    name, size = f"g{problem.problem_index}", recipe.sampling.group_size
     sampling = SamplingParams(max_tokens=recipe.sampling.max_tokens)
     requests = [
-        GenerationRequest(f"{name}.{index}", problem.prompt_token_ids, sampling, seed=1000 * problem.index + index + 1)
+        GenerationRequest(f"{name}.{index}", problem.prompt_token_ids, sampling, seed=1000 * problem.problem_index + index + 1)
         for index in range(size)
     ]
-    sequences, drawn = [], np.random.default_rng(problem.index).normal(size=size)
+    sequences, drawn = [], np.random.default_rng(problem.problem_index).normal(size=size)
     for index, made in enumerate(await asyncio.gather(*map(engine.generate, requests))):
         sequences.append(
             Sequence(
@@ -111,7 +110,7 @@ async def sampled_group(engine: VllmEngine, problem: EncodedProblem, recipe: Rec
                 group_id=name,
                 sample_index=index,
                 group_size=size,
-                task=problem.share.name,
+                task=problem.task,
                 prompt_token_ids=problem.prompt_token_ids,
                 completion_token_ids=made.completion_token_ids,
                 behaviour_logprobs=made.behaviour_logprobs,

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.utils.logging import disable_progress_bar
 
 from pipelinerl.errors import FieldError
-from pipelinerl.messages.sequences import TokenIds
+from pipelinerl.messages.sequences import PromptGroup, TokenIds
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.tasks.source import Problem, Split, make_source
 from pipelinerl.v1.verifier_pb2 import VerifyItem
 from services.trainer.data.evaluation import is_right
-from services.trainer.data.feeder import EncodedProblem, encode
+from services.trainer.data.feeder import encode
 from services.verifier.rewards.compose import make_reward
 from services.verifier.worker import score_item
 
@@ -43,7 +43,7 @@ def with_spares(number: int) -> int:
 
 def heldout_problems(
     recipe: Recipe, number: int, seeds: Iterable[int], tokenizer: PreTrainedTokenizerBase
-) -> list[EncodedProblem]:
+) -> list[PromptGroup]:
     """The first `number` problems of the held-out split that no run of `recipe` with one of `seeds` is trained on.
 
     Problems that a run draws in place of stale ones are counted in, up to as many again. Raises `FieldError` for a task that
@@ -64,7 +64,7 @@ def heldout_problems(
         untrained = [problem for problem in problems if problem.question not in trained]
         if len(untrained) >= number:
             (share,) = recipe.mixture.values()
-            return [encode(problem, share, index, tokenizer) for index, problem in enumerate(untrained[:number])]
+            return [encode(recipe, share, index, problem, tokenizer) for index, problem in enumerate(untrained[:number])]
     fix = f"of the held-out problems, only {len(untrained)} are in no run's training; judge on so many, or fewer"
     raise FieldError("--problems", number, fix)
 
@@ -72,7 +72,7 @@ def heldout_problems(
 class PolicyJudge:
     """Judges policies on the same problems."""
 
-    def __init__(self, recipe: Recipe, problems: list[EncodedProblem], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, recipe: Recipe, problems: list[PromptGroup], tokenizer: PreTrainedTokenizerBase) -> None:
         self._recipe, self._problems, self._tokenizer = recipe, problems, tokenizer
         self._reward = make_reward(recipe.reward, recipe.task)
         disable_progress_bar()  # of each policy that is loaded
@@ -93,17 +93,17 @@ class PolicyJudge:
         pairs = zip(self._problems, completions, strict=True)
         return np.array([self._is_right(problem, completion) for problem, completion in pairs])
 
-    def _is_right(self, problem: EncodedProblem, token_ids: list[int]) -> bool:
+    def _is_right(self, problem: PromptGroup, token_ids: list[int]) -> bool:
         item = VerifyItem(
             sequence_id="judged",
-            task=problem.share.name,
+            task=problem.task,
             prompt_text=problem.prompt_text,
             completion_text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             reference_json=problem.reference_json,
             completion_tokens=len(token_ids),
             max_tokens=self._recipe.sampling.max_tokens,
         )
-        return is_right(score_item(self._reward, item), self._recipe.reward.correct)
+        return is_right(score_item(self._reward, item).components, self._recipe.reward.correct)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:

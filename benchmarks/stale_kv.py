@@ -194,11 +194,11 @@ async def sample_arms(recipe: Recipe, initial: str, run: SavedRun, arguments: ar
     """`between`, and the sequences of each arm."""
     from benchmarks.saved_policies import load_tokenizer
     from services.actor.vllm_engine import start_engine
-    from services.trainer.data.feeder import sampling_of, training_problems
+    from services.trainer.data.feeder import training_problems
 
     problems = training_problems(recipe.model_copy(update={"seed": recipe.seed + 1}), load_tokenizer(initial))
     prompts = [problems(number).prompt_token_ids for number in range(arguments.sequences)]
-    sampling, found = sampling_of(recipe, problems(0)), dict[str, Any]()
+    sampling, found = problems(0).sampling, dict[str, Any]()
     at_once, between = recipe.actor.sequences_in_progress, arguments.between
     # On CPU, vLLM fails when it prefills a seeded request in parts; an update that recomputes would make it do so.
     whole = {"max_batched_tokens": at_once * recipe.model.max_context}

@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -127,16 +125,3 @@ async def ask_actor(address_file: Path, certificates: Certificates) -> ActorStat
             return await actor.GetState(actor_pb2.GetStateRequest(), timeout=_CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return "not answering"
-
-
-@asynccontextmanager
-async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` during the block and cancel it at the end of the block, which raises an error of `work`, if any."""
-    task = asyncio.ensure_future(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.result()

@@ -23,7 +23,7 @@ from pathlib import Path
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, counted
 from pipelinerl.initial_model import is_built, is_complete
 from pipelinerl.local.ending import Ending
-from pipelinerl.local.following import background, follow_trainer, watch_actors
+from pipelinerl.local.following import follow_trainer, watch_actors
 from pipelinerl.local.metrics import RunnerMetrics, runner_http
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.nats import NatsServer
@@ -67,7 +67,7 @@ from pipelinerl.run_dir import (
     write_whole,
 )
 from pipelinerl.run_summary import is_finished, read_jsonl
-from pipelinerl.service.lifecycle import EXIT_FAILURE
+from pipelinerl.service.lifecycle import EXIT_FAILURE, background, signals_to
 from pipelinerl.service.logs import printable
 from pipelinerl.service.settings import ServiceAddress, TrainerSettings, read_address
 from pipelinerl.service.tls import read_certificates
@@ -167,7 +167,8 @@ class LocalRun:
                 self._state.on_step(record, None)
         self._running = asyncio.ensure_future(self._work())
         error: PipelineRLError | None = None
-        with self._signals():
+        has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with signals_to(self._on_signal, (one for one in _STOP_SIGNALS if not (has_nohup and one is signal.SIGHUP))):
             try:
                 await self._running
             except asyncio.CancelledError:
@@ -556,20 +557,7 @@ class LocalRun:
 
     # Signals.
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop, heeded = asyncio.get_running_loop(), list(_STOP_SIGNALS)
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup` has set this.
-            heeded.remove(signal.SIGHUP)
-        for number in heeded:
-            loop.add_signal_handler(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number in heeded:
-                loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
+    def _on_signal(self, _: int = 0) -> None:
         """Stop the run cleanly at the first signal, and kill the remaining processes at the second."""
         self._interrupts += 1
         if self._interrupts > 1:

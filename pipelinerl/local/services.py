@@ -18,13 +18,13 @@ from pathlib import Path
 
 from pipelinerl.bus.permissions import ACTOR, TRAINER
 from pipelinerl.initial_model import COMPILED, built_folder, cache_folder, is_built, is_complete, why_unwritable
-from pipelinerl.local.following import background
 from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import model_folder
 from pipelinerl.rl.placement import Placement
 from pipelinerl.run_dir import RunDir
+from pipelinerl.service.lifecycle import background
 from pipelinerl.service.settings import ServiceAddress, split_host_port
 
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -175,18 +175,19 @@ class ServiceLaunches:
 
     def actor(self, index: int) -> Launch:
         gpus = self.placement.actor_environment(index) if self.placement else {}
-        return self._launch(f"actor-{index}", self._of_policy(ACTOR), self.threads.actor_env() | gpus)
+        settings = {**self._of_policy(ACTOR), "verifier": self.verifier_address}
+        return self._launch(f"actor-{index}", settings, self.threads.actor_env() | gpus)
 
     def initial_model(self, cache: Path) -> Launch:
         settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve())}
-        return self._launch("model", {**settings, "model_dir": "", "verifier": ""}, {})
+        return self._launch("model", {**settings, "model_dir": ""}, {})
 
     def _of_policy(self, user: str) -> dict[str, str]:
         credentials = self.run_dir.credentials
         login, trusted = str(credentials.nats(user).resolve()), str(credentials.tls_dir.resolve())
         nats = {"nats_url": self.nats_url, "nats_credentials": login, "nats_tls_dir": trusted}
         turn = {"gpu_turn": str(self.run_dir.path.resolve() / ".gpu-turn")} if self.recipe.actor.colocate else {}
-        return {**nats, **turn, "verifier": self.verifier_address, "model_dir": self.model_dir}
+        return {**nats, **turn, "model_dir": self.model_dir}
 
     def _launch(self, name: str, settings: Mapping[str, str], threads: Mapping[str, str]) -> Launch:
         address_file = self.run_dir.address(name).resolve()

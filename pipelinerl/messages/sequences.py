@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from pipelinerl.errors import MessageError
 from pipelinerl.recipe.fields import MOST_REWARD
 from pipelinerl.v1 import sequence_pb2 as pb
-from pipelinerl.v1.actor_pb2 import GenerateResult
 from pipelinerl.v1.sequence_pb2 import DeadLetter
 
 TokenIds = NDArray[np.int32]
@@ -219,7 +218,7 @@ FINISH_REASON_TO_PROTO = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
 FINISH_REASON_FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items() if reason}
-CompletionMessage = pb.Sequence | pb.PartialSequence | pb.Branch | GenerateResult
+CompletionMessage = pb.Sequence | pb.PartialSequence | pb.Branch
 _SAME_IN_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "reward", "failure", "actor"),
     *("completion_text", "prompt_text", "reference_json", "generation_s", "answer", "reason", "group_token"),

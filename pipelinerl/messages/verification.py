@@ -75,19 +75,6 @@ def judged(sequence: Sequence, result: pb.VerifyResult) -> Sequence:
     )
 
 
-def result_of(sequence: Sequence) -> pb.VerifyResult:
-    """Return the result from which `judged` made this sequence."""
-    return pb.VerifyResult(
-        sequence_id=sequence.sequence_id,
-        status=pb.VERIFY_STATUS_OK,
-        reward=sequence.reward,
-        components=sequence.reward_components,
-        metrics=sequence.metrics,
-        answer=sequence.answer,
-        message=sequence.reason,
-    )
-
-
 def status_name(status: int) -> str:
     """Return the name of a `VerifyStatus`, in lower case and without its prefix."""
     return pb.VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_").lower()

@@ -15,7 +15,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pipelinerl.errors import ServiceError, UserError
+from pipelinerl.errors import MessageError, ServiceError, UserError
 from pipelinerl.service.settings import ServiceAddress, ServiceSettings, announce, host_port
 from pipelinerl.service.tls import CA, CERTIFICATE, Certificates, read_certificates, server_credentials
 
@@ -39,8 +39,8 @@ Options = Sequence[tuple[str, Any]]
 
 
 class ErrorBoundary(aio.ServerInterceptor):
-    """Convert errors of our handlers to statuses: `UserError` to INVALID_ARGUMENT, any other error to INTERNAL, with its type
-    and the start of its text. A handler's own abort is kept."""
+    """Convert errors of our handlers to statuses: `UserError` and `MessageError` to INVALID_ARGUMENT, `ServiceError` to
+    FAILED_PRECONDITION, any other error to INTERNAL, with its type and the start of its text. A handler's own abort is kept."""
 
     async def intercept_service(
         self,
@@ -75,8 +75,10 @@ async def _errors_answered(context: aio.ServicerContext, method: str) -> AsyncIt
         yield
     except aio.AbortError:
         raise
-    except UserError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:_DETAILS_CHARACTERS])
+    except (UserError, MessageError, ServiceError) as error:
+        is_later = isinstance(error, ServiceError)
+        code = grpc.StatusCode.FAILED_PRECONDITION if is_later else grpc.StatusCode.INVALID_ARGUMENT
+        await context.abort(code, str(error)[:_DETAILS_CHARACTERS])
     except Exception as error:
         log.exception("%s failed", method)
         await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:_DETAILS_CHARACTERS])

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -224,7 +224,7 @@ def sole_error(error: BaseException) -> BaseException:
 @contextmanager
 def stop_event(on_stop: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
     """Yield an event that SIGTERM and SIGINT set, after calling `on_stop`. A second signal cancels the calling task."""
-    loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    task, stop = asyncio.current_task(), asyncio.Event()
     assert task is not None
 
     def on_signal(number: int) -> None:
@@ -235,10 +235,31 @@ def stop_event(on_stop: Callable[[], None] = lambda: None) -> Iterator[asyncio.E
         on_stop()
         stop.set()
 
-    for number in STOP_SIGNALS:
+    with signals_to(on_signal, STOP_SIGNALS):
+        yield stop
+
+
+@contextmanager
+def signals_to(on_signal: Callable[[int], None], numbers: Iterable[int]) -> Iterator[None]:
+    """Call `on_signal` on the event loop for each of these signals that arrives during the block."""
+    loop, heeded = asyncio.get_running_loop(), list(numbers)
+    for number in heeded:
         loop.add_signal_handler(number, on_signal, number)
     try:
-        yield stop
+        yield
     finally:
-        for number in STOP_SIGNALS:
+        for number in heeded:
             loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` during the block and cancel it at the end of the block, which raises an error of `work`, if any."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()

@@ -58,16 +58,16 @@ class BusSettings(ServiceSettings):
 
 
 class PolicySettings(BusSettings):
-    """Settings that the actor and the trainer share: the initial policy and the verifier."""
+    """Settings that the actor and the trainer share."""
 
     model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
     model_cache: Path | None = None
     """Folder for initial policies that the run itself builds; used if model_dir is empty."""
     gpu_turn: Path | None = Field(None, description="File whose lock says which process uses the GPU, with `actor.colocate`.")
-    verifier: str = Field(description="host:port of the verifier, or dns:///name:port to use all addresses of a name.")
 
 
 class ActorSettings(PolicySettings):
+    verifier: str = Field(description="host:port of the verifier, or dns:///name:port to use all addresses of a name.")
     pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not reported.")
     trainer: str = Field("", description="host:port of the trainer, which sends the initial policy if the run built one.")
     reachable: bool = True

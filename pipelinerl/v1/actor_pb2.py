@@ -22,33 +22,29 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from pipelinerl.v1 import sequence_pb2 as pipelinerl_dot_v1_dot_sequence__pb2
-from pipelinerl.v1 import verifier_pb2 as pipelinerl_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pipelinerl/v1/actor.proto\x12\rpipelinerl.v1\x1a\x1cpipelinerl/v1/sequence.proto\x1a\x1cpipelinerl/v1/verifier.proto\"\x11\n\x0fGetStateRequest\"\xfb\x01\n\nActorState\x12\x10\n\x08instance\x18\x01 \x01(\t\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.pipelinerl.v1.ActorPhase\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x1d\n\x15sequences_in_progress\x18\x06 \x01(\r\x12\x18\n\x10generated_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x08 \x01(\x01\x12\x10\n\x08uptime_s\x18\t \x01(\x01\x12\x1a\n\x12sequences_finished\x18\n \x01(\x04\"\x88\x01\n\x0eGeneratePrompt\x12\n\n\x02id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04task\x18\x03 \x01(\t\x12\x16\n\x0ereference_json\x18\x04 \x01(\t\x12\x15\n\rproblem_index\x18\x05 \x01(\x04\x12\x13\n\x0bprompt_text\x18\x06 \x01(\t\"\x80\x01\n\x0fGenerateRequest\x12.\n\x07prompts\x18\x01 \x03(\x0b\x32\x1d.pipelinerl.v1.GeneratePrompt\x12/\n\x08sampling\x18\x02 \x01(\x0b\x32\x1d.pipelinerl.v1.SamplingParams\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\xb6\x02\n\x0eGenerateResult\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1c\n\x14\x63ompletion_token_ids\x18\x02 \x01(\x0c\x12\x1a\n\x12\x62\x65haviour_logprobs\x18\x03 \x01(\x0c\x12)\n\x05spans\x18\x04 \x03(\x0b\x32\x1a.pipelinerl.v1.VersionSpan\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.pipelinerl.v1.FinishReason\x12\x17\n\x0f\x63ompletion_text\x18\x06 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x07 \x01(\t\x12,\n\x07verdict\x18\x08 \x01(\x0b\x32\x1b.pipelinerl.v1.VerifyResult\x12\'\n\x08\x62ranches\x18\t \x03(\x0b\x32\x15.pipelinerl.v1.Branch\"!\n\x0cScoreRequest\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\"^\n\rScoreResponse\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x0e\n\x06loader\x18\x04 \x01(\t*\x8f\x01\n\nActorPhase\x12\x1b\n\x17\x41\x43TOR_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x43TOR_PHASE_STARTING\x10\x01\x12\x17\n\x13\x41\x43TOR_PHASE_JOINING\x10\x02\x12\x17\n\x13\x41\x43TOR_PHASE_SERVING\x10\x03\x12\x18\n\x14\x41\x43TOR_PHASE_DRAINING\x10\x04\x32\xe6\x01\n\x0c\x41\x63torService\x12\x45\n\x08GetState\x12\x1e.pipelinerl.v1.GetStateRequest\x1a\x19.pipelinerl.v1.ActorState\x12K\n\x08Generate\x12\x1e.pipelinerl.v1.GenerateRequest\x1a\x1d.pipelinerl.v1.GenerateResult0\x01\x12\x42\n\x05Score\x12\x1b.pipelinerl.v1.ScoreRequest\x1a\x1c.pipelinerl.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pipelinerl/v1/actor.proto\x12\rpipelinerl.v1\"\x11\n\x0fGetStateRequest\"\xfb\x01\n\nActorState\x12\x10\n\x08instance\x18\x01 \x01(\t\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.pipelinerl.v1.ActorPhase\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x1d\n\x15sequences_in_progress\x18\x06 \x01(\r\x12\x18\n\x10generated_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x08 \x01(\x01\x12\x10\n\x08uptime_s\x18\t \x01(\x01\x12\x1a\n\x12sequences_finished\x18\n \x01(\x04\"!\n\x0fGenerateRequest\x12\x0e\n\x06groups\x18\x01 \x03(\x0c\"\"\n\x0eGenerateResult\x12\x10\n\x08sequence\x18\x01 \x01(\x0c\"!\n\x0cScoreRequest\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\"^\n\rScoreResponse\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x0e\n\x06loader\x18\x04 \x01(\t*\x8f\x01\n\nActorPhase\x12\x1b\n\x17\x41\x43TOR_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x43TOR_PHASE_STARTING\x10\x01\x12\x17\n\x13\x41\x43TOR_PHASE_JOINING\x10\x02\x12\x17\n\x13\x41\x43TOR_PHASE_SERVING\x10\x03\x12\x18\n\x14\x41\x43TOR_PHASE_DRAINING\x10\x04\x32\xe6\x01\n\x0c\x41\x63torService\x12\x45\n\x08GetState\x12\x1e.pipelinerl.v1.GetStateRequest\x1a\x19.pipelinerl.v1.ActorState\x12K\n\x08Generate\x12\x1e.pipelinerl.v1.GenerateRequest\x1a\x1d.pipelinerl.v1.GenerateResult0\x01\x12\x42\n\x05Score\x12\x1b.pipelinerl.v1.ScoreRequest\x1a\x1c.pipelinerl.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pipelinerl.v1.actor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ACTORPHASE']._serialized_start=1092
-  _globals['_ACTORPHASE']._serialized_end=1235
-  _globals['_GETSTATEREQUEST']._serialized_start=104
-  _globals['_GETSTATEREQUEST']._serialized_end=121
-  _globals['_ACTORSTATE']._serialized_start=124
-  _globals['_ACTORSTATE']._serialized_end=375
-  _globals['_GENERATEPROMPT']._serialized_start=378
-  _globals['_GENERATEPROMPT']._serialized_end=514
-  _globals['_GENERATEREQUEST']._serialized_start=517
-  _globals['_GENERATEREQUEST']._serialized_end=645
-  _globals['_GENERATERESULT']._serialized_start=648
-  _globals['_GENERATERESULT']._serialized_end=958
-  _globals['_SCOREREQUEST']._serialized_start=960
-  _globals['_SCOREREQUEST']._serialized_end=993
-  _globals['_SCORERESPONSE']._serialized_start=995
-  _globals['_SCORERESPONSE']._serialized_end=1089
-  _globals['_ACTORSERVICE']._serialized_start=1238
-  _globals['_ACTORSERVICE']._serialized_end=1468
+  _globals['_ACTORPHASE']._serialized_start=520
+  _globals['_ACTORPHASE']._serialized_end=663
+  _globals['_GETSTATEREQUEST']._serialized_start=44
+  _globals['_GETSTATEREQUEST']._serialized_end=61
+  _globals['_ACTORSTATE']._serialized_start=64
+  _globals['_ACTORSTATE']._serialized_end=315
+  _globals['_GENERATEREQUEST']._serialized_start=317
+  _globals['_GENERATEREQUEST']._serialized_end=350
+  _globals['_GENERATERESULT']._serialized_start=352
+  _globals['_GENERATERESULT']._serialized_end=386
+  _globals['_SCOREREQUEST']._serialized_start=388
+  _globals['_SCOREREQUEST']._serialized_end=421
+  _globals['_SCORERESPONSE']._serialized_start=423
+  _globals['_SCORERESPONSE']._serialized_end=517
+  _globals['_ACTORSERVICE']._serialized_start=666
+  _globals['_ACTORSERVICE']._serialized_end=896
 # @@protoc_insertion_point(module_scope)

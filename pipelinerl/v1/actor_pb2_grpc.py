@@ -61,8 +61,8 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generates for evaluation with the served weights, while training sequences go on.
-        Results stream back as they finish, in any order.
+        """Samples prompt groups for evaluation with the served weights, while training sequences go on.
+        Sequences stream back once the verifier has scored them, in any order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

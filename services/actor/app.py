@@ -11,13 +11,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import time
 import uuid
-import zlib
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import grpc
@@ -26,11 +24,11 @@ from opentelemetry.trace import SpanKind
 
 from pipelinerl.bus.jetstream import Bus, service_bus
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import BusError, FieldError, MessageError
+from pipelinerl.errors import BusError, FieldError, MessageError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages import sequences
-from pipelinerl.messages.sequences import FINISH_REASON_TO_PROTO, PolicyVersion, PromptGroup, TokenIds
-from pipelinerl.messages.verification import VerifierClient, result_of
+from pipelinerl.messages.sequences import PartialSequence, PolicyVersion, PromptGroup, TokenIds
+from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
@@ -47,11 +45,11 @@ from pipelinerl.telemetry.tracing import Trace, child, trace_in, trace_of
 from pipelinerl.transfer.stores import LogStore, open_store
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from pipelinerl.v1.control_pb2 import Registration
-from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, start_of
+from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, failed_sequence, start_of
 from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import chat_format_of
-from services.actor.finishing import Finisher
+from services.actor.finishing import FinishedSample, Finisher, encoded
 from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.metrics import STAGING_STATES, ActorMetrics
@@ -62,7 +60,6 @@ from services.actor.weight_sync.updates import UpdateListener
 log = logging.getLogger(__name__)
 
 SERVICE = "pipelinerl.v1.ActorService"
-MAX_PROMPTS = 100_000
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
 """Maximum seconds for the engine to return unfinished sequences. It needs milliseconds, except during a commit of weights."""
@@ -210,8 +207,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             self.context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
-    # The gRPC methods answer bad input with INVALID_ARGUMENT and the field's name. Token ids are checked here, because an id
-    # outside the vocabulary makes the engine fail or stands for another token.
+    # The calls check token ids, because an id outside the vocabulary makes the engine fail or stands for another token.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self.gate.served
@@ -231,15 +227,15 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     async def Generate(
         self, request: actor_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[actor_pb2.GenerateResult]:
-        try:
-            groups = read_prompts(request, self.engine.vocab_size, self.recipe.episodic_tasks)
-        except MessageError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        groups = [sequences.decode_group(data, expected_run=self.bus.run) for data in request.groups]
+        for group in groups:
+            check_vocabulary(group.prompt_token_ids, self.engine.vocab_size, "PromptGroup", "prompt_token_ids")
         trace = trace_in(dict(context.invocation_metadata() or ()))
-        about = {**attributes.rpc("pipelinerl.v1.ActorService/Generate"), attributes.PROMPTS: len(request.prompts)}
+        about = {**attributes.rpc("pipelinerl.v1.ActorService/Generate"), attributes.PROMPTS: len(groups)}
         with child(trace, "evaluation.generate", kind=SpanKind.SERVER, attributes=about) as span:
             trace = trace_of(span) or trace
-            tasks = [asyncio.create_task(self._answer(key, group, trace)) for key, group in groups.items()]
+            samples = [(group, start_of(group, index)) for group in groups for index in range(group.num_samples)]
+            tasks = [asyncio.create_task(self._answer(*sample, trace)) for sample in samples]
             try:
                 for finished in asyncio.as_completed(tasks):
                     yield await finished
@@ -248,22 +244,16 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                     task.cancel()
 
     async def Score(self, request: actor_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ScoreResponse:
-        most = self.recipe.model.max_context - 1
-        try:
-            tokens = read_tokens(request.token_ids, self.engine.vocab_size, "ScoreRequest", "token_ids")
-            if not 2 <= len(tokens) <= most:
-                raise MessageError("ScoreRequest", "token_ids", f"{len(tokens)} tokens, give 2 to {most}")
-        except MessageError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        tokens = sequences.array_from_bytes(request.token_ids, sequences.INT32, "ScoreRequest", "token_ids")
+        check_vocabulary(tokens, self.engine.vocab_size, "ScoreRequest", "token_ids")
+        if not 2 <= len(tokens) < self.recipe.model.max_context:
+            fix = f"give 2 to {self.recipe.model.max_context - 1}"
+            raise MessageError("ScoreRequest", "token_ids", f"{len(tokens)} tokens, {fix}")
         async with self._updates.serving:
             served = self.gate.served
             if served is None or self.gate.asleep:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.gate.reason)
-                raise AssertionError("abort raises")
-            try:
-                logprobs = await self.engine.score(tokens)
-            except EngineError as error:
-                await context.abort(grpc.StatusCode.INTERNAL, str(error))
+                raise ServiceError(self.gate.reason)
+            logprobs = await self.engine.score(tokens)
         return actor_pb2.ScoreResponse(
             logprobs=logprobs.tobytes(),
             policy_version=served.number,
@@ -271,23 +261,16 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             loader=self._updates.loader,
         )
 
-    async def _answer(self, prompt_id: str, group: PromptGroup, trace: Trace) -> actor_pb2.GenerateResult:
+    async def _answer(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> actor_pb2.GenerateResult:
+        """Sample a held-out answer and have it scored. Both may wait; the caller's deadline ends them."""
         async with self._heldout_samples:
             try:
-                sequence = await self._heldout.sample(group, start_of(group, 0), trace)
+                sequence, failure = await self._heldout.sample(group, start, trace), UNFINISHED
             except EngineError as error:  # the engine is dead, which ends the actor within `HEALTH_CHECK_S`
-                return actor_pb2.GenerateResult(id=prompt_id, failure=f"engine: {error}"[:500])
-        if sequence is None or sequence.failure:
-            return actor_pb2.GenerateResult(id=prompt_id, failure=sequence.failure if sequence else UNFINISHED)
-        result = actor_pb2.GenerateResult(
-            id=prompt_id, finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason], completion_text=sequence.completion_text
-        )
-        if group.episodic:
-            result.branches.extend(map(sequences.branch_to_proto, sequence.all_branches))
-            result.verdict.CopyFrom(result_of(replace(sequence, sequence_id=prompt_id)))
-        else:
-            sequences.write_completion(result, sequence)
-        return result
+                sequence, failure = None, f"engine: {error}"
+        sequence = sequence or failed_sequence(group, start.sample_index, self.settings.instance, failure)
+        (scored,) = await self._finisher.rewarded([FinishedSample(group, sequence, trace)])
+        return actor_pb2.GenerateResult(sequence=encoded(scored.sequence)[0])
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
@@ -297,43 +280,12 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.wait(tasks)
 
 
-def read_prompts(request: actor_pb2.GenerateRequest, vocab_size: int, episodic: Container[str] = ()) -> dict[str, PromptGroup]:
-    """Return one-sample groups, keyed by the prompts' ids. `episodic`: tasks with episodes. Raises `MessageError`."""
-    kind, call = "GenerateRequest", os.urandom(4).hex()
-    if len(request.prompts) > MAX_PROMPTS:
-        raise MessageError(kind, "prompts", f"{len(request.prompts)} given, {MAX_PROMPTS} allowed")
-    if unknown := {prompt.task for prompt in request.prompts if prompt.task and prompt.task not in episodic}:
-        raise MessageError(kind, "prompts.task", f"{unknown} are not episodic tasks of the recipe")
-    sampling = sequences.sampling_from_proto(request.sampling)
-    sequences.check_sampling(sampling, "SamplingParams")
-    return {
-        prompt.id: PromptGroup(
-            run="",
-            group_id=f"eval-{prompt.id}-{call}",
-            problem_index=prompt.problem_index,
-            task=prompt.task,
-            prompt_token_ids=read_tokens(prompt.prompt_token_ids, vocab_size, kind, f"prompts[{prompt.id}].prompt_token_ids"),
-            prompt_text=prompt.prompt_text,
-            reference_json=prompt.reference_json,
-            num_samples=1,
-            sampling=sampling,
-            # Requests for several answers to one prompt have different ids, and so get different seeds.
-            seed=request.seed + zlib.crc32(prompt.id.encode()) if request.seed else 0,
-            issued_version=0,
-            episodic=bool(prompt.task),
-        )
-        for prompt in request.prompts
-    }
-
-
-def read_tokens(data: bytes, vocab_size: int, kind: str, field: str) -> TokenIds:
-    """Return int32[tokens]. Raises `MessageError` with the position and id of the first token outside the vocabulary. Pure."""
-    tokens = sequences.array_from_bytes(data, sequences.INT32, kind, field)
-    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+def check_vocabulary(token_ids: TokenIds, vocab_size: int, kind: str, field: str) -> None:
+    """Raise `MessageError` with the position and id of the first token outside the vocabulary. Pure."""
+    outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(outside):
         first = outside[0]
-        raise MessageError(kind, field, f"token {first} has the id {tokens[first]}; give ids from 0 to {vocab_size - 1}")
-    return tokens
+        raise MessageError(kind, field, f"token {first} has the id {token_ids[first]}; give ids from 0 to {vocab_size - 1}")
 
 
 async def report_start(settings: ActorSettings, stop: asyncio.Event) -> None:

@@ -73,14 +73,14 @@ class Finisher:
                 batch.append(self.buffer.get_nowait())
             try:
                 async with asyncio.TaskGroup() as tasks:  # the batch's publishes share one round trip to the stream
-                    for sample in await self._rewarded(batch):
+                    for sample in await self.rewarded(batch):
                         tasks.create_task(self._publish(sample))
             finally:
                 for _ in batch:
                     self.buffer.task_done()
 
-    async def _rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
-        """Return the batch with a reward or failure for each sample. A sample that the verifier refuses affects no other."""
+    async def rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
+        """Return the samples with a reward or failure each, in any order. One that the verifier refuses affects no other."""
         done = [sample for sample in batch if sample.group.episodic or sample.sequence.failure]
         good = [sample for sample in batch if sample not in done]
         try:
@@ -88,7 +88,7 @@ class Finisher:
         except (ServiceError, MessageError) as error:
             if len(good) > 1:
                 log.warning("cannot verify %d sequences in one batch; verifying them one by one: %s", len(good), error)
-                return done + [rewarded for sample in good for rewarded in await self._rewarded([sample])]
+                return done + [rewarded for sample in good for rewarded in await self.rewarded([sample])]
             log.error("sequence %s gets no reward: %s", good[0].sequence.sequence_id, error)
             failure = f"verifier_refused: {error}"[:500]
             return [*done, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
@@ -130,26 +130,39 @@ class Finisher:
         """Publish until the stream has stored the sequence. Return its failure, or "" for a good sequence. A sequence that is
         invalid or larger than NATS's max_payload is stored as a failure without arrays and texts."""
         name = sequence.sequence_id
-        try:
-            payload = encode_sequence(sequence)
+
+        async def publish(payload: bytes) -> None:
             await retry_forever(lambda: self.bus.publish_sequence(payload, name, headers), f"publish {name}")
-            return sequence.failure
-        except MessageError as error:
-            failure = f"invalid: {error}"[:500]
+
+        payload, failure = encoded(sequence)
+        try:
+            await publish(payload)
         except PayloadTooLarge as error:
-            failure = f"too_large: {error}"
-        log.error("sequence %s cannot be stored as it is: %s", name, failure)
-        bare = replace(
-            without_arrays(sequence, failure),
-            prompt_token_ids=np.empty(0, dtype=np.int32),
-            reward_components={},
-            metrics={},
-            answer="",
-            reason="",
-            completion_text="",
-            prompt_text="",
-            reference_json="",
-        )
-        payload = encode_sequence(bare)
-        await retry_forever(lambda: self.bus.publish_sequence(payload, name, headers), f"publish {name}")
+            payload, failure = bare(sequence, f"too_large: {error}")
+            await publish(payload)
         return failure
+
+
+def encoded(sequence: Sequence) -> tuple[bytes, str]:
+    """Return an encoded sequence and its failure. An invalid sequence becomes a failure without arrays and texts."""
+    try:
+        return encode_sequence(sequence), sequence.failure
+    except MessageError as error:
+        return bare(sequence, f"invalid: {error}"[:500])
+
+
+def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
+    """Return an encoded sequence without arrays and texts, and its `failure`."""
+    log.error("sequence %s cannot be stored as it is: %s", sequence.sequence_id, failure)
+    nothing = replace(
+        without_arrays(sequence, failure),
+        prompt_token_ids=np.empty(0, dtype=np.int32),
+        reward_components={},
+        metrics={},
+        answer="",
+        reason="",
+        completion_text="",
+        prompt_text="",
+        reference_json="",
+    )
+    return encode_sequence(nothing), failure

@@ -11,7 +11,6 @@ from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.bus.jetstream import Bus, service_bus
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import FieldError
-from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import NATS, Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_summary import RunFiles
@@ -65,7 +64,6 @@ async def serve(
         made = retry_forever(lambda: bus.create_streams(fresh=not start.again), "make the run's streams")
         await unless_stopped(made, stop)
         write_lineage(settings.run_dir, settings.run, start.lineage, recipe, start.changes)
-        verifier = await stack.enter_async_context(VerifierClient(settings.verifier, tls_dir=settings.tls_dir))
         files = stack.enter_context(RunFiles(settings.run_dir, start.version if start.again else None))
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
         trackers = await stack.enter_async_context(run_trackers(recipe, settings, start, http_port))
@@ -81,7 +79,7 @@ async def serve(
             tokenizer=policy.tokenizer,
         )
         writer = await stack.enter_async_context(log_writer(settings, recipe, policy.sender.manifest, bus))
-        run = TrainingRun(settings, recipe, policy, bus, verifier, journal, start, recorder, writer)
+        run = TrainingRun(settings, recipe, policy, bus, journal, start, recorder, writer)
         await stack.enter_async_context(serve_calls(settings, run.add_to_server, SERVICE, http_port))
         readiness.reason = ""
         await run.run(stop)

@@ -82,19 +82,19 @@ async def check_http(who: str, host: str, port: int) -> str:
     return f"{url} answers"
 
 
-async def check_verifier(settings: TrainerSettings) -> str:
+async def check_verifier(address: str, tls_dir: Path | None) -> str:
     """Check the verifier's Service name, its gRPC port and the certificates."""
     from grpc import aio
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    async with open_channel(settings.verifier, settings.tls_dir) as channel:
+    async with open_channel(address, tls_dir) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=ANSWER_S, wait_for_ready=settings.tls_dir is None
+                health_pb2.HealthCheckRequest(), timeout=ANSWER_S, wait_for_ready=tls_dir is None
             )
         except aio.AioRpcError as error:
-            raise ServiceError(f"{settings.verifier}: {explained(error, settings.tls_dir)}") from error
-    return f"{settings.verifier} serves"
+            raise ServiceError(f"{address}: {explained(error, tls_dir)}") from error
+    return f"{address} serves"
 
 
 async def check_rights(settings: TrainerSettings) -> str:
@@ -156,7 +156,7 @@ def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, 
         "NATS": partial(check_nats, settings, settings.nats_credentials),
         "actor's login to NATS": options.actor_login and partial(check_nats, settings, options.actor_login),
         "trainer's Service": partial(check_http, "the trainer", trainer, settings.http_port),
-        "verifier's Service": partial(check_verifier, settings),
+        "verifier's Service": options.verifier and partial(check_verifier, options.verifier, settings.tls_dir),
         "actor's Service": options.actor and partial(check_http, "an actor", *split_host_port(options.actor)),
         "episodes": options.episodes and partial(check_episodes, options.episodes),
         "rights": partial(check_rights, settings),
@@ -183,6 +183,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-volume", action="store_true", help="skip the volume, which only the trainer's pod may mount")
     parser.add_argument("--actor-login", type=Path, metavar="FILE", help="the actors' user and password for NATS")
     for name, what in (
+        ("--verifier", "the verifier's Service and gRPC port"),
         ("--actor", "the actors' Service and HTTP port"),
         ("--episodes", "address at which actors serve the turns of episodes"),
         ("--closed", "address that network policies close to this pod"),

@@ -17,7 +17,6 @@ from pipelinerl.errors import BusError, NotPermitted, PipelineRLError, ServiceEr
 from pipelinerl.initial_model import model_source
 from pipelinerl.kube.client import PodWatch, in_cluster
 from pipelinerl.kube.completion import complete, publish_progress, run_goes_on
-from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.service.lifecycle import GpuTurn, StartStopped, unless_stopped
@@ -61,7 +60,6 @@ class TrainingRun:
         recipe: Recipe,
         policy: PolicyTrainer,
         bus: Bus,
-        verifier: VerifierClient,
         journal: Journal,
         start: Start,
         recorder: Recorder,
@@ -89,7 +87,7 @@ class TrainingRun:
         self.intake = Intake(bus, recipe, tracker, traces, self.feeder, vocab_size=vocab_size, lineage=lineage)
         run_dir, updater = settings.run_dir, self.updater
         self.uploads = Uploads(recipe.checkpoint.upload, run_dir, settings.run, recorder.metrics.uploads)
-        self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, verifier, self._incarnation, self._calls_to)
+        self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, settings.run, self._incarnation, self._calls_to)
         parts = (self.intake, self.feeder, updater, self.evaluator, recorder, self.uploads)
         self.loop = OptimizerLoop(recipe, run_dir, start, journal, bus, policy, *parts, GpuTurn.of(recipe, settings))
         self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)

@@ -92,17 +92,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     async def CheckpointNow(
         self, request: trainer_pb2.CheckpointNowRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.CheckpointNowResponse:
-        try:
-            written = await self._request_checkpoint()
-        except ServiceError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        written = await self._request_checkpoint()
         return trainer_pb2.CheckpointNowResponse(path=str(written.folder), policy_version=written.version)
 
     async def GetInitialModel(
         self, request: trainer_pb2.GetInitialModelRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-        try:
-            async for chunk in initial_files(self._recipe, self._status().run, self._source, request.name):
-                yield chunk
-        except ServiceError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        async for chunk in initial_files(self._recipe, self._status().run, self._source, request.name):
+            yield chunk

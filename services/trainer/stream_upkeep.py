@@ -46,8 +46,7 @@ class StreamUpkeep:
         while True:
             try:
                 prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()
-                self._recorder.metrics.streams.saw("prompts", prompts)
-                self._recorder.metrics.streams.saw("sequences", sequences)
+                self._recorder.metrics.streams = {"prompts": prompts, "sequences": sequences}
                 await self._purge(sequences)
                 await self._look_for_lost_groups(prompts)
             except BusError as error:

@@ -43,9 +43,6 @@ log = logging.getLogger(__name__)
 
 NO_WORKER = "no reward worker is up"
 MOST_DEATHS = 2
-ROUNDS_IN_VAIN = 8
-"""If the first rewards of a task all time out, this many for each worker and those of one hopeless prompt, the task's waiting
-items fail without a call."""
 DIED = "the process of reward"
 """Beginning of the message of an item on which `MOST_DEATHS` workers died."""
 START_TIMEOUT_S = 120.0
@@ -121,11 +118,9 @@ class RewardPool:
         self._recipe, self._metrics, self._readiness, self._judges = recipe, metrics, readiness, judges
         self._rewards = {name: share.reward for name, share in recipe.problem_sets.items()}
         self.max_queue = max_queue
-        self._in_vain = dict.fromkeys(self._rewards, 0)
-        """Number of timeouts of each task of which no reward has ended in time."""
         self._jobs: deque[Job] = deque()
         self._filled = asyncio.Event()
-        self._up = self._most_up = 0
+        self._up = 0
         metrics.queue_items.set_function(lambda: len(self._jobs))
         metrics.queue_capacity.set(max_queue)
 
@@ -177,7 +172,6 @@ class RewardPool:
 
     def _count_up(self, change: int) -> None:
         self._up += change
-        self._most_up = max(self._most_up, self._up)
         self._metrics.workers.set(self._up)
         self._readiness.reason = "" if self._up else NO_WORKER
 
@@ -204,23 +198,11 @@ class RewardPool:
                 log.warning("killed the reward of %s at its deadline of %g s", job.item.sequence_id, timeout_s)
                 problem = f"the reward took more than {timeout_s:g} s (reward.timeout_s) and was killed"
                 job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem, timeout_s)
-                self._give_up_waiting(job.item.task, timeout_s)
                 return "timeout"
             except WorkerGone as gone:
                 self._try_again(job, gone)
                 return gone.loss
-            self._in_vain.pop(job.item.task, None)
             job.resolve(result)
-
-    def _give_up_waiting(self, task: str, timeout_s: float) -> None:
-        """Count a timeout. After `ROUNDS_IN_VAIN`, fail the task's waiting items, so that the trainer soon sees the problem.
-        This happens once, since an outage of what the reward calls may end."""
-        if task in self._in_vain:
-            self._in_vain[task] += 1
-            if self._in_vain[task] == ROUNDS_IN_VAIN * self._most_up + self._recipe.sampling.group_size:
-                problem = f"not called: the first {self._in_vain[task]} took more than {timeout_s:g} s (reward.timeout_s)"
-                for job in [job for job in self._jobs if job.item.task == task]:
-                    job.fail(verifier_pb2.VERIFY_STATUS_TIMEOUT, problem)
 
     def _try_again(self, job: Job, gone: WorkerGone) -> None:
         """Put the item back at the front of the queue, because its worker ended. After `MOST_DEATHS` deaths, fail it."""

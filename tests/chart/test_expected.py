@@ -238,8 +238,8 @@ def test_the_processes_of_helm_test_find_each_other_on_its_loopback_and_share_no
     }
     ports = [given[f"PIPELINERL_{kind}_PORT"] for given in by_name.values() for kind in ("GRPC", "HTTP")]
     assert len(set(ports)) == len(ports) == 6
+    assert by_name["actor"]["PIPELINERL_VERIFIER"] == f"127.0.0.1:{by_name['verifier']['PIPELINERL_GRPC_PORT']}"
     for name in ("actor", "trainer"):
-        assert by_name[name]["PIPELINERL_VERIFIER"] == f"127.0.0.1:{by_name['verifier']['PIPELINERL_GRPC_PORT']}"
         assert by_name[name]["PIPELINERL_NATS_URL"] == "nats://127.0.0.1:4222"
     assert "listen: 127.0.0.1:4222" in rendered.one("ConfigMap", "pipelinerl-test")["data"]["nats.conf"]
     assert all("PIPELINERL_GRPC_HOST" not in given for given in by_name.values())  # loopback by itself

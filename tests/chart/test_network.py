@@ -29,7 +29,8 @@ def _rules(rendered: Rendered, component: str, side: str) -> list[Object]:
 
 PORTS = (50051, 8080, 8090, 4222, 6222, 8222, ANY_PORT)
 DRAWN = {
-    *((pod, to, port) for pod in ("actor", "trainer", "release-test") for to, port in (("verifier", 50051), ("nats", 4222))),
+    *((pod, "nats", 4222) for pod in ("actor", "trainer", "release-test")),
+    *((pod, "verifier", 50051) for pod in ("actor", "release-test")),
     ("nats", "nats", 6222),
     *((pod, "trainer", 8080) for pod in ("release-test", "page")),
     ("release-test", "actor", 8080),

@@ -295,10 +295,11 @@ async def test_the_spans_of_a_weight_update_cover_the_trainer_and_every_actor(ca
         assert of_trainer.count("weight_update.answer") == 4
 
 
-async def test_an_evaluation_is_generated_by_both_actors(calm: Calm) -> None:
+async def test_an_evaluation_is_generated_by_both_actors_which_have_it_scored(calm: Calm) -> None:
     first = calm.spans.named("evaluation")[0]
-    instances = {span.instance for span in calm.spans.below(first) if span.name == "evaluation.generate"}
-    assert instances == {"trainer", "actor-0", "actor-1"}
+    below = calm.spans.below(first)
+    assert {span.instance for span in below if span.name == "evaluation.generate"} == {"trainer", "actor-0", "actor-1"}
+    assert {span.instance for span in below if span.name == "sequence.verify"} == {"actor-0", "actor-1", "verifier"}
 
 
 # The live page

@@ -13,26 +13,33 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.messages.sequences import Completion, FinishReason, PolicyVersion, Sequence, VersionSpan
+from pipelinerl.messages.sequences import (
+    Completion,
+    FinishReason,
+    PolicyVersion,
+    Sequence,
+    VersionSpan,
+    decode_sequence,
+    encode_group,
+)
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import serve_http
 from pipelinerl.service.settings import host_port
-from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from services.actor import app
 from services.actor.engine import GenerationRequest
 from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import TemplateFormat
 from services.actor.metrics import ActorMetrics
-from services.trainer.data.evaluation import branches_of
 from tests.integration.test_episodes import NAME, recipe
 from tests.support.generation import ScriptedEngine, Stage, stage
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.support.tokenizers import CHATML, byte_tokenizer
 from tests.support.verifier import Verifier, verifier
-from tests.unit.builders import RUN
+from tests.unit.builders import RUN, make_group
 from tests.unit.test_actor_app import CONTEXT, SAMPLING, settings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="episodes are confined with Linux's means")
@@ -208,9 +215,11 @@ async def test_what_an_environment_does_wrong_costs_its_own_episode(environments
 async def test_heldout_problems_of_such_a_task_are_episodes_that_come_back_with_their_verdict(environments: Verifier) -> None:
     engine, metrics = ScriptedEngine(), ActorMetrics(CollectorRegistry())
     engine.open.set()
-    prompts = [
-        actor_pb2.GeneratePrompt(id=name, task=NAME, reference_json=f'{{"row": {{{row}}}}}', problem_index=3)
-        for name, row in (("good", '"turns": 2'), ("bad", '"in_start": "raise"'))
+    asked = (("good", NAME, '"turns": 2'), ("bad", NAME, '"in_start": "raise"'), ("other", "x", ""))
+    one_sample = {"num_samples": 1, "episodic": True, "prompt": (), "sampling": SAMPLING}
+    groups = [
+        make_group(3, group_id=name, task=task, seed=len(name), reference_json=f'{{"row": {{{row}}}}}', **one_sample)
+        for name, task, row in asked
     ]
     runner = episodes(environments.address.grpc)
     async with MemoryBus(RUN, server=MemoryServer()) as bus, runner(engine, metrics) as plays:
@@ -223,21 +232,17 @@ async def test_heldout_problems_of_such_a_task_are_episodes_that_come_back_with_
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):
             stub = actor_pb2_grpc.ActorServiceStub(channel)
-            request = actor_pb2.GenerateRequest(prompts=prompts, sampling=sequence_pb2.SamplingParams(**vars(SAMPLING)), seed=1)
-            answers = {one.id: one async for one in stub.Generate(request, timeout=60)}
-            del request.prompts[:]
-            request.prompts.add(task="x")
-            with pytest.raises(grpc.aio.AioRpcError, match="not episodic tasks of the recipe"):
-                _ = [one async for one in stub.Generate(request, timeout=60)]
-    good, bad = answers["good"], answers["bad"]
-    assert (good.failure, good.verdict.sequence_id, good.verdict.reward) == ("", "good", 0.75)
-    (branch,) = branches_of(good)
+            request = actor_pb2.GenerateRequest(groups=map(encode_group, groups))
+            found = [decode_sequence(one.sequence) async for one in stub.Generate(request, timeout=60)]
+    answers = {one.group_id: one for one in found}
+    good, bad, other = (answers[name] for name, *_ in asked)
+    assert (good.failure, good.reward, good.metrics, good.answer) == ("", 0.75, {"said": 2.0}, "0.5")
+    (branch,) = good.all_branches
     assert (len(branch.turns), branch.num_sampled_tokens) == (2, 2 * len(HALF))
     assert branch.spans[-1].end == branch.num_completion_tokens
-    assert (dict(good.verdict.metrics), good.verdict.answer) == ({"said": 2.0}, "0.5")
     assert len({request.seed for request in engine.requests.values()}) == 2
     assert bad.failure.startswith("episode_crashed")
-    assert not bad.HasField("verdict")
+    assert other.failure.startswith("unknown_task: 'x' is not an episodic task")
 
 
 AGENT = """

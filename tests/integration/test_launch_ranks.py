@@ -60,7 +60,7 @@ WAIT_S = 120.0
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    base = {"run": "r", "recipe": "recipe.yaml", "instance": "trainer", "verifier": "nowhere:1", "run_dir": "."}
+    base = {"run": "r", "recipe": "recipe.yaml", "instance": "trainer", "run_dir": "."}
     return base | changes
 
 

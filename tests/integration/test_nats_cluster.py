@@ -129,7 +129,7 @@ async def _all_current(bus: Bus) -> None:
 
 def test_the_trainers_settings_reach_the_streams(tmp_path: Path) -> None:
     settings = TrainerSettings(
-        run=RUN, recipe=tmp_path, instance="trainer", run_dir=tmp_path, verifier="x", stream_replicas=3, sequences_max_gib=1.5
+        run=RUN, recipe=tmp_path, instance="trainer", run_dir=tmp_path, stream_replicas=3, sequences_max_gib=1.5
     )
     limits = stream_limits(settings.model_copy(update={"weights_max_gib": 0.5}))
     assert (limits.replicas, limits.sequences_max_bytes, limits.weights_max_bytes) == (3, 1_610_612_736, 536_870_912)

@@ -30,6 +30,12 @@ def unused() -> str:
 
 
 @pytest.fixture
+async def verifier() -> AsyncIterator[str]:
+    async with serve_grpc(lambda server: None, [], "127.0.0.1", 0, stop_grace_s=0.1) as port:
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture
 async def settings(api: ApiServer, account: Callable[[str], Path], tmp_path: Path) -> AsyncIterator[TrainerSettings]:
     async def healthy(_: web.Request) -> web.Response:
         return web.Response(text="ok")
@@ -42,10 +48,7 @@ async def settings(api: ApiServer, account: Callable[[str], Path], tmp_path: Pat
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     logins = tmp_path / "logins"
     with guarded(logins, "demo") as nats:
-        async with (
-            connect(nats.url, "demo", credentials=logins / TRAINER) as bus,
-            serve_grpc(lambda server: None, [], "127.0.0.1", 0, stop_grace_s=0.1) as verifier,
-        ):
+        async with connect(nats.url, "demo", credentials=logins / TRAINER) as bus:
             await bus.create_streams()
             yield TrainerSettings(
                 run="demo",
@@ -53,7 +56,6 @@ async def settings(api: ApiServer, account: Callable[[str], Path], tmp_path: Pat
                 instance="test",
                 nats_url=nats.url,
                 nats_credentials=logins / TRAINER,
-                verifier=f"127.0.0.1:{verifier}",
                 pod_namespace=api.namespace,
                 service_account_dir=account("trainer-token"),
                 run_dir=tmp_path / "runs" / "demo",
@@ -65,6 +67,7 @@ async def settings(api: ApiServer, account: Callable[[str], Path], tmp_path: Pat
 
 async def test_each_part_that_does_not_work_is_named_and_no_other(
     settings: TrainerSettings,
+    verifier: str,
     api: ApiServer,
     account: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],
@@ -79,7 +82,8 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     answering, open_port = f"127.0.0.1:{settings.http_port}", f"127.0.0.1:{api.port}"
 
     async def failed(options: Sequence[str] = (), **changed: object) -> list[str]:
-        whole = [f"--actor-login={login}", f"--actor={answering}", f"--episodes={open_port}", f"--closed={unused()}", *options]
+        services = [f"--verifier={verifier}", f"--actor={answering}", f"--episodes={open_port}"]
+        whole = [f"--actor-login={login}", *services, f"--closed={unused()}", *options]
         return await failures(checks(settings.model_copy(update=changed), options_of(whole)))
 
     assert await failed() == []
@@ -88,7 +92,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     assert "all 2 permissions are granted; 1 of 1 actors run" in said[8], said
     assert await failures(checks(settings, options_of(["--no-volume"]))) == []
     said = capsys.readouterr().out.splitlines()
-    assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == ["recipe", *NAMES[2:3], *NAMES[4:6], "rights"]
+    assert [line.removeprefix("ok").split(":")[0].strip() for line in said] == ["recipe", *NAMES[2:3], *NAMES[4:5], "rights"]
 
     exits = {"on_completion": "exit", "release": "blue"}
     api.rights["trainer-token"] |= {*COMPLETION["exit"]}
@@ -105,7 +109,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
         ({"options": [f"--actor={unused()}"]}, "actor's Service", "is an actor ready, and does its Service select it?"),
         ({"options": [f"--episodes={unused()}"]}, "episodes", "takes no connections"),
         ({"http_port": int(unused().rpartition(":")[2])}, "trainer's Service", "is the trainer ready, and does its Service"),
-        ({"verifier": unused()}, "verifier's Service", "127.0.0.1"),
+        ({"options": [f"--verifier={unused()}"]}, "verifier's Service", "127.0.0.1"),
         ({"pod_namespace": "other"}, "rights", "verbs [list]"),
         (lesser, "rights", "may not watch pods, patch statefulsets/scale blue-trainer;"),
         ({"options": [f"--closed={open_port}"]}, "network policies", "networkPolicy.enabled=false"),

@@ -19,11 +19,10 @@ import numpy as np
 
 from pipelinerl.bus.jetstream import service_bus
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.local.following import background
 from pipelinerl.messages import verification
 from pipelinerl.messages.sequences import Completion, FinishReason, PolicyVersion, VersionSpan
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.service.lifecycle import Readiness, leave, run_service
+from pipelinerl.service.lifecycle import Readiness, background, leave, run_service
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ActorSettings
 from services.actor import app

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipelinerl.messages.sequences import Branch, PromptGroup, SamplingParams, Sequence, Turn, VersionSpan
-from pipelinerl.recipe.fields import Recipe, TaskShare
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import Accuracy, Estimate
-from services.trainer.data.feeder import EncodedProblem
 
 RUN = "unit"
 
@@ -32,11 +31,11 @@ def make_recipe(**sections: object) -> Recipe:
 
 
 def make_problem(
-    index: int = 0, *, tokens: tuple[int, ...] = (1, 2, 3), reference_json: str = "{}", **share: object
-) -> EncodedProblem:
-    """Of the task of `make_recipe`; `share`: what of it is otherwise."""
-    of_task = TaskShare.model_validate({"name": "chain_sum", "task": {}, "max_tokens": 16, **share})
-    return EncodedProblem(of_task, index, np.array(tokens, dtype=np.int32), f"p{index}", reference_json)
+    index: int = 0, *, tokens: tuple[int, ...] = (1, 2, 3), task: str = "chain_sum", max_tokens: int = 16, **changes: object
+) -> PromptGroup:
+    """Of the task of `make_recipe`, as `encode` returns it, apart from `changes`."""
+    blank = {"run": "", "group_id": "", "prompt_text": f"p{index}", "task": task}
+    return make_group(index, prompt=tokens, sampling=SamplingParams(max_tokens=max_tokens), **blank, **changes)
 
 
 def make_group(number: int = 0, *, num_samples: int = 2, prompt: tuple[int, ...] = (1, 2, 3), **changes: object) -> PromptGroup:

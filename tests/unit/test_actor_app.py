@@ -15,24 +15,27 @@ from prometheus_client import CollectorRegistry
 from benchmarks.nats_server import NatsServer
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import FieldError, MessageError, ServiceError
+from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.control import decode_control
 from pipelinerl.messages.sequences import (
     Completion,
     PolicyVersion,
+    PromptGroup,
     SamplingParams,
+    Sequence,
     VersionSpan,
     decode_group,
+    decode_sequence,
     encode_group,
-    read_completion,
 )
 from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.lifecycle import Readiness, StartStopped
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
-from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 from pipelinerl.v1.control_pb2 import Registration
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VERIFY_STATUS_TIMEOUT, VerifyResult
 from services.actor import app
 from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
@@ -276,16 +279,15 @@ async def answering(version: int | None = 3, engine: ScriptedEngine | None = Non
             yield one, f"127.0.0.1:{port}"
 
 
-def prompts_of(**token_ids: np.ndarray) -> list[actor_pb2.GeneratePrompt]:
-    return [actor_pb2.GeneratePrompt(id=name, prompt_token_ids=tokens.tobytes()) for name, tokens in token_ids.items()]
-
-
 def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
-def asked_for(prompts: list[actor_pb2.GeneratePrompt], seed: int = 1) -> actor_pb2.GenerateRequest:
-    return actor_pb2.GenerateRequest(prompts=prompts, sampling=sequence_pb2.SamplingParams(**vars(SAMPLING)), seed=seed)
+async def answers(address: str, *groups: PromptGroup) -> dict[str, Sequence]:
+    request = actor_pb2.GenerateRequest(groups=map(encode_group, groups))
+    async with calls_to("a", address) as stub:
+        found = [decode_sequence(result.sequence, expected_run=RUN) async for result in stub.Generate(request, timeout=60)]
+    return {sequence.sequence_id: sequence for sequence in found}
 
 
 def scored(*ids: int) -> actor_pb2.ScoreRequest:
@@ -293,68 +295,66 @@ def scored(*ids: int) -> actor_pb2.ScoreRequest:
 
 
 async def test_held_out_prompts_enter_the_engine_gradually_and_leave_training_its_places() -> None:
-    prompts = prompts_of(**{f"p{number}": tokens(1, 2) for number in range(EVALUATION_SLOTS + 20)})
-    async with answering(engine=ScriptedEngine()) as (one, address), calls_to("a", address) as stub:
+    groups = [make_group(number, num_samples=1) for number in range(EVALUATION_SLOTS + 20)]
+    async with answering(engine=ScriptedEngine()) as (one, address):
+        one.verifier.up.set()
         one.engine.open.clear()
-
-        async def evaluate() -> int:
-            return len([answer.id async for answer in stub.Generate(asked_for(prompts, 1), timeout=60)])
-
-        evaluating = asyncio.create_task(evaluate())
+        evaluating = asyncio.create_task(answers(address, *groups))
         await until(lambda: one.engine.running >= EVALUATION_SLOTS)
-        await issue(one.bus, 0)
+        await issue(one.bus, 1000)
         await until(lambda: one.actor.metrics.busy.running == 2)
         one.engine.open.set()
-        assert await evaluating == EVALUATION_SLOTS + 20
+        assert len(await evaluating) == EVALUATION_SLOTS + 20
     assert one.engine.most_running == EVALUATION_SLOTS + 2
 
 
-async def test_several_answers_to_one_prompt_are_drawn_with_seeds_of_their_own() -> None:
-    engine, prompts = Engine(), prompts_of(p=tokens(1, 2, 7), q=tokens(1, 2, 7))
-    async with answering(engine=engine) as (_, address), calls_to("a", address) as stub:
-        for seed in (1, 0):
-            async for _ in stub.Generate(asked_for(prompts, seed), timeout=60):
-                pass
-    assert len({*engine.seeds[:2]}) == 2
-    assert engine.seeds[2:] == [None, None]
-
-
-async def test_completions_come_back_by_id_and_a_refused_prompt_costs_itself_only() -> None:
-    async with answering() as (_, address), calls_to("a", address) as stub:
-        prompts = prompts_of(good=tokens(1, 2, 7), bad=tokens(9, 1), long=np.ones(64, np.int32))
-        answers = {c.id: c async for c in stub.Generate(asked_for(prompts, 1), timeout=60)}
-    assert (answers["good"].completion_text, answers["good"].failure) == ("7", "")
-    assert read_completion(answers["good"], "GenerateResult")["spans"] == SPANS
-    assert answers["bad"].failure == "engine: refused"
-    assert answers["long"].failure == "prompt_too_long: 64 tokens, context 64"
+async def test_held_out_answers_come_back_scored_and_a_refused_prompt_costs_itself_only() -> None:
+    engine, prompts = Engine(), {0: (1, 2, 7), 1: (9, 1), 2: (1,) * 64, 3: (1, 2, 7), 4: (1, 8)}
+    groups = [
+        make_group(number, prompt=prompt, seed=number, num_samples=1 + (not number)) for number, prompt in prompts.items()
+    ]
+    async with answering(engine=engine) as (one, address):
+        one.verifier.up.set()
+        one.verifier.judge = lambda item: VerifyResult(
+            sequence_id=item.sequence_id,
+            status=VERIFY_STATUS_TIMEOUT if item.completion_text == "8" else VERIFY_STATUS_OK,
+            reward=0.5,
+        )
+        found = await answers(address, *groups)
+        assert await one.num_stored() == 0, "they are not for training"
+    failures = {sequence_id.lstrip("g0"): sequence.failure for sequence_id, sequence in found.items()}
+    assert failures == {
+        ".0": "",
+        ".1": "",
+        "1.0": "engine: refused",
+        "2.0": "prompt_too_long: 64 tokens, context 64",
+        "3.0": "",
+        "4.0": "reward_timeout: ",
+    }
+    good = found["g00000000.1"]
+    assert (good.completion_text, good.reward, good.spans) == ("7", 0.5, SPANS)
+    assert engine.seeds[:2] == [None, None]
+    assert len({*engine.seeds}) == 4, "groups have seeds of their own"
 
 
 async def test_a_held_out_prompt_is_answered_also_while_the_engine_dies() -> None:
     engine = Engine()
-    async with answering(engine=engine) as (_, address), calls_to("a", address) as stub:
+    async with answering(engine=engine) as (_, address):
         engine.alive = False
-        (answer,) = [c async for c in stub.Generate(asked_for(prompts_of(p=tokens(9)), 1), timeout=60)]
+        (answer,) = (await answers(address, make_group(prompt=(9,), num_samples=1))).values()
     assert answer.failure == "engine: the engine process died"
 
 
-@pytest.mark.parametrize("bad", [-1, 10])
-async def test_token_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
+async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
     async with answering() as (_, address):
-        said = rf"INVALID_ARGUMENT.*prompts\[p\].*token 1 has the id {bad}; give ids from 0 to 9"
-        with pytest.raises(ServiceError, match=said):
-            async with calls_to("a", address) as stub:
-                _ = [c async for c in stub.Generate(asked_for(prompts_of(p=tokens(1, bad))), timeout=60)]
-        with pytest.raises(ServiceError, match=rf"INVALID_ARGUMENT.*ScoreRequest.token_ids: token 2 has the id {bad}"):
-            async with calls_to("a", address) as stub:
-                await stub.Score(scored(1, 2, bad), timeout=60)
-
-
-def test_a_request_that_is_too_long_or_holds_no_tokens_is_refused_whole() -> None:
-    request = actor_pb2.GenerateRequest(prompts=[actor_pb2.GeneratePrompt(id="p")] * (app.MAX_PROMPTS + 1))
-    with pytest.raises(MessageError, match=r"prompts: 100001 given, 100000 allowed"):
-        app.read_prompts(request, 10)
-    with pytest.raises(MessageError, match=r"K\.f: 3 bytes"):
-        app.read_tokens(b"abc", 10, "K", "f")
+        with pytest.raises(ServiceError, match=r"INVALID_ARGUMENT.*token_ids: token 1 has the id 10; give ids from 0 to 9"):
+            await answers(address, make_group(prompt=(1, 10)))
+        for bad in (-1, 10):
+            with pytest.raises(ServiceError, match=rf"INVALID_ARGUMENT.*ScoreRequest.token_ids: token 2 has the id {bad}"):
+                async with calls_to("a", address) as stub:
+                    await stub.Score(scored(1, 2, bad), timeout=60)
+        with pytest.raises(ServiceError, match=r"INVALID_ARGUMENT.*PromptGroup.run"):
+            await answers(address, make_group(run="another"))
 
 
 async def test_score_names_its_version_and_needs_one() -> None:

@@ -121,7 +121,8 @@ def check_exact(conversation: Conversation) -> None:
         assert (branch.turns[0].start, branch.turns[-1].end) == (0, len(branch.completion_token_ids))
         assert [(span.start, span.end) for span in branch.spans] == [(turn.start, turn.end) for turn in branch.turns]
     assert sorted(found) == sorted(conversation.asked)
-    assert all(turn.served and turn.is_finished for turn in conversation.record.turns)
+    record = conversation.record
+    assert all(turn in record.served and turn.is_finished for turn in record.turns)
 
 
 texts = st.text(max_size=20) | st.sampled_from(

@@ -15,7 +15,7 @@ from pipelinerl.recipe.fields import OverlongConfig, RewardConfig, TaskConfig, T
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.tasks.source import Problem
 from pipelinerl.v1 import sequence_pb2
-from services.trainer.data.feeder import EncodedProblem, encode
+from services.trainer.data.feeder import encode
 from services.trainer.data.intake import HeldSequences, Quarantine
 from services.trainer.learn.meter import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, bound_of
 from services.verifier.rewards.compose import ComposedReward
@@ -28,7 +28,7 @@ from tests.unit.trainer_fakes import TASK, Desk, desk
 TRAINER = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
 
 
-def problem(index: int) -> EncodedProblem:
+def problem(index: int) -> PromptGroup:
     return make_problem(index, tokens=(index % 20,) * 3)
 
 
@@ -258,7 +258,7 @@ EMPTY = make_problem(1, tokens=())
     [(TOO_LARGE, "prompt group too large"), (EMPTY, "prompt group invalid"), (TOO_LONG, "prompt too long")],
     ids=["large", "empty", "long"],
 )
-async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place(odd: EncodedProblem, reason: str) -> None:
+async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place(odd: PromptGroup, reason: str) -> None:
     server = MemoryServer(max_payload_bytes=2000)
     async with desk("feeder", server=server, problems=lambda index: odd if index == 1 else problem(index)) as one:
         assert [group.problem_index for group in await one.take_issued()] == [0, 2, 3, 4]
@@ -277,7 +277,7 @@ async def test_a_group_that_cannot_be_sent_out_fails_and_another_takes_its_place
     ],
     ids=["long", "large"],
 )
-async def test_a_task_whose_every_prompt_cannot_be_used_ends_the_run(every: EncodedProblem, told: str) -> None:
+async def test_a_task_whose_every_prompt_cannot_be_used_ends_the_run(every: PromptGroup, told: str) -> None:
     server = MemoryServer(max_payload_bytes=2000)
     async with desk("intake", server=server, problems=lambda index: every) as one:
         with pytest.raises(UserError, match=told):
@@ -479,9 +479,9 @@ def test_prompts_are_texts_or_messages(messages: tuple[dict[str, str], ...], pro
     )
     config = TaskConfig(prompt_style="chat", system_prompt="S", instruction="!")
     share = TaskShare(task=config)
-    assert encode(Problem("q", messages=messages), share, 0, tokenizer).prompt_text == prompt
+    assert encode(make_recipe(), share, 0, Problem("q", messages=messages), tokenizer).prompt_text == prompt
     with pytest.raises(UserError, match=r"chat template refuses .*no tools"):
-        encode(Problem("q", messages=({"role": "tool", "content": "4"},)), share, 0, tokenizer)
+        encode(make_recipe(), share, 0, Problem("q", messages=({"role": "tool", "content": "4"},)), tokenizer)
 
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -503,5 +503,7 @@ def test_an_answer_ends_where_the_chat_template_ends_it(template: str, end: str 
     assert (answer_end(tokenizer),) == (expected or (None,))
     if template in (CHAT, PLAIN):
         styles = TaskConfig(prompt_style="chat"), TaskConfig(source="agent"), TaskConfig()
-        asked = [encode(Problem("what"), TaskShare(task=task), 0, tokenizer).stop_token_ids for task in styles]
-        assert asked == [expected, expected, ()]
+        recipe = make_recipe(sampling={"group_size": 2, "max_tokens": 16, "stop_token_ids": [3]})
+        asked = [encode(recipe, TaskShare(task=task), 0, Problem("what"), tokenizer) for task in styles]
+        assert [one.sampling.stop_token_ids for one in asked] == [(3, *expected), (3, *expected), (3,)]
+        assert [one.sampling.max_tokens for one in asked] == [64 - len(one.prompt_token_ids) for one in asked]

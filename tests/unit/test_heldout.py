@@ -1,60 +1,48 @@
-"""Held-out evaluation: what counts as right, what happens when actors or verifier do not answer; and the parity probe."""
+"""Held-out evaluation: what counts as right, what happens when actors do not answer; and the parity probe."""
 
-import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipelinerl.errors import MessageError, ServiceError
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, sampling_from_proto
+from pipelinerl.errors import ServiceError
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, PromptGroup, SamplingParams, encode_group
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import accuracy_of
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_TIMEOUT, VerifyResult
 from services.trainer.data import evaluation
 from services.trainer.data.evaluation import (
-    JUDGE_BATCH,
     Evaluator,
     HeldoutResult,
     Parity,
     Scored,
     compare,
     is_right,
-    judge,
     probe_tolerance,
     served_share,
 )
-from services.trainer.data.feeder import EncodedProblem, sampling_of
-from tests.unit.builders import make_problem, make_recipe
-from tests.unit.trainer_fakes import FakeActor, FakeUpdater, FakeVerifier, serving, verdict
+from tests.unit.builders import RUN, make_problem, make_recipe
+from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving
 
 
-def problems(count: int) -> list[EncodedProblem]:
+def problems(count: int) -> list[PromptGroup]:
     return [make_problem(index, tokens=(1, 2)) for index in range(count)]
 
 
-def evaluator(addresses: dict[str, str], verifier: Any, count: int = 0, timeout_s: float = 10.0) -> Evaluator:
-    recipe = make_recipe(evaluation={"timeout_s": timeout_s}, weights={"probe_tokens": 3})
+def evaluator(addresses: dict[str, str], asked: Sequence[PromptGroup] = (), recipe: Recipe | None = None) -> Evaluator:
     updater: Any = FakeUpdater()
     updater.serve(addresses)
-    return Evaluator(recipe, problems(count), 20, updater, verifier, incarnation=1)
+    recipe = recipe or make_recipe(evaluation={"timeout_s": 10.0}, weights={"probe_tokens": 3})
+    return Evaluator(recipe, list(asked), 20, updater, RUN, incarnation=1)
 
 
 async def evaluate(
-    verifier: FakeVerifier, count: int = 4, version: int = 0, timeout_s: float = 10.0, **actors: FakeActor
+    *, asked: list[PromptGroup] | None = None, recipe: Recipe | None = None, version: int = 0, **actors: FakeActor
 ) -> HeldoutResult:
     async with serving(**(actors or {"a": FakeActor()})) as addresses:
-        return await evaluator(addresses, verifier, count, timeout_s).evaluate(version)
-
-
-async def evaluate_by(recipe: Recipe, asked: list[EncodedProblem], actor: FakeActor, **outcomes: VerifyResult) -> HeldoutResult:
-    updater: Any = FakeUpdater()
-    verifier: Any = FakeVerifier(outcomes)
-    async with serving(a=actor) as addresses:
-        updater.serve(addresses)
-        return await Evaluator(recipe, asked, 20, updater, verifier, incarnation=1).evaluate(0)
+        return await evaluator(addresses, problems(4) if asked is None else asked, recipe).evaluate(version)
 
 
 @pytest.mark.parametrize(
@@ -73,68 +61,59 @@ async def evaluate_by(recipe: Recipe, asked: list[EncodedProblem], actor: FakeAc
     ],
 )
 def test_right_is_what_the_answer_alone_earns(terms: dict[str, float], correct: float, right: bool) -> None:
-    assert is_right(verdict("h000000", **terms), correct) is right
+    assert is_right({name.replace("__", "."): value for name, value in terms.items()}, correct) is right
 
 
 async def test_a_wrong_answer_in_the_right_format_is_wrong() -> None:
-    outcomes = {
-        "h000000": verdict("h000000", answer=0.0, format=1.0),
-        "h000001": verdict("h000001", answer=1.0, overlong=-0.5),
-        "h000002": verdict("h000002", answer=0.0),
+    terms = {
+        "h000000": {"answer": 0.0, "format": 1.0},
+        "h000001": {"answer": 1.0, "overlong": -0.5},
+        "h000002": {"answer": 0.0},
     }
-    result = await evaluate(FakeVerifier(outcomes))
+    result = await evaluate(a=FakeActor(terms=terms))
     assert (result.overall.mean.value, result.overall.num_unanswered, result.num_tokens) == (0.5, 0, 4)
     assert [accuracy.reported["format"] for accuracy in result.sets.values()] == [1.0], "of the one answer that has the term"
     assert [sample.reward for sample in result.samples] == [1.0, 0.5, 0.0, 1.0]
     assert {sample.finish_reason for sample in result.samples} == {FinishReason.LENGTH}
 
 
-TIMED_OUT = {"h000000": verdict("h000000", VERIFY_STATUS_TIMEOUT), "h000001": verdict("h000001", answer=0.0)}
-FAILED = {"h000000": "empty_completion", "h000001": "non_finite_logprobs", "h000002": "engine: out of blocks"}
-SILENT = FakeActor(silent=frozenset({"h000001"}))
+FAILED = {"h000000": "empty_completion", "h000001": "non_finite_logprobs", "h000002": "reward_timeout: too slow"}
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "actor", "accuracy", "lower_bound", "asked", "told"),
+    ("actor", "accuracy", "lower_bound", "told"),
     [
-        (TIMED_OUT, FakeActor(), 2 / 3, 2 / 4, 4, "{'reward_timeout': 1}"),
-        ({}, FakeActor(failures=FAILED), 0.5, 1 / 4, 1, "{'non_finite_logprobs': 1, 'engine': 1}"),  # an empty one is wrong
-        ({}, SILENT, 1.0, 3 / 4, 3, "{'no completion': 1}"),
+        # an empty one is wrong
+        (FakeActor(failures=FAILED), 0.5, 1 / 4, "{'non_finite_logprobs': 1, 'reward_timeout': 1}"),
+        (FakeActor(silent=frozenset({"h000001"})), 1.0, 3 / 4, "{'no answer': 1}"),
     ],
-    ids=["reward", "actor", "silent"],
+    ids=["failed", "silent"],
 )
 async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lower_bound(
-    outcomes: dict[str, VerifyResult],
-    actor: FakeActor,
-    accuracy: float,
-    lower_bound: float,
-    asked: int,
-    told: str,
-    caplog: pytest.LogCaptureFixture,
+    actor: FakeActor, accuracy: float, lower_bound: float, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    verifier = FakeVerifier(outcomes)
-    result = await evaluate(verifier, timeout_s=2.5 if actor is SILENT else 10.0, a=actor)
-    assert (result.overall.mean.value, result.overall.lower_bound, len(verifier.asked)) == (accuracy, lower_bound, asked)
+    result = await evaluate(recipe=make_recipe(evaluation={"timeout_s": 2.5 if actor.silent else 10.0}), a=actor)
+    assert (result.overall.mean.value, result.overall.lower_bound) == (accuracy, lower_bound)
     assert f"leaves out answers, by reason: {told}" in caplog.text
-    assert ("3 of 4 completions arrived in time" in caplog.text) is (actor is SILENT)
+    assert ("3 of 4 answers arrived in time" in caplog.text) is bool(actor.silent)
 
 
-async def test_completions_end_as_in_training() -> None:
-    recipe = make_recipe(sampling={"group_size": 2, "max_tokens": 16, "stop": ["\n"], "stop_token_ids": [7, 9]})
-    asked, actor = [replace(problem, stop_token_ids=(9, 11)) for problem in problems(2)], FakeActor()
-    await evaluate_by(recipe, asked, actor)
-    (request,) = actor.requests
-    trained = sampling_of(recipe, asked[0])  # temperature 1
-    assert (trained.stop, trained.stop_token_ids, trained.temperature) == (("\n",), (7, 9, 11), 1.0)
-    assert sampling_from_proto(request.sampling) == replace(trained, temperature=0.0)
+async def test_answers_are_sampled_as_in_training_apart_from_the_temperature() -> None:
+    trained, actor = SamplingParams(1.0, 16, stop_token_ids=(7, 9, 11), stop=("\n",)), FakeActor()
+    asked = [replace(problem, sampling=trained) for problem in problems(2)]
+    await evaluate(asked=asked, a=actor)
+    ((group, other),) = actor.requests
+    assert group.sampling == replace(trained, temperature=0.0)
+    assert (group.task, group.reference_json, group.num_samples) == ("chain_sum", asked[0].reference_json, 1)
+    assert len({0, group.seed, other.seed}) == 3
 
 
 async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_missing() -> None:
-    recipe, actor = make_recipe(evaluation={"timeout_s": 10.0, "samples": 2, "temperature": 1.0}), FakeActor()
-    outcomes = {"h000001": verdict("h000001", answer=0.0), "h000003": verdict("h000003", VERIFY_STATUS_TIMEOUT)}
+    recipe = make_recipe(evaluation={"timeout_s": 10.0, "samples": 2, "temperature": 1.0})
+    actor = FakeActor(terms={"h000001": {"answer": 0.0}}, failures={"h000003": "reward_timeout"})
     asked = [replace(problem, prompt_token_ids=np.array([one], np.int32)) for one, problem in enumerate(problems(2))]
-    result = await evaluate_by(recipe, asked, actor, **outcomes)
-    sent = [(prompt.id, prompt.prompt_token_ids[0]) for prompt in actor.requests[0].prompts]
+    result = await evaluate(asked=asked, recipe=recipe, a=actor)
+    sent = [(group.group_id[:7], group.prompt_token_ids[0]) for group in actor.requests[0]]
     assert sent == [("h000000", 0), ("h000001", 0), ("h000002", 1), ("h000003", 1)]
     assert (result.overall.mean.value, result.overall.lower_bound, result.overall.num_unanswered) == (
         0.75,
@@ -151,62 +130,32 @@ async def test_each_task_and_set_has_its_limit_its_reward_and_its_accuracy_and_s
     actor = FakeActor()
     strict: dict[str, Any] = {"name": "strict", "task": {}, "max_tokens": 9, "reward": {"correct": 2.0}}
     recipe = make_recipe(task=None, tasks=[{"task": {}}, strict], evaluation={"sets": [strict | {"name": "further"}]})
-    asked = [*problems(3), make_problem(**strict), make_problem(**strict | {"name": "further"})]
-    result = await evaluate_by(recipe, asked, actor)  # every answer earns 1
-    sent = [(len(request.prompts), request.sampling.max_tokens) for request in actor.requests]
-    assert sorted(sent) == [(1, 9), (1, 9), (3, 16)]
+    asked = [*problems(3), *(make_problem(task=name, max_tokens=9) for name in ("strict", "further"))]
+    result = await evaluate(asked=asked, recipe=recipe, a=actor)  # every answer earns 1
+    assert [group.sampling.max_tokens for group in actor.requests[0]] == [16, 16, 16, 9, 9]
     assert result.overall.mean.value == 0.75
     accuracies = {name: one.mean.value for name, one in result.sets.items()}
     assert accuracies == {"chain_sum": 1.0, "strict": 0.0, "further": 0.0}
     assert [sample.task for sample in result.samples] == ["chain_sum", "strict", "further", "chain_sum"]
 
 
-async def test_many_answers_are_asked_for_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "MOST_ASKED", 3)
+async def test_more_groups_than_fit_into_a_message_are_asked_for_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = FakeActor()
-    result = await evaluate(FakeVerifier(), count=7, a=actor)
-    assert [len(request.prompts) for request in actor.requests] == [3, 3, 1]
+    await evaluate(asked=problems(1), a=actor)
+    (group,) = actor.requests.pop()
+    monkeypatch.setattr(evaluation, "MOST_REQUESTED_BYTES", 3 * len(encode_group(group)) + 9)
+    result = await evaluate(asked=problems(7), a=actor)
+    assert [len(groups) for groups in actor.requests] == [3, 3, 1]
     assert (result.overall.mean.value, result.overall.num_unanswered) == (1.0, 0)
 
 
-async def test_completions_of_another_version_do_not_count_and_nobody_to_ask_is_said() -> None:
-    result = await evaluate(FakeVerifier(), version=3, a=FakeActor(version=3), b=FakeActor(version=2))
+async def test_answers_of_another_version_do_not_count_and_nobody_to_ask_is_said() -> None:
+    result = await evaluate(version=3, a=FakeActor(version=3), b=FakeActor(version=2))
     assert result.overall.mean.value == 1.0
-    with pytest.raises(ServiceError, match=r"no held-out problem has a verdict: \{'no completion': 4\}"):
-        await evaluate(FakeVerifier(), version=3, a=FakeActor(version=2))
-    with pytest.raises(ServiceError, match=r"\{'no completion': 2\}"):
-        await evaluator({}, FakeVerifier(), count=2).evaluate(0)
-
-
-@pytest.mark.parametrize("away", [True, False])
-async def test_a_verifier_that_is_away_ends_the_evaluation_and_nothing_else(away: bool) -> None:
-    verifier = FakeVerifier(away=away, error=None if away else MessageError("VerifyResponse", "results", "too few"))
-    with pytest.raises(ServiceError, match=r"no held-out problem has a verdict: \{'not judged': 4\}"):
-        await evaluate(verifier, timeout_s=0.5)
-
-
-async def test_one_lost_call_of_the_verifier_costs_its_own_verdicts_only() -> None:
-    class Flaky(FakeVerifier):
-        async def verify(self, items):  # type: ignore[no-untyped-def]
-            outcomes = await super().verify(items)
-            if items[0].sequence_id == "h000000":
-                raise ServiceError("verifier refused a batch")
-            return outcomes
-
-    result = await evaluate(Flaky(), count=JUDGE_BATCH + 6)
-    assert (result.overall.num_unanswered, result.overall.mean.value) == (JUDGE_BATCH, 1.0)
-
-
-async def test_verdicts_given_before_the_deadline_are_kept() -> None:
-    class Slow(FakeVerifier):
-        async def verify(self, items):  # type: ignore[no-untyped-def]
-            if items[0] == 0:
-                await asyncio.sleep(600)
-            return [verdict(str(item), answer=1.0) for item in items]
-
-    deadline = asyncio.get_running_loop().time() + 1.0
-    verdicts = await judge(Slow(), list(range(JUDGE_BATCH + 1)), deadline)  # type: ignore[arg-type]
-    assert set(verdicts) == {str(JUDGE_BATCH)}
+    with pytest.raises(ServiceError, match=r"no held-out problem has a verdict: \{'no answer': 4\}"):
+        await evaluate(version=3, a=FakeActor(version=2))
+    with pytest.raises(ServiceError, match=r"\{'no answer': 2\}"):
+        await evaluator({}, problems(2)).evaluate(0)
 
 
 # --- the parity probe --------------------------------------------------------------------------------------------------
@@ -297,14 +246,14 @@ async def test_actors_are_asked_and_those_of_another_version_left_out() -> None:
     other = FakeActor(version=2, logprobs=(-9.0, -9.0))
     async with serving(a=same, b=other) as addresses:
         everybody = {**addresses, "gone": "127.0.0.1:1"}
-        parity = await evaluator(everybody, None).parity(3, TRAINED)
+        parity = await evaluator(everybody).parity(3, TRAINED)
         problem = "log-probabilities are 0.5 nats off, more than 0.001 (weights loaded by paused: quantised)"
         assert parity == Parity(0.5, (f"a at version 1:3: {problem}",))
-        assert await evaluator({"b": addresses["b"]}, None).parity(3, TRAINED) is None
+        assert await evaluator({"b": addresses["b"]}).parity(3, TRAINED) is None
         assert 50 < same.given_s[0] < 62, "for 3 tokens"
         model, updater = {"source": "path", "name": "nowhere", "max_context": 5000}, FakeUpdater()
         updater.serve({"a": addresses["a"]})
         trainer = {"steps": 4, "batch_size": 4, "tokens_per_microbatch": 5000}
         long = make_recipe(model=model, trainer=trainer, weights={"probe_tokens": 4096})
-        await Evaluator(long, [], 20, updater, FakeVerifier(), incarnation=1).parity(3, TRAINED)  # type: ignore[arg-type]
+        await Evaluator(long, [], 20, updater, RUN, incarnation=1).parity(3, TRAINED)  # type: ignore[arg-type]
         assert 800 < same.given_s[1] < 881  # gRPC rounds up

@@ -24,7 +24,6 @@ from pipelinerl.v1.verifier_pb2 import (
     VerifyResult,
 )
 from services.verifier import judge as judging
-from services.verifier import pool as pool_module
 from services.verifier.judge import Judge, api_key
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import QueueFull, RewardPool
@@ -232,37 +231,6 @@ async def test_a_call_that_fails_leaves_no_item_in_the_queue() -> None:
     with pytest.raises(RuntimeError, match="new thread"):
         await pool.score([plain, item("a")])
     assert registry.get_sample_value("pipelinerl_verifier_queue_items") == 0
-
-
-class Late(InProcess):
-    """Misses the deadline for every completion but `fast`."""
-
-    async def score(self, item: VerifyItem, within_s: float) -> VerifyResult:
-        if item.completion_text != "fast":
-            raise TimeoutError
-        return VerifyResult(sequence_id=item.sequence_id, status=VERIFY_STATUS_OK)
-
-
-@pytest.mark.parametrize(("fast_at", "num_called"), [(None, 11), (13, 11), (10, 20)])
-async def test_once_all_first_rewards_have_timed_out_the_waiting_items_fail(
-    monkeypatch: pytest.MonkeyPatch, fast_at: int | None, num_called: int
-) -> None:
-    """With one worker, 8 timeouts and those of a group of 3. `fast_at`: position of an item whose reward ends in time."""
-    config = RewardConfig(scorer="exact", timeout_s=3.0)
-
-    async def started(recipe: Any) -> Late:
-        return Late(config)
-
-    monkeypatch.setattr(pool_module, "start_worker", started)
-    recipe: Any = SimpleNamespace(problem_sets={"t": SimpleNamespace(reward=config)}, sampling=SimpleNamespace(group_size=3))
-    pool = RewardPool(recipe, VerifierMetrics(CollectorRegistry(), ["t"]), Readiness(), 20, {})
-    slot = asyncio.create_task(pool.run_slot(Late(config)))  # type: ignore[arg-type]
-    first = await pool.score(item("fast" if index == fast_at else "slow", index) for index in range(20))
-    later = await pool.score(item("slow", index) for index in range(20))
-    slot.cancel()
-    told = "not called: the first 11 took more than 3 s (reward.timeout_s)"
-    assert [result.message == told for result in first] == [index >= num_called for index in range(20)]
-    assert all("was killed" in result.message for result in later), "an outage may have ended, so later items are tried"
 
 
 def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,7 @@ async def test_a_site_whose_name_leads_here_reads_nothing() -> None:
 
 async def test_in_a_cluster_the_page_has_names_and_probes_take_any() -> None:
     settings = TrainerSettings(
-        run="r", recipe=Path("r"), instance="t", verifier="v", run_dir=Path("r"), http_host="0.0.0.0", page=True,
+        run="r", recipe=Path("r"), instance="t", run_dir=Path("r"), http_host="0.0.0.0", page=True,
         advertise_host="fd00::5", page_hosts="runs.example, other.example",
     )  # fmt: skip
     app = health_app(Readiness("starting"), CollectorRegistry())

@@ -30,7 +30,6 @@ def settings(folder: str, port: int) -> TrainerSettings:
         run="r",
         recipe=Path(folder) / "recipe.yaml",
         instance="trainer-1",
-        verifier="v",
         run_dir=Path(folder),
         http_port=port,
         nodes=2,

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, importance_weights, sampled_branches, sampled_sequences
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.reporting.samples import MOST_TOKENS, heldout_sample, token_pieces, trained_sample, without_tokens
+from services.trainer.reporting.samples import MOST_TOKENS, Sample, sample_of, token_pieces, without_tokens
 from tests.support.learner import (
     EPISODES,
     episodes_of,
@@ -156,13 +157,21 @@ def test_pieces_are_those_of_the_text(
 # Lines
 
 
+def trained(step: int, *about: Any) -> Sample:
+    return sample_of(*about, step=step, version=step - 1)
+
+
+def heldout(version: int, *about: Any) -> Sample:
+    return sample_of(*about, step=version, version=version, heldout=True)
+
+
 def test_a_trained_sample_has_text_version_and_weight_of_each_token() -> None:
     spans = (VersionSpan(6, 0, 1), VersionSpan(7, 1, 3))
     sequence = replace(make_sequence(make_group(), 0, completion=(0, 1, 2), spans=spans), completion_text="abc")
-    line = trained_sample(9, sequence, letters_tokenizer(), np.array([1.0, 0.123456, np.inf]))
+    line = trained(9, sequence, letters_tokenizer(), np.array([1.0, 0.123456, np.inf]))
     assert (line["tokens"], line["spans"]) == (["a", "b", "c"], [[6, 0, 1], [7, 1, 3]])
     assert json.loads(to_json(line))["weights"] == [1.0, 0.1235, None]
-    bare = trained_sample(9, sequence, None, None)
+    bare = trained(9, sequence, None, None)
     assert (bare["tokens"], bare["weights"]) == (None, None)
 
 
@@ -174,7 +183,7 @@ def test_a_sample_of_an_episode_has_its_turns_and_what_it_observed_branch_by_bra
     spans = (VersionSpan(6, 0, 1), VersionSpan(7, 1, 2), VersionSpan(7, 4, 5))
     tokens = np.array([0, 1, 2, 0, 1], np.int32)
     one = replace(one, prompt_token_ids=tokens[:3], completion_token_ids=tokens, spans=spans, prompt_text="the problem")
-    line = trained_sample(8, one, letters_tokenizer(), np.array([1.0, 2.0, 0.5, 0.123456]))
+    line = trained(8, one, letters_tokenizer(), np.array([1.0, 2.0, 0.5, 0.123456]))
     first, second = line["branches"]
     known = {"role": "assistant", "finish_reason": "stop"}
     assert json.loads(to_json(first)) == {
@@ -189,12 +198,12 @@ def test_a_sample_of_an_episode_has_its_turns_and_what_it_observed_branch_by_bra
     assert (second["prompt"], second["spans"]) == ("cc", [[0, 0, 1]])
     assert second["parts"] == [{**known, "start": 0, "end": 1, "text": "a", "tokens": ["a"], "weights": [0.1235]}]
     assert (line["prompt"], line["tokens"], line["weights"]) == ("abc", None, None), "what the policy saw, as of single turns"
-    assert heldout_sample(8, one, letters_tokenizer())["prompt"] == "abc"
-    assert trained_sample(8, one, None, None)["prompt"] == "the problem"
+    assert heldout(8, one, letters_tokenizer())["prompt"] == "abc"
+    assert trained(8, one, None, None)["prompt"] == "the problem"
     bare = without_tokens(line)
     assert {(part.get("tokens"), part.get("weights")) for own in bare["branches"] for part in own["parts"]} == {(None, None)}
     assert [[part["text"] for part in own["parts"]] for own in bare["branches"]] == [["ab", "ca", "b"], ["a"]]
-    without = trained_sample(8, one, None, None)["branches"]
+    without = trained(8, one, None, None)["branches"]
     assert [[(part["text"], part.get("tokens")) for part in own["parts"]] for own in without] == [
         [("", None)] * 3,
         [("", None)],
@@ -205,11 +214,11 @@ def test_of_a_long_completion_the_first_tokens_are_written() -> None:
     ids = tuple(index % 3 for index in range(MOST_TOKENS + 5))
     text = "".join("abc"[token] for token in ids)
     sequence = replace(make_sequence(make_group(), 0, completion=ids), completion_text=text)
-    line = trained_sample(1, sequence, letters_tokenizer(), np.ones(len(ids)))
+    line = trained(1, sequence, letters_tokenizer(), np.ones(len(ids)))
     assert (len(line["tokens"]), len(line["weights"]), line["completion"]) == (MOST_TOKENS, MOST_TOKENS, text)
     turns = (Turn(0, 1000), Turn(1002, MOST_TOKENS + 5))
     spans = tuple(VersionSpan(0, turn.start, turn.end) for turn in turns)
-    line = trained_sample(1, replace(sequence, turns=turns, spans=spans), letters_tokenizer(), np.ones(len(ids) - 2))
+    line = trained(1, replace(sequence, turns=turns, spans=spans), letters_tokenizer(), np.ones(len(ids) - 2))
     parts = line["branches"][0]["parts"]
     assert [len(part["text"]) for part in parts] == [1000, 2, 27]
     assert [len(parts[0][name]) + len(parts[2][name]) for name in ("tokens", "weights")] == [MOST_TOKENS] * 2
@@ -217,9 +226,9 @@ def test_of_a_long_completion_the_first_tokens_are_written() -> None:
 
 def test_a_held_out_sample_has_no_weights() -> None:
     sample = replace(make_sequence(make_group(), 0, completion=(0, 1)), completion_text="ab")
-    line = heldout_sample(3, sample, letters_tokenizer())
+    line = heldout(3, sample, letters_tokenizer())
     assert (line["tokens"], line["weights"], line["heldout"]) == (["a", "b"], None, True)
-    assert heldout_sample(3, replace(sample, failure="no verdict"), None)["reward"] is None
-    episode = heldout_sample(3, make_episode(make_group(), 0), letters_tokenizer())
+    assert heldout(3, replace(sample, failure="no verdict"), None)["reward"] is None
+    episode = heldout(3, make_episode(make_group(), 0), letters_tokenizer())
     assert [len(branch["parts"]) for branch in episode["branches"]] == [3, 1]
     assert {part.get("weights") for branch in episode["branches"] for part in branch["parts"]} == {None}

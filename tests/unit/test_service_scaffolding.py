@@ -416,6 +416,6 @@ def test_lines_that_others_can_cause_are_told_once_a_minute_with_their_number(mo
 
 def test_a_gpu_is_shared_in_turns_in_a_local_run_alone(tmp_path: Path) -> None:
     colocated = make_recipe(mode="conventional", actor={"colocate": True})
-    given = {"run": "r", "recipe": tmp_path, "instance": "trainer", "verifier": "nowhere:1", "run_dir": tmp_path}
+    given = {"run": "r", "recipe": tmp_path, "instance": "trainer", "run_dir": tmp_path}
     with pytest.raises(FieldError, match=r"actor.colocate = True: works only in a local run \(pipelinerl run\)"):
         GpuTurn.of(colocated, TrainerSettings(**given))

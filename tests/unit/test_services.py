@@ -42,7 +42,7 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     monkeypatch.setenv("PIPELINERL_MODEL_DIR", "/of-the-shell")
     builder = settings_of(launches.initial_model(tmp_path), TrainerSettings, monkeypatch)
     assert (builder["model_cache"], builder["model_dir"]) == (tmp_path.resolve(), "")
-    policy = {"run": "tiny-run", "nats_url": NATS, "verifier": VERIFIER, "model_dir": "/model"}
+    policy = {"run": "tiny-run", "nats_url": NATS, "model_dir": "/model"}
     trainer = settings_of(launches.trainer(0), TrainerSettings, monkeypatch)
     assert trainer.items() >= (policy | {"instance": "trainer", "expected_actors": 0, "http_port": 0}).items()
     assert (trainer["run_dir"], trainer["recipe"]) == (tmp_path.resolve(), tmp_path.resolve() / "recipe.yaml")
@@ -50,7 +50,7 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     assert (trainer["tls_dir"], trainer["nats_credentials"]) == (secrets / "tls", secrets / "nats-trainer")
     assert trainer["page_key"] == secrets / "page-key"
     actor = settings_of(launches.actor(2), ActorSettings, monkeypatch)
-    assert actor.items() >= (policy | {"instance": "actor-2"}).items()
+    assert actor.items() >= (policy | {"instance": "actor-2", "verifier": VERIFIER}).items()
     assert (actor["tls_dir"], actor["nats_credentials"]) == (secrets / "tls", secrets / "nats-actor")
     assert actor["nats_tls_dir"] == trainer["nats_tls_dir"] == secrets / "tls"
     assert actor["address_file"] == tmp_path.resolve() / "addresses" / "actor-2.json"

@@ -137,12 +137,13 @@ class FakeTracker:
         self.called, self.go = threading.Event(), threading.Event()
         self.go.set()
 
-    def start(self, run: TrackedRun) -> None:
+    def opened(self, run: TrackedRun) -> "FakeTracker":
         self._take("start")
         self.run = run
         if self.refusals:
             self.refusals -= 1
             raise ConnectionError("nobody there")
+        return self
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
         if axis == STEP and self.error is not None:
@@ -165,7 +166,7 @@ class FakeTracker:
 
 @contextmanager
 def thread_of(tracker: FakeTracker) -> Iterator[tuple[TrackerThread, RunTrackers]]:
-    thread = TrackerThread("fake", RUN, lambda: tracker)
+    thread = TrackerThread("fake", lambda: tracker.opened(RUN))
     try:
         yield thread, RunTrackers([thread])
     finally:
@@ -175,7 +176,7 @@ def thread_of(tracker: FakeTracker) -> Iterator[tuple[TrackerThread, RunTrackers
 
 
 def settings_in(run_dir: Path) -> TrainerSettings:
-    return TrainerSettings(run="tiny", recipe=run_dir / "r", instance="trainer", verifier="nowhere:1", run_dir=run_dir)
+    return TrainerSettings(run="tiny", recipe=run_dir / "r", instance="trainer", run_dir=run_dir)
 
 
 def evaluation(version: int) -> HeldoutResult:
@@ -273,9 +274,9 @@ async def test_what_libraries_log_on_a_trackers_thread_is_dropped(
 ) -> None:
     tracker = FakeTracker(error=OSError("away"))
 
-    def opened(name: str) -> FakeTracker:
+    def opened(name: str, run: TrackedRun) -> FakeTracker:
         logging.getLogger("urllib3.connectionpool").warning("Retrying https://me:secret@host")
-        return tracker
+        return tracker.opened(run)
 
     monkeypatch.setattr(trackers_module, "open_tracker", opened)
     (tmp_path / "page-key").write_text("secret-key")

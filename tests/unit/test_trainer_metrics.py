@@ -159,8 +159,8 @@ def test_streams_parts_of_the_run_updates_and_members_by_hand() -> None:
     assert exported("phase", phase="loading") == 1
     exported.watch()
     assert (exported("unread_sequences"), exported("stream_messages", stream="prompts")) == (None, None)
-    exported.metrics.streams.saw("prompts", StreamInfo(0, 0, 4, 3))
-    exported.metrics.streams.saw("sequences", StreamInfo(6, 600, 5, 10, first_at_s=990.0))
+    prompts, sequences = StreamInfo(0, 0, 4, 3), StreamInfo(6, 600, 5, 10, first_at_s=990.0)
+    exported.metrics.streams = {"prompts": prompts, "sequences": sequences}
     seen = [exported(f"stream_{what}", stream="sequences") for what in ("messages", "bytes", "oldest_seconds")]
     assert seen == [6, 600, 10]
     assert [exported(f"stream_{what}", stream="prompts") for what in ("messages", "oldest_seconds")] == [0, 0]

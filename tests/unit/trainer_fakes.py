@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
@@ -20,15 +20,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages import sequences as messages
-from pipelinerl.messages.sequences import (
-    Completion,
-    PolicyVersion,
-    PromptGroup,
-    VersionSpan,
-    decode_group,
-    encode_sequence,
-    write_completion,
-)
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, PromptGroup, decode_group, encode_sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.run_summary import RunFiles
@@ -36,10 +28,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.transfer.manifest import build_manifest
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
-from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.trainer.checkpoint.run_state import RunState, Start
-from services.trainer.data.feeder import EncodedProblem
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import RunView, TrainerMetrics
@@ -55,9 +44,11 @@ from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 
 @dataclass
 class FakeActor(actor_pb2_grpc.ActorServiceServicer):
-    """Answers each prompt with its id as text, sampled by `version`. `silent` prompts are never answered."""
+    """Answers each group with a token of `version`. A group's name is its id up to the dash. An answer earns 1, or what `terms`
+    say; a name in `failures` fails, and one that is `silent` is never answered."""
 
     version: int = 0
+    terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
     logprobs: Sequence[float] = (-1.0, -2.0)
@@ -66,7 +57,7 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
     """It does not say how it is."""
     asked_by: list[str] = field(default_factory=list)
     """From where it was asked how it is."""
-    requests: list[actor_pb2.GenerateRequest] = field(default_factory=list)
+    requests: list[list[PromptGroup]] = field(default_factory=list)
     given_s: list[float] = field(default_factory=list)
     """Seconds that it was given for each probe."""
 
@@ -77,17 +68,16 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
         return actor_pb2.ActorState(sequences_in_progress=3)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[actor_pb2.GenerateResult]:
-        self.requests.append(request)
-        for prompt in request.prompts:
-            if prompt.id in self.failures:
-                yield actor_pb2.GenerateResult(id=prompt.id, failure=self.failures[prompt.id])
-            elif prompt.id not in self.silent:
-                text, reason = f"text of {prompt.id}", FINISH_REASON_LENGTH
-                result = actor_pb2.GenerateResult(id=prompt.id, completion_text=text, finish_reason=reason)
-                spans = (VersionSpan(self.version, 0, 1),)
-                write_completion(result, Completion(np.array([1], np.int32), np.array([-1.0], np.float32), spans))
-                yield result
-        if self.silent & {prompt.id for prompt in request.prompts}:
+        self.requests.append(groups := [decode_group(data, expected_run=RUN) for data in request.groups])
+        names = {group.group_id.partition("-")[0]: group for group in groups}
+        for name, group in names.items():
+            if name not in self.silent:
+                terms, failure = self.terms.get(name, {"answer": 1.0}), self.failures.get(name, "")
+                answer = make_sequence(group, 0, completion=(1,), version=self.version, failure=failure)
+                earned = {} if failure else {"reward": sum(terms.values()), "reward_components": dict(terms)}
+                answer = replace(answer, finish_reason=FinishReason.LENGTH, **earned)
+                yield actor_pb2.GenerateResult(sequence=encode_sequence(answer))
+        if self.silent & names.keys():
             await asyncio.sleep(600)
 
     async def Score(self, request: Any, context: Any) -> actor_pb2.ScoreResponse:
@@ -107,30 +97,6 @@ async def serving(**actors: FakeActor) -> AsyncIterator[dict[str, str]]:
             await server.start()
             stack.push_async_callback(server.stop, None)
         yield addresses
-
-
-def verdict(sequence_id: str, status: int = VERIFY_STATUS_OK, **terms: float) -> VerifyResult:
-    """`answer__x=1` is the term `answer.x`."""
-    components = {name.replace("__", "."): term for name, term in terms.items()}
-    return VerifyResult(sequence_id=sequence_id, status=status, reward=sum(terms.values()), components=components)
-
-
-@dataclass
-class FakeVerifier:
-    """Right but for what `outcomes` says. `away` for ever, or `error` for every call, where set."""
-
-    outcomes: Mapping[str, VerifyResult] = field(default_factory=dict)
-    away: bool = False
-    error: Exception | None = None
-    asked: list[str] = field(default_factory=list)
-
-    async def verify(self, items: Sequence[VerifyItem]) -> list[VerifyResult]:
-        self.asked += [item.sequence_id for item in items]
-        if self.away:
-            await asyncio.Event().wait()
-        if self.error is not None:
-            raise self.error
-        return [self.outcomes.get(item.sequence_id, verdict(item.sequence_id, answer=1.0)) for item in items]
 
 
 def step_figures(skipped: str = "") -> dict[str, Any]:
@@ -361,12 +327,9 @@ def make_run(
 ) -> TrainingRun:
     """A run that has not begun. Its files are open as long as `stack`; `start`: that of a new run when None."""
     start, policy = start or Start(), policy or FakePolicy(run_dir)
-    given = TrainerSettings(
-        run=RUN, recipe=run_dir / "recipe.yaml", instance="trainer", verifier="nowhere:1", run_dir=run_dir, **settings
-    )
+    given = TrainerSettings(run=RUN, recipe=run_dir / "recipe.yaml", instance="trainer", run_dir=run_dir, **settings)
     files, journal = stack.enter_context(RunFiles(run_dir)), stack.enter_context(Journal(run_dir / JOURNAL))
     policy.version = start.version
-    verifier: Any = FakeVerifier()
     recorder = Recorder(
         recipe,
         files,
@@ -379,7 +342,7 @@ def make_run(
         tokenizer=policy.tokenizer,  # type: ignore[arg-type]
     )
     with patch("services.trainer.run.WeightUpdater", updater):
-        return TrainingRun(given, recipe, cast("Any", policy), bus, verifier, journal, start, recorder)
+        return TrainingRun(given, recipe, cast("Any", policy), bus, journal, start, recorder)
 
 
 @asynccontextmanager
@@ -481,7 +444,7 @@ async def desk(
     *parts: str,
     server: MemoryServer | None = None,
     limits: StreamLimits | None = None,
-    problems: Callable[[int], EncodedProblem] | None = None,
+    problems: Callable[[int], PromptGroup] | None = None,
     **sections: object,
 ) -> AsyncIterator[Desk]:
     """`parts` of a run at work, feeder and intake when none are named; `problems`: in place of the task's."""

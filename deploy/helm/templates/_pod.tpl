@@ -237,7 +237,6 @@ readinessProbe:
 {{/* Further environment of the actor and the trainer. */}}
 {{- define "pipelinerl.policyEnv" -}}
 {{- $values := index .root.Values .component -}}
-{{- $full := include "pipelinerl.fullname" .root -}}
 - {name: PIPELINERL_NATS_URL, value: {{ include "pipelinerl.nats.url" .root | quote }}}
 {{- if include "pipelinerl.nats.authSecret" .root }}
 - {name: PIPELINERL_NATS_CREDENTIALS, value: /etc/pipelinerl/nats/credentials}
@@ -245,7 +244,6 @@ readinessProbe:
 {{- if include "pipelinerl.nats.caSecret" .root }}
 - {name: PIPELINERL_NATS_TLS_DIR, value: /etc/pipelinerl/nats-tls}
 {{- end }}
-- {name: PIPELINERL_VERIFIER, value: {{ printf "dns:///%s-verifier:50051" $full | quote }}}
 - {name: PIPELINERL_MODEL_CACHE, value: /var/lib/pipelinerl/models}
 - {name: HF_HOME, value: /var/lib/pipelinerl/huggingface}
 {{- with include "pipelinerl.huggingface.secret" .root }}

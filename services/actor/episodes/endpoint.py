@@ -131,7 +131,7 @@ class Endpoint:
 
         max_tokens = asked.max_completion_tokens or asked.max_tokens
         waits = episode.turn(context, max_tokens=max_tokens, stop=asked.stops, stop_token_ids=chat.stop_token_ids)
-        answering = _answer(episode.over, request, waits, answered)
+        answering = _answer(episode, request, waits, answered)
         return await self._stream(answering) if asked.stream else Response(await answering, media_type="application/json")
 
     async def generate(self, key: str, request: Request) -> Response:
@@ -154,7 +154,7 @@ class Endpoint:
             stop_token_ids=stop_token_ids,
         )
         model = str(body.get("model") or self._model)
-        answer = await _answer(episode.over, request, waits, lambda turn: json.dumps(generated(turn, model=model)))
+        answer = await _answer(episode, request, waits, lambda turn: json.dumps(generated(turn, model=model)))
         return Response(answer, media_type="application/json")
 
     async def refuse(self, _: Request, error: Exception) -> Response:
@@ -323,15 +323,14 @@ async def _unless_over(
 
 
 async def _answer(
-    over: asyncio.Event, request: Request, waits: Coroutine[Any, Any, RecordedTurn], answered: Callable[[RecordedTurn], str]
+    episode: Episode, request: Request, waits: Coroutine[Any, Any, RecordedTurn], answered: Callable[[RecordedTurn], str]
 ) -> str:
     """Wait for a turn and return its answer. If `answered` fails, the turn counts as not served."""
-    turn = await _unless_over(waits, over, _hung_up(request))
+    turn = await _unless_over(waits, over := episode.over, _hung_up(request))
     try:
         return answered(turn)
     except Exception:
-        if not over.is_set():  # otherwise another run may already have requested the turn
-            turn.served = 0
+        episode.not_served(turn, over)
         raise
 
 

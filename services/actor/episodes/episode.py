@@ -69,10 +69,6 @@ class RecordedTurn:
     extends: RecordedTurn | None = None
     asked: SamplingParams | None = None
     """Requested sampling parameters; None if another actor began the turn."""
-    served: int = 0
-    """Ordinal number, from 1, of the request in this run that got or awaits the turn; 0 = none."""
-    is_asked_for: bool = False
-    """True if this run of the environment requested the turn, even if the client hung up."""
     messages: Any = None
     """The request's messages and the answer, for `endpoint.context_of`; None if the request had token ids instead."""
 
@@ -109,25 +105,24 @@ class Episode:
 
     def __post_init__(self, carried: Iterable[Branch]) -> None:
         self.turns = [turn for branch in carried for turn in _turns_of(branch)]
-        self.over = asyncio.Event()
-        """Set when the current run of the environment has ended."""
-        self._requests, self._calls = itertools.count(1), itertools.count()
+        self._calls = itertools.count()
         self._sampling: dict[RecordedTurn, asyncio.Task[None]] = {}
-
-    @property
-    def served(self) -> list[RecordedTurn]:
-        """Turns served to this run, in the order of its requests."""
-        return sorted((turn for turn in self.turns if turn.served), key=lambda turn: turn.served)
-
-    @property
-    def num_asked_for(self) -> int:
-        return sum(turn.is_asked_for for turn in self.turns)
+        self.restart()
 
     def restart(self) -> None:
+        """Begin a run of the environment."""
         self.over = asyncio.Event()
-        for turn in self.turns:
-            turn.served, turn.is_asked_for = 0, False
+        """Set when the current run of the environment has ended."""
+        self.served: list[RecordedTurn] = []
+        """Turns that requests of this run got or await, in the order of the requests."""
+        self.asked_for: set[RecordedTurn] = set()
+        """Turns that this run requested, including those for which its client hung up."""
         self.policy_fault = ""
+
+    def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
+        """Record that a request for a turn failed in the run of `over`. A later run may have requested the turn again."""
+        if over is self.over and turn in self.served:
+            self.served.remove(turn)
 
     async def turn(
         self,
@@ -159,8 +154,7 @@ class Episode:
             if not turn.is_finished:
                 await asyncio.shield(self._sampled(turn, sampling))
         except asyncio.CancelledError:
-            if over is self.over:  # otherwise another run may already have requested the turn
-                turn.served = 0
+            self.not_served(turn, over)
             raise
         if turn.is_finished:
             return turn
@@ -172,13 +166,14 @@ class Episode:
         """Return the recorded turn for a request, or a new one that the caller samples, and mark it as served. Raises
         `Refused`."""
         turn = self._known(context_token_ids, sampling)
-        if (turn is None or not turn.is_asked_for) and self.num_asked_for >= self.max_turns:
+        if turn not in self.asked_for and len(self.asked_for) >= self.max_turns:
             raise self.policy_refused(MAX_TURNS, f"this episode had its {self.max_turns} turns (task.max_turns)")
         if turn is None:
             turn = RecordedTurn(context_token_ids)
             self.turns.append(turn)
-        turn.asked, turn.is_asked_for = sampling, True
-        turn.extends, turn.served = self._extended_by(context_token_ids), next(self._requests)
+        turn.asked, turn.extends = sampling, self._extended_by(context_token_ids)
+        self.asked_for.add(turn)
+        self.served.append(turn)
         return turn
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
@@ -186,15 +181,15 @@ class Episode:
         another actor began the turn, its parameters are unknown, and only its length is compared."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
-            fits = not turn.served and (is_short if turn.asked is None else turn.asked == sampling)
+            fits = turn not in self.served and (is_short if turn.asked is None else turn.asked == sampling)
             if fits and np.array_equal(turn.context_token_ids, context_token_ids):
                 return turn
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
         """Return the longest turn that the context extends. Of equal turns, prefer one that no other turn extends."""
-        extended = {id(turn.extends) for turn in self.turns if turn.served}
-        known = [(turn, turn.token_ids) for turn in self.turns if turn.served and turn.is_finished]
+        served = [turn for turn in self.turns if turn in self.served]
+        extended, known = {id(turn.extends) for turn in served}, [(turn, turn.token_ids) for turn in served if turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
         return max(starts, key=lambda start: (start[1], id(start[0]) not in extended), default=(None, 0))[0]
 
@@ -251,9 +246,11 @@ class Episode:
 
     def _fail(self, turn: RecordedTurn, failure: str) -> None:
         """Drop a turn. The episode fails only if this run of the environment waits for the turn."""
-        if turn.served:
+        if turn in self.served:
             self.failure = self.failure or failure
+            self.served.remove(turn)
         self.turns.remove(turn)
+        self.asked_for.discard(turn)
 
 
 def no_such_episode() -> Refused:
@@ -330,7 +327,7 @@ class Episodes:
                 try:
                     return await self._verifier.run_episode(request, timeout_s * 2**lost)  # a slow judge may need longer
                 except VerifierAway as error:
-                    tries, lost = tries + 1, lost + bool(episode.num_asked_for)
+                    tries, lost = tries + 1, lost + bool(episode.asked_for)
                     failure = f"{lost} verifiers were lost while they ran the episode; the last error: {error}"
                     if (now_s := time.monotonic()) - self._told_at_s >= LOG_EVERY_S:  # one line for all episodes
                         self._told_at_s = now_s

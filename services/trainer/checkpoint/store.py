@@ -35,6 +35,7 @@ from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_l
 from pipelinerl.initial_model import COMPLETE
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable, write_whole
+from pipelinerl.service.lifecycle import background
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
 from services.trainer.checkpoint.files import link_export, link_tree, tidy
@@ -226,12 +227,8 @@ class Uploads:
             self.last = last
         if found:
             await self.take(found[max(found)].parent.parent, max(found))
-        uploading = asyncio.create_task(self._run())
-        try:
+        async with background(self._run()):
             yield
-        finally:
-            uploading.cancel()
-            await asyncio.wait({uploading})
 
     async def take(self, checkpoint: Path, version: int) -> None:
         """Accept a checkpoint for upload. After this returns, its folder may be removed. Errors are only logged."""

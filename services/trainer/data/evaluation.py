@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -25,29 +26,25 @@ from opentelemetry.trace import SpanKind
 from pipelinerl.errors import FieldError, MessageError, ServiceError
 from pipelinerl.messages.sequences import (
     EMPTY_COMPLETION,
-    FINISH_REASON_FROM_PROTO,
     FLOAT32,
-    Branch,
-    FinishReason,
     Logprobs,
     PolicyVersion,
+    PromptGroup,
     Sequence,
     TokenIds,
     array_from_bytes,
-    branch_from_proto,
-    read_completion,
+    decode_sequence,
+    encode_group,
 )
-from pipelinerl.messages.verification import VerifierClient, item_of, judged, status_name
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import Accuracy, accuracy_of, means_of
 from pipelinerl.rl.groups import answer_reward
-from pipelinerl.service.grpc import explained, open_channel
+from pipelinerl.service.grpc import MAX_MESSAGE_BYTES, explained, open_channel
 from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.metrics import short_reason
 from pipelinerl.telemetry.tracing import Trace, child, headers_of, root, trace_of
-from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, sequence_pb2
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
-from services.trainer.data.feeder import EncodedProblem, longest_completion, sampling_of
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
+from services.trainer.data.feeder import group_seed
 from services.trainer.learn.meter import in_sixteen_bits
 from services.trainer.weight_sync.updater import WeightUpdater
 
@@ -66,14 +63,6 @@ class Scored:
     loader: str = ""
 
 
-def branches_of(result: actor_pb2.GenerateResult) -> tuple[Branch, ...]:
-    """Return an answer's branches. Outside an episode, the completion is the only branch. Raises `MessageError`."""
-    kind = "GenerateResult"
-    if result.branches:
-        return tuple(branch_from_proto(branch, kind) for branch in result.branches)
-    return (Branch(prompt_token_ids=np.empty(0, np.int32), **read_completion(result, kind)),)
-
-
 @asynccontextmanager
 async def calls_to(name: str, address: str, *, tls_dir: Path | None = None, tls_name: str = "") -> AsyncIterator[Any]:
     """Yield a stub of one actor's service. `tls_dir`: certificates; None = plain text. `tls_name`: name in the actor's
@@ -89,56 +78,27 @@ async def calls_to(name: str, address: str, *, tls_dir: Path | None = None, tls_
         raise ServiceError(f"actor {name} at {address} does not answer: {explained(error, tls_dir)}") from error
 
 
-JUDGE_BATCH = 64
-"""Number of completions per verifier call. A failed call loses only these."""
+MOST_REQUESTED_BYTES = MAX_MESSAGE_BYTES // 4
+"""Maximum size of the prompt groups in one call."""
 
 
-def is_right(outcome: VerifyResult, correct_reward: float) -> bool:
-    """Return whether the verdict is OK and its reward, without format and length terms, reaches `correct_reward` (> 0)."""
-    earned = answer_reward(outcome.components)
-    return outcome.status == VERIFY_STATUS_OK and earned is not None and earned >= correct_reward * (1 - 1e-9)
+def is_right(terms: Mapping[str, float], correct_reward: float) -> bool:
+    """Return whether the terms of a reward, without those of format and length, reach `correct_reward` (> 0)."""
+    earned = answer_reward(terms)
+    return earned is not None and earned >= correct_reward * (1 - 1e-9)
 
 
-def reason_left_out(completion: actor_pb2.GenerateResult | None, verdict: VerifyResult | None) -> str:
+def reason_left_out(answer: Sequence | None) -> str:
     """Return why an answer does not count in the accuracy; empty if it counts."""
-    if completion is None:
-        return "no completion"
-    if completion.failure:
-        return "" if (reason := short_reason(completion.failure)) == EMPTY_COMPLETION else reason
-    if verdict is None:
-        return "not judged"
-    return "" if verdict.status == VERIFY_STATUS_OK else f"reward_{status_name(verdict.status)}"
-
-
-async def judge(verifier: VerifierClient, items: list[VerifyItem], deadline: float) -> dict[str, VerifyResult]:
-    """Return the verifier's outcomes that arrive before `deadline` (the event loop's clock, seconds), by sequence id."""
-    verdicts: dict[str, VerifyResult] = {}
-
-    async def verify(batch: list[VerifyItem]) -> None:
-        try:
-            verdicts.update((outcome.sequence_id, outcome) for outcome in await verifier.verify(batch))
-        except (ServiceError, MessageError) as error:
-            log.warning("held-out evaluation continues without %d verdicts: %s", len(batch), error)
-
-    try:
-        async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
-            for first in range(0, len(items), JUDGE_BATCH):
-                tasks.create_task(verify(items[first : first + JUDGE_BATCH]))
-    except TimeoutError:
-        log.warning("held-out evaluation: only %d of %d completions were judged in time", len(verdicts), len(items))
-    return verdicts
-
-
-MOST_ASKED = 10_000
-"""Maximum number of answers requested from an actor per call, which bounds the call's size."""
-GENERATION_SHARE = 0.9
-"""Share of the evaluation's time for generation; the rest is for the verifier."""
+    if answer is None:
+        return "no answer"
+    return "" if not answer.failure or answer.failure == EMPTY_COMPLETION else short_reason(answer.failure)
 
 
 @dataclass(frozen=True)
 class HeldoutResult:
     """Result of an evaluation. `overall`: accuracy over the recipe's tasks. `sets`: accuracy of each problem set. `num_tokens`:
-    sampled tokens. `samples`: some answers; those without a verdict have a `failure`."""
+    sampled tokens of the answers with a verdict. `samples`: some answers."""
 
     version: int
     overall: Accuracy
@@ -148,23 +108,23 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates a version through those actors of `updater` that serve it. `calls`: works like `calls_to`."""
+    """Evaluates a version through those actors of `updater` that serve it. As in training, they sample prompt groups and have
+    the verifier score the sequences. `calls`: works like `calls_to`."""
 
     def __init__(
         self,
         recipe: Recipe,
-        problems: list[EncodedProblem],
+        problems: list[PromptGroup],
         vocab_size: int,
         updater: WeightUpdater,
-        verifier: VerifierClient,
+        run: str,
         incarnation: int,
         calls: Callable[[str, str], AbstractAsyncContextManager[Any]] = calls_to,
     ) -> None:
-        self._recipe, self._updater, self._verifier = recipe, updater, verifier
+        self._recipe, self._updater, self._run = recipe, updater, run
         self._samples = recipe.evaluation.samples
-        answers = (problem for problem in problems for _ in range(self._samples))
-        self._problems = {f"h{number:06d}": problem for number, problem in enumerate(answers)}
-        """Problem of each requested answer, by the answer's id. Answers to the same problem follow each other."""
+        self._problems = [problem for problem in problems for _ in range(self._samples)]
+        """Problem of each requested answer, by the answer's number. Answers to the same problem follow each other."""
         self._incarnation, self._calls_to, self._timeout_s = incarnation, calls, recipe.evaluation.timeout_s
         self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
@@ -174,139 +134,110 @@ class Evaluator:
     async def evaluate(self, version: int) -> HeldoutResult:
         """Evaluate `version` while the caller holds commits. Raises `ServiceError` if no problem gets a verdict in time."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
-            began_at = asyncio.get_running_loop().time()
-            generated_by = began_at + GENERATION_SHARE * self._timeout_s
-            completions = await self._generate(version, generated_by, trace_of(span))
-            good = [completion for completion in completions.values() if not completion.failure]
-            items = [self._item(completion) for completion in good if not completion.HasField("verdict")]
-            verdicts = await judge(self._verifier, items, began_at + self._timeout_s)
-            verdicts |= {one.id: one.verdict for one in good if one.HasField("verdict")}  # episodes already have a verdict
-            return self._result(version, completions, verdicts)
+            return self._result(version, await self._answers(version, trace_of(span)))
 
-    async def _generate(self, version: int, deadline: float, trace: Trace) -> dict[str, actor_pb2.GenerateResult]:
-        """Request completions from the actors until none is missing, no actor answers, or the deadline passes."""
-        done: dict[str, actor_pb2.GenerateResult] = {}
+    async def _answers(self, version: int, trace: Trace) -> dict[int, Sequence]:
+        """Request answers from the actors until none is missing, no actor answers, or the time is over."""
+        done: dict[int, Sequence] = {}
 
-        async def ask(name: str, address: str, asked: list[str]) -> None:
-            sampling = self._sampling(self._problems[asked[0]])
-            wanted = {answer: self._prompt(answer) for answer in asked}
-            request = actor_pb2.GenerateRequest(prompts=wanted.values(), sampling=sampling, seed=self._recipe.seed + 1)
+        async def ask(name: str, address: str, asked: list[int]) -> None:
             about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
             calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
             try:
+                request, numbers = self._request(asked, version)
                 with calling as span:
                     metadata = tuple(headers_of(trace_of(span)).items())
                     async with self._calls_to(name, address) as stub:
-                        async for completion in stub.Generate(request, timeout=self._timeout_s, metadata=metadata):
-                            if completion.id in wanted and self._is_of(version, completion):
-                                done[completion.id] = completion
+                        async for result in stub.Generate(request, timeout=self._timeout_s, metadata=metadata):
+                            answer = decode_sequence(result.sequence, expected_run=self._run)
+                            if answer.group_id in numbers and self._is_of(version, answer):
+                                done[numbers[answer.group_id]] = answer
             except (ServiceError, MessageError) as error:
                 log.warning("held-out evaluation continues without %s: %s", name, error)
 
         try:
-            async with asyncio.timeout_at(deadline):
-                while missing := [p for p in self._problems if p not in done]:
+            async with asyncio.timeout(self._timeout_s):
+                while missing := [number for number in range(len(self._problems)) if number not in done]:
                     members, before = sorted(self._updater.serving.items()), len(done)
                     async with asyncio.TaskGroup() as tasks:
                         for position, (name, member) in enumerate(members):
-                            for asked in self._by_task(missing[position :: len(members)]).values():
-                                tasks.create_task(ask(name, member.grpc_address, asked[:MOST_ASKED]))
+                            if asked := missing[position :: len(members)]:
+                                tasks.create_task(ask(name, member.grpc_address, asked))
                     if len(done) == before:
                         log.warning("%d actors answered none of %d held-out problems", len(members), len(missing))
                         break
         except TimeoutError:
-            log.warning("held-out evaluation: only %d of %d completions arrived in time", len(done), len(self._problems))
+            log.warning("held-out evaluation: only %d of %d answers arrived in time", len(done), len(self._problems))
         return done
 
-    def _by_task(self, problem_ids: Iterable[str]) -> dict[str, list[str]]:
-        """Group the problems by task, because the problems of one task share sampling settings."""
-        found: dict[str, list[str]] = {}
-        for problem_id in problem_ids:
-            found.setdefault(self._problems[problem_id].share.name, []).append(problem_id)
-        return found
+    def _request(self, asked: Iterable[int], version: int) -> tuple[actor_pb2.GenerateRequest, dict[str, int]]:
+        """Return a request for the first of these answers, as many as fit into it, and their numbers by group id."""
+        request, numbers, num_bytes = actor_pb2.GenerateRequest(), dict[str, int](), 0
+        for number in asked:
+            group = self._group(number, version)
+            num_bytes += len(data := encode_group(group))
+            if numbers and num_bytes > MOST_REQUESTED_BYTES:
+                break
+            request.groups.append(data)
+            numbers[group.group_id] = number
+        return request, numbers
 
-    def _sampling(self, problem: EncodedProblem) -> sequence_pb2.SamplingParams:
-        """Return the settings of training, with the evaluation's temperature and the task's `max_tokens`."""
-        changed = {"temperature": self._recipe.evaluation.temperature, "max_tokens": problem.share.max_tokens}
-        return sequence_pb2.SamplingParams(**vars(sampling_of(self._recipe, problem)) | changed)
-
-    def _prompt(self, answer: str) -> actor_pb2.GeneratePrompt:
-        problem = self._problems[answer]
-        if len(problem.prompt_token_ids):
-            return actor_pb2.GeneratePrompt(id=answer, prompt_token_ids=problem.prompt_token_ids.tobytes())
-        return actor_pb2.GeneratePrompt(  # an episode, whose environment makes the prompt
-            id=answer,
-            task=problem.share.name,
-            prompt_text=problem.prompt_text,
-            reference_json=problem.reference_json,
-            problem_index=problem.index,
+    def _group(self, number: int, version: int) -> PromptGroup:
+        """Return the prompt group of one answer, with the settings of training and the evaluation's temperature."""
+        problem = self._problems[number]
+        return replace(
+            problem,
+            run=self._run,
+            group_id=f"h{number:06d}-{secrets.token_hex(4)}",  # an actor may still sample the group of an earlier request
+            num_samples=1,
+            sampling=replace(problem.sampling, temperature=self._recipe.evaluation.temperature),
+            seed=group_seed(self._recipe.seed + 1, number),
+            issued_version=version,
         )
 
-    def _is_of(self, version: int, completion: actor_pb2.GenerateResult) -> bool:
-        """Return whether a completion failed or is entirely from `version`. Raises `MessageError` if it cannot be read."""
-        branches = branches_of(completion)
-        if completion.failure:
-            log.warning("held-out problem %s failed: %s", completion.id, completion.failure)
+    def _by_task(self, numbers: Iterable[int]) -> dict[str, list[int]]:
+        """Group answers by the task or set of their problem."""
+        found: dict[str, list[int]] = {}
+        for number in numbers:
+            found.setdefault(self._problems[number].task, []).append(number)
+        return found
+
+    def _is_of(self, version: int, answer: Sequence) -> bool:
+        """Return whether an answer failed or is entirely from `version`."""
+        if answer.failure:
+            log.warning("held-out problem %s failed: %s", answer.group_id, answer.failure)
             return True
-        versions = {(span.incarnation, span.version) for branch in branches for span in branch.spans}
+        versions = {(span.incarnation, span.version) for branch in answer.all_branches for span in branch.spans}
         if versions != {(self._incarnation, version)}:
-            log.warning("asking held-out problem %s again; versions that sampled it: %s", completion.id, versions)
+            log.warning("asking held-out problem %s again; versions that sampled it: %s", answer.group_id, versions)
             return False
         return True
 
-    def _result(
-        self, version: int, completions: Mapping[str, actor_pb2.GenerateResult], verdicts: Mapping[str, VerifyResult]
-    ) -> HeldoutResult:
-        reasons = {answer: reason_left_out(completions.get(answer), verdicts.get(answer)) for answer in self._problems}
-        told = dict(Counter(filter(None, reasons.values())))
-        known = {answer: self._sequence(completion, verdicts.get(answer)) for answer, completion in completions.items()}
+    def _result(self, version: int, answers: Mapping[int, Sequence]) -> HeldoutResult:
+        reasons = [reason_left_out(answers.get(number)) for number in range(len(self._problems))]
+        told = dict(Counter(filter(None, reasons)))
         by_set: dict[str, list[list[bool | None]]] = {}
         sets: dict[str, Accuracy] = {}
-        for name, answers in self._by_task(self._problems).items():
-            correct = self._problems[answers[0]].share.reward.correct
-            right = [None if reasons[one] else one in verdicts and is_right(verdicts[one], correct) for one in answers]
+        for name, numbers in self._by_task(range(len(self._problems))).items():
+            correct = self._recipe.problem_sets[name].reward.correct
+            right = [None if reasons[one] else is_right(answers[one].reward_components, correct) for one in numbers]
             by_set[name] = [right[first : first + self._samples] for first in range(0, len(right), self._samples)]
             if (accuracy := accuracy_of(by_set[name])) is not None:
-                reported = means_of(known[one].reported for one in answers if one in verdicts and not reasons[one])
+                reported = means_of(answers[one].reported for one in numbers if one in answers and not answers[one].failure)
                 sets[name] = replace(accuracy, reported=reported)
         overall = accuracy_of(problem for name in self._recipe.mixture for problem in by_set.get(name, ()))
         if overall is None:
             raise ServiceError(f"no held-out problem has a verdict: {told}")
         if told:
             log.warning("held-out accuracy of version %d leaves out answers, by reason: %s", version, told)
-        num_tokens = sum(sequence.num_episode_tokens for sequence in known.values())
-        return HeldoutResult(version, overall, num_tokens, tuple(known[answer] for answer in self._shown(completions)), sets)
+        num_tokens = sum(answer.num_episode_tokens for answer in answers.values())
+        return HeldoutResult(version, overall, num_tokens, tuple(answers[one] for one in self._shown(answers)), sets)
 
-    def _shown(self, completions: Mapping[str, actor_pb2.GenerateResult]) -> list[str]:
+    def _shown(self, answers: Iterable[int]) -> list[int]:
         """Return the first answers, taking the sets in turn: four answers, or one per set if there are more sets."""
-        by_set = self._by_task(sorted(completions)).values()
-        in_turn = [answer for answers in zip_longest(*by_set) for answer in answers if answer is not None]
+        by_set = self._by_task(sorted(answers)).values()
+        in_turn = [number for numbers in zip_longest(*by_set) for number in numbers if number is not None]
         return in_turn[: max(4, len(by_set))]
-
-    def _sequence(self, completion: actor_pb2.GenerateResult, verdict: VerifyResult | None) -> Sequence:
-        problem, (first, *others) = self._problems[completion.id], branches_of(completion)
-        finish_reason = FINISH_REASON_FROM_PROTO.get(completion.finish_reason, FinishReason.STOP)
-        sequence = Sequence(
-            **{**vars(first), "finish_reason": finish_reason},
-            branches=tuple(others),
-            run="",
-            sequence_id=completion.id,
-            group_id="",
-            sample_index=0,
-            group_size=1,
-            task=problem.share.name,
-            reward=0.0,
-            prompt_text=problem.prompt_text,
-            completion_text=completion.completion_text,
-            reference_json=problem.reference_json,
-        )
-        if verdict is None or verdict.status != VERIFY_STATUS_OK:
-            return replace(sequence, failure=completion.failure or "no verdict")
-        return judged(sequence, verdict)
-
-    def _item(self, completion: actor_pb2.GenerateResult) -> VerifyItem:
-        max_tokens = longest_completion(self._recipe, self._problems[completion.id])
-        return item_of(self._sequence(completion, None), max_tokens)
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
         """Compare the scores of all actors that serve `version` with `trained`, the trainer's. Return None if none answers."""

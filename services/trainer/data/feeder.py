@@ -21,7 +21,7 @@ from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
-from pipelinerl.messages.sequences import PromptGroup, SamplingParams, TokenIds, encode_group
+from pipelinerl.messages.sequences import PromptGroup, SamplingParams, encode_group
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.rl.groups import IssueBounds
@@ -68,21 +68,9 @@ _TOKEN_BYTES = 16
 _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 
-@dataclass(frozen=True, eq=False)
-class EncodedProblem:
-    """A problem in the form that actors and verifier use. `index`: position in the task's split. `stop_token_ids`: tokens that
-    end an answer, besides those of the recipe and the model."""
-
-    share: ProblemSet
-    index: int
-    prompt_token_ids: TokenIds
-    prompt_text: str
-    reference_json: str
-    stop_token_ids: tuple[int, ...] = ()
-
-
-ProblemStream = Callable[[int], EncodedProblem]
-"""Returns the training problem with a given number. With the same seed, a number gives the same problem in every run."""
+ProblemStream = Callable[[int], PromptGroup]
+"""Returns the training problem with a given number, as `encode` does. With the same seed, a number gives the same problem in
+every run."""
 
 
 @dataclass(frozen=True)
@@ -243,22 +231,14 @@ class Feeder:
             self._unusable_in_a_row = 0
 
     def _group(self, number: int) -> PromptGroup:
-        recipe = self._recipe
-        problem, sampling = self._problems(number), recipe.sampling
-        return PromptGroup(
+        group_id = f"g{number:08d}"
+        return replace(
+            self._problems(number),
             run=self._bus.run,
-            group_id=f"g{number:08d}",
-            problem_index=problem.index,
-            task=problem.share.name,
-            prompt_token_ids=problem.prompt_token_ids,
-            prompt_text=problem.prompt_text,
-            reference_json=problem.reference_json,
-            num_samples=sampling.group_size,
-            sampling=sampling_of(recipe, problem),
-            seed=group_seed(recipe.seed, number) if sampling.seeded else 0,
+            group_id=group_id,
+            seed=group_seed(self._recipe.seed, number) if self._recipe.sampling.seeded else 0,
             issued_version=max(0, self._updater.served_version),
-            episodic=problem.share.task.is_episodic,
-            token=self.tokens.of(f"g{number:08d}") if self.tokens else b"",
+            token=self.tokens.of(group_id) if self.tokens else b"",
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
@@ -282,22 +262,6 @@ def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str
     return f"task {task!r}: {count} could not be published, the last one: {detail}; {fix}"
 
 
-def sampling_of(recipe: Recipe, problem: EncodedProblem) -> SamplingParams:
-    sampling = recipe.sampling
-    return SamplingParams(
-        sampling.temperature,
-        longest_completion(recipe, problem),
-        stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *problem.stop_token_ids))),
-        stop=tuple(sampling.stop),
-    )
-
-
-def longest_completion(recipe: Recipe, problem: EncodedProblem) -> int:
-    """Return the maximum number of tokens of a completion: the task's `max_tokens`, or less if the prompt leaves less of the
-    context. Length penalties use it, too, so a long prompt does not evade them."""
-    return min(problem.share.max_tokens, recipe.model.max_context - len(problem.prompt_token_ids))
-
-
 def group_seed(run_seed: int, group_number: int) -> int:
     """Return the group's seed, from 1 to 2^62 - 1."""
     return int(np.random.SeedSequence((run_seed, group_number)).generate_state(1, np.uint64)[0] >> 2) or 1
@@ -309,32 +273,52 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
     sources = [make_source(share.task, recipe.seed) for share in shares]
     interleaving = Interleaving([share.weight for share in shares])
 
-    def problem(number: int) -> EncodedProblem:
+    def problem(number: int) -> PromptGroup:
         position, index = interleaving.place(number)
-        return encode(sources[position].problem(Split.TRAIN, index), shares[position], index, tokenizer)
+        return encode(recipe, shares[position], index, sources[position].problem(Split.TRAIN, index), tokenizer)
 
     return problem
 
 
-def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[EncodedProblem]:
+def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[PromptGroup]:
     """Return the held-out problems of each task, and of `evaluation.sets`. Prompts that are too long get no verdict."""
-    found = list[EncodedProblem]()
+    found = list[PromptGroup]()
     for name, share in recipe.problem_sets.items():
         source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
         for index in range(source.num_heldout):
-            found.append(encode(source.problem(Split.HELDOUT, index), share, index, tokenizer))
+            found.append(encode(recipe, share, index, source.problem(Split.HELDOUT, index), tokenizer))
     return found
 
 
-def encode(problem: Problem, share: ProblemSet, index: int, tokenizer: PreTrainedTokenizerBase) -> EncodedProblem:
-    """Encode the prompt in the task's style. An episode's prompt is empty, because the environment makes it. Raises
-    `FieldError` if a chat template is needed and the tokenizer has none."""
-    config = share.task
+def encode(recipe: Recipe, share: ProblemSet, index: int, problem: Problem, tokenizer: PreTrainedTokenizerBase) -> PromptGroup:
+    """Return a problem as a prompt group that still lacks run, id, seed and version. `index`: position in the task's split.
+
+    The prompt is encoded in the task's style. An episode's prompt is empty, because the environment makes it. `max_tokens` is
+    the task's, or less if the prompt leaves less of the context; length penalties use it, too, so a long prompt does not evade
+    them. Raises `FieldError` if a chat template is needed and the tokenizer has none.
+    """
+    config, sampling = share.task, recipe.sampling
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)
     end = answer_end(tokenizer) if in_chat else None
-    stop = () if end is None else (end,)
-    if config.is_episodic:
-        nothing: TokenIds = np.empty(0, np.int32)
-        return EncodedProblem(share, index, nothing, problem.question, problem.reference_json, stop)
-    text, token_ids = encoded_prompt(problem, config, tokenizer, control_tokens(tokenizer))
-    return EncodedProblem(share, index, np.array(token_ids, dtype=np.int32), text, problem.reference_json, stop)
+    text, token_ids = problem.question, list[int]()
+    if not config.is_episodic:
+        text, token_ids = encoded_prompt(problem, config, tokenizer, control_tokens(tokenizer))
+    return PromptGroup(
+        run="",
+        group_id="",
+        problem_index=index,
+        task=share.name,
+        prompt_token_ids=np.array(token_ids, dtype=np.int32),
+        prompt_text=text,
+        reference_json=problem.reference_json,
+        num_samples=sampling.group_size,
+        sampling=SamplingParams(
+            sampling.temperature,
+            max(1, min(share.max_tokens, recipe.model.max_context - len(token_ids))),
+            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if end is None else (end,))))),
+            stop=tuple(sampling.stop),
+        ),
+        seed=0,
+        issued_version=0,
+        episodic=config.is_episodic,
+    )

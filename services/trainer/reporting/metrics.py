@@ -4,16 +4,17 @@ they happen, and states are read at each scrape, on the HTTP thread."""
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.figures import FIGURES, Figure, plain
@@ -107,7 +108,7 @@ class StepMetrics:
                 reading = metrics.reading(figure.metric, text, figure.labels, unit=figure.unit)
                 self._readings.append((figure, reading))
         self._tasks = TaskMetrics(metrics)
-        self._lags = metrics.histogram_of(TokenLagHistogram.NAME, TokenLagHistogram.TEXT, LAG_EDGES, TokenLagHistogram)
+        self._lags = metrics.histogram_of("token_lag_steps", LAG_TEXT, LAG_EDGES, TokenLagHistogram)
         self._lag_max = metrics.reading("token_lag_max_steps", "Largest token lag of the last step.")
         text = "algorithm.max_lag; no series if it is null, or if it bounds the mean lag of a sequence."
         self.lag_bound = metrics.reading("token_lag_bound_steps", text)
@@ -131,7 +132,7 @@ class StepMetrics:
             value = record[figure.key]
             counter.inc(bool(value) if isinstance(value, str) else value or 0)
         self._tasks.observe(record)
-        self._lags.add({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
+        self._lags.tokens = self._lags.tokens + Counts({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
         self._lag_max.set(record.get("lag", {}).get("max"))
         for phase, spent_s in record["step_s"].items():
             (self._step if phase == "total" else self._phases.labels(phase)).observe(spent_s)
@@ -185,54 +186,25 @@ def phase_name(phase: int) -> str:
 PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() if phase)
 
 
-BY_STREAM = {"stream": ("prompts", "sequences")}
-
-
-class StreamMetrics:
-    """Size of the streams at the last check, and the current age of the oldest message found by that check."""
-
-    def __init__(self, metrics: MetricSet, clock_s: Callable[[], float]) -> None:
-        self.seen: dict[str, StreamInfo] = {}
-        messages = metrics.reading("stream_messages", "Messages that the stream holds.", BY_STREAM)
-        messages.read(lambda: {name: one.messages for name, one in self.seen.items()})
-        held = metrics.reading("stream_bytes", "Bytes that the stream holds.", BY_STREAM)
-        held.read(lambda: {name: one.bytes for name, one in self.seen.items()})
-        text = "Age of the stream's oldest message; 0 when it is empty."
-        oldest = metrics.reading("stream_oldest_seconds", text, BY_STREAM)
-        # Clocks may disagree. An empty stream has no oldest message.
-        oldest.read(lambda: {name: max(0.0, clock_s() - (one.first_at_s or inf)) for name, one in self.seen.items()})
-
-    def saw(self, stream: str, info: StreamInfo) -> None:
-        self.seen = {**self.seen, stream: info}
-
-
+LAG_TEXT = "Lag of trained tokens in optimizer steps; each token counts once."
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Bucket edges in optimizer steps, inclusive: those of the lag buckets, and larger ones for runs without a lag bound."""
 
 
 class TokenLagHistogram(Collector):
     """Tokens by lag since the start. The client library's histogram takes one observation at a time, which is too slow for
-    hundreds of thousands of tokens per step. The state is replaced as a whole, so that other threads can read it."""
-
-    NAME, TEXT = "token_lag_steps", "Lag of trained tokens in optimizer steps; each token counts once."
+    hundreds of thousands of tokens per step."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._state: tuple[tuple[int, ...], int] = ((0,) * (len(LAG_EDGES) + 1), 0)
-        """Number of tokens in each bucket, and the sum of all lags."""
-
-    def add(self, tokens_by_lag: Mapping[int, int]) -> None:
-        counts, total = list(self._state[0]), self._state[1]
-        for lag, tokens in tokens_by_lag.items():
-            counts[sum(edge < lag for edge in LAG_EDGES)] += tokens
-            total += lag * tokens
-        self._state = (tuple(counts), total)
+        self.tokens = Counts[int]()
+        """Number of tokens by lag. It is replaced as a whole, so that other threads can read it."""
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        counts, total = self._state
-        edges = [*(f"{float(edge)}" for edge in LAG_EDGES), "+Inf"]
-        buckets = list(zip(edges, map(float, accumulate(counts)), strict=True))
-        yield HistogramMetricFamily(self._name, self.TEXT, buckets=buckets, sum_value=float(total))
+        tokens = self.tokens
+        counts = {edge: sum(tokens[lag] for lag in tokens if lag <= edge) for edge in (*LAG_EDGES, inf)}
+        buckets = [(floatToGoString(edge), float(count)) for edge, count in counts.items()]
+        yield HistogramMetricFamily(self._name, LAG_TEXT, buckets, float(sum(lag * tokens[lag] for lag in tokens)))
 
 
 @dataclass(frozen=True)
@@ -338,7 +310,18 @@ class TrainerMetrics:
         text = "Time to upload and verify one checkpoint."
         self.uploads = tries, metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
         self.steps = StepMetrics(metrics)
-        self.streams = StreamMetrics(metrics, clock_s)
+        self.streams: dict[str, StreamInfo] = {}
+        """State of each stream at its last check."""
+        text = "Age of the stream's oldest message; 0 when it is empty."
+        of_streams: dict[str, tuple[str, Callable[[StreamInfo], float]]] = {
+            "stream_messages": ("Messages that the stream holds.", lambda one: one.messages),
+            "stream_bytes": ("Bytes that the stream holds.", lambda one: one.bytes),
+            # Clocks may disagree. An empty stream has no oldest message.
+            "stream_oldest_seconds": (text, lambda one: max(0.0, clock_s() - (one.first_at_s or inf))),
+        }
+        for name, (text, of) in of_streams.items():
+            reading = metrics.reading(name, text, {"stream": ("prompts", "sequences")})
+            reading.read(partial(self._by_stream, of))
         self.membership = MembershipMetrics(metrics)
         phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
         phase.read_state(PHASES, lambda: phase_name(self._phase()))
@@ -353,9 +336,12 @@ class TrainerMetrics:
     def _read(self, state: StateMetric) -> Values:
         return None if self._view is None else state.read(self._view())
 
+    def _by_stream(self, of: Callable[[StreamInfo], float]) -> Values:
+        return {stream: of(info) for stream, info in self.streams.items()}
+
     def _unread(self, run: RunView) -> int | None:
         """Return the number of unread messages: those at the last check of the stream, less those read since."""
-        log = self.streams.seen.get("sequences")
+        log = self.streams.get("sequences")
         return None if log is None else max(0, log.last_position - run.intake.position)
 
 

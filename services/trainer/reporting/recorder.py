@@ -35,7 +35,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.reporting.metrics import RunView, TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
-from services.trainer.reporting.samples import Sample, has_tokens, heldout_sample, trained_sample, without_tokens
+from services.trainer.reporting.samples import Sample, has_tokens, sample_of, without_tokens
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
@@ -133,7 +133,7 @@ class Recorder:
         weights = figures.get(SAMPLED_WEIGHTS, {})
         for sequence in sampled_sequences(batch):
             known = weights.get(sequence.sequence_id)
-            self._sample(trained_sample(record["step"], sequence, self._tokenizer, known))
+            self._sample(sample_of(sequence, self._tokenizer, known, step=record["step"], version=record["step"] - 1))
         self.feed.add(record)
         self._trackers.step(record)
         self._tell_page(lambda board: board.step(record))
@@ -157,7 +157,7 @@ class Recorder:
         self.progress["heldoutAccuracy"] = f"{result.overall.mean.value:.4f}"
         self.totals.add_events(figures)
         for sample in result.samples:
-            self._sample(heldout_sample(result.version, sample, self._tokenizer))
+            self._sample(sample_of(sample, self._tokenizer, step=result.version, version=result.version, heldout=True))
         self._trackers.heldout(result)
 
     def parity(self, parity: Parity) -> None:

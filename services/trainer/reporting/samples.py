@@ -32,19 +32,20 @@ def has_tokens(step: int, steps: int) -> bool:
     return step <= 1 or step == steps or step % -(-steps // MOST_WITH_TOKENS) == 0
 
 
-def trained_sample(
-    step: int, sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: NDArray[np.float64] | None
+def sample_of(
+    sequence: Sequence,
+    tokenizer: PreTrainedTokenizerBase | None,
+    weights: NDArray[np.float64] | None = None,
+    *,
+    step: int,
+    version: int,
+    heldout: bool = False,
 ) -> Sample:
-    """Return the sample of a sequence that step `step` trained on. `weights`: importance weights, float64[sampled tokens]."""
-    return {"step": step, "version": step - 1, "heldout": False, **_told(sequence, tokenizer, weights)}
-
-
-def heldout_sample(version: int, answer: Sequence, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
-    return {"step": version, "version": version, "heldout": True, **_told(answer, tokenizer, None)}
-
-
-def _told(sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: NDArray[np.float64] | None) -> Sample:
+    """Return the sample of a sequence. `weights`: importance weights in training, float64[sampled tokens]."""
     sample: Sample = {
+        "step": step,
+        "version": version,
+        "heldout": heldout,
         "task": sequence.task,
         "prompt": sequence.prompt_text,
         "completion": sequence.completion_text,

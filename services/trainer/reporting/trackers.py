@@ -80,10 +80,8 @@ Row = dict[str, str | int | float | None]
 
 
 class Tracker(Protocol):
-    """Interface of a tracker. One thread makes all calls, which may wait for the network and raise their library's errors."""
-
-    def start(self, run: TrackedRun) -> None:
-        """Open the run, or continue it if an earlier trainer opened it. After an error, this is called again."""
+    """Interface of a tracker, which opens the run, or continues it if an earlier trainer opened it, when it is made. One thread
+    makes all calls, which may wait for the network and raise their library's errors."""
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
         """Log figures at `position` on `axis`, `STEP` or `HELDOUT_VERSION`. The latter may be older than the last step."""
@@ -101,9 +99,9 @@ Call = Callable[[Tracker], None]
 class TrackerThread:
     """Makes the queued calls in order. `lost`: points that the tracker has not accepted, including one in progress."""
 
-    def __init__(self, name: str, run: TrackedRun, open_this: Callable[[], Tracker]) -> None:
-        """`open_this`: makes the tracker, and imports its library, which may be missing."""
-        self.name, self._run, self._open = name, run, open_this
+    def __init__(self, name: str, open_this: Callable[[], Tracker]) -> None:
+        """`open_this`: makes the tracker, and imports its library, which may be missing. It is called again after an error."""
+        self.name, self._open = name, open_this
         self._points: deque[Call] = deque(maxlen=BACKLOG)
         self._end: Call | None = None
         self._changed = threading.Condition()
@@ -162,9 +160,7 @@ class TrackerThread:
                 if time.monotonic() < self._retry_at_s:
                     return False
                 self._retry_at_s = time.monotonic() + RETRY_OPEN_S
-                tracker = self._open()
-                tracker.start(self._run)
-                self._tracker = tracker
+                self._tracker = self._open()
             call(self._tracker)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to a tracker's library
             self._warn(f"failed: {without_secrets(f'{type(error).__name__}: {error}', os.environ)}")
@@ -246,7 +242,7 @@ async def run_trackers(recipe: Recipe, settings: TrainerSettings, start: Start, 
     )
     for handler in logging.root.handlers:
         handler.addFilter(is_not_of_a_library)
-    threads = [TrackerThread(name, run, partial(open_tracker, name)) for name in recipe.trackers]
+    threads = [TrackerThread(name, partial(open_tracker, name, run)) for name in recipe.trackers]
     trackers = RunTrackers(threads, start.version, recipe.trainer.steps)
     try:
         yield trackers
@@ -328,12 +324,12 @@ def _leaves(values: Mapping[Any, Any], separator: str, prefix: str = "") -> Iter
 # Clients
 
 
-def open_tracker(name: str) -> Tracker:
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
     """Return the tracker with this `name` in the recipe. Raises `MissingPackage` if its library cannot be imported."""
-    clients: dict[str, type[Tracker]]
+    clients: dict[str, Callable[[TrackedRun], Tracker]]
     clients = {"tensorboard": TensorBoardTracker, "mlflow": MlflowTracker, "wandb": WandbTracker}
     try:
-        return clients[name]()
+        return clients[name](run)
     except ImportError as error:
         raise MissingPackage(f"{error}; pip install 'pipelinerl[{name}]', or leave it out of trackers") from error
 
@@ -359,16 +355,13 @@ def _silence(*loggers: str) -> None:
 class TensorBoardTracker:
     """Writes event files to `<run dir>/tensorboard` with torch's own writer."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: TrackedRun) -> None:
+        """Hide an earlier trainer's points after `run.version`, since the restart undid those steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         _silence("tensorboard")
-        self._open = SummaryWriter
-
-    def start(self, run: TrackedRun) -> None:
-        """Open the writer. Hide an earlier trainer's points after `run.version`, since the restart undid those steps."""
         purged = run.version + 1 if run.incarnation > 1 else None
-        self._writer = self._open(str(run.run_dir / "tensorboard"), purge_step=purged)
+        self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purged)
         told = {**run.params, "live_page": run.page}
         rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in told.items()]
         self._writer.add_text("recipe", "\n".join(["| field | value |", "|---|---|", *rows]), run.version)
@@ -396,20 +389,16 @@ class MlflowTracker:
     _PARAMS_PER_CALL, _LONGEST_VALUE = 100, 6000
     """Limits of MLflow."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         # Otherwise MLflow prints the run's address at its end, with any login in the tracking URI.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import entities
         from mlflow.tracking import MlflowClient
 
         _silence("mlflow", "alembic", "sqlalchemy", "sqlalchemy.engine", "huey")
-        self._entities, self._open = entities, MlflowClient
-        self._run_id, self._incarnation = "", 1
-
-    def start(self, run: TrackedRun) -> None:
-        self._incarnation = run.incarnation
+        self._entities, self._incarnation = entities, run.incarnation
         server = os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = self._open(server or f"sqlite:///{run.run_dir}/mlflow.db")
+        self._client = MlflowClient(server or f"sqlite:///{run.run_dir}/mlflow.db")
 
         def create() -> str:
             tags = {"mlflow.note.content": run.description} if run.description else {}
@@ -459,20 +448,16 @@ class WandbTracker:
     """Logs to W&B, configured by its own variables (`WANDB_PROJECT`, `WANDB_API_KEY`, `WANDB_MODE`, ...). Its files are in
     `<run dir>/wandb`; `wandb sync` can upload them later."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         _silence("wandb")
-        self._wandb = wandb
-        self._incarnation = 1
-
-    def start(self, run: TrackedRun) -> None:
-        self._incarnation = run.incarnation
+        self._wandb, self._incarnation = wandb, run.incarnation
         quiet = {"console": "off", "silent": True}
         # By default "Stop run" on W&B's page sends SIGINT to this process, but a tracker must not stop a run.
         unstoppable = {"stop_fn": lambda: None}
         figures_only = {"disable_git": True, "disable_code": True, "x_disable_stats": True}
-        self._run = self._wandb.init(
+        self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             # The id has a random part, since a name may be used again in another folder.
             id=kept_id(run.run_dir, "wandb", lambda: f"{run.name}-{secrets.token_hex(4)}"),
@@ -482,7 +467,7 @@ class WandbTracker:
             dir=str(run.run_dir),
             config={**run.params, "live_page": run.page},
             allow_val_change=True,
-            settings=self._wandb.Settings(**quiet, **figures_only, **unstoppable),
+            settings=wandb.Settings(**quiet, **figures_only, **unstoppable),
         )
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
