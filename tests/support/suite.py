@@ -40,13 +40,15 @@ class Suite:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """One worker runs a whole file, so that its fixtures are set up once, and one worker all tests with engines."""
+        """One worker runs a whole file, so that its fixtures are set up once, and one worker each group of `group_of`. They are
+        handed out in the order of `pytest_collection_modifyitems`; by default, xdist begins with those of most tests."""
         from xdist.scheduler.loadgroup import LoadGroupScheduling
 
         class FileScheduling(LoadGroupScheduling):
             def _split_scope(self, nodeid: str) -> str:
                 return super()._split_scope(nodeid).partition("::")[0]
 
+        config.option.loadscopereorder = False
         return FileScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
 
     @pytest.hookimpl(tryfirst=True)
@@ -58,11 +60,12 @@ class Suite:
 
         def key(item: pytest.Item) -> tuple[bool, float, str]:
             name = file_of(item.nodeid)
-            return (not needs_engine(item), -seconds.get(name, 0.0), name)
+            return (group_of(item) != "engines", -seconds.get(name, 0.0), name)
 
         items.sort(key=key)
-        for item in filter(needs_engine, items):
-            item.add_marker(pytest.mark.xdist_group("engines"))
+        for item in items:
+            if group := group_of(item):
+                item.add_marker(pytest.mark.xdist_group(group))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
@@ -85,9 +88,12 @@ class Suite:
             Path(path).write_text(json.dumps(slow, indent=1) + "\n", encoding="utf-8")
 
 
-def needs_engine(item: pytest.Item) -> bool:
-    """Whether it starts a vLLM engine or a whole run: one at a time, beside the tests of other workers."""
-    return item.get_closest_marker("engine") is not None or item.get_closest_marker("e2e") is not None
+def group_of(item: pytest.Item) -> str:
+    """Return `engines` for a test that starts a vLLM engine or a whole run, since one at a time is started beside the tests of
+    other workers; `ranks` for one of a file that starts ranks, which share a fork server; else nothing."""
+    if item.get_closest_marker("engine") or item.get_closest_marker("e2e"):
+        return "engines"
+    return "ranks" if hasattr(getattr(item, "module", None), "on_ranks") else ""
 
 
 def file_of(nodeid: str) -> str:
