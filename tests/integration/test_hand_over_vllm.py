@@ -45,8 +45,8 @@ async def test_a_sequence_begun_by_one_engine_is_finished_by_another(tmp_path: P
     async with actor_stage(tmp_path, written_recipe(tmp_path)) as one:
         await one.issue(*range(GROUPS), num_samples=SAMPLES, max_tokens=MAX_TOKENS)
         go = tmp_path / "go"
-        first = await one.start("first", model_dir=str(folders[0]), vllm=True, version=1, stop_at_tokens=STOP_AT)
-        await one.start("second", model_dir=str(folders[1]), vllm=True, version=2, serve_after=str(go))
+        first = await one.start("first", model_dir=str(folders[0]), version=1, stop_at_tokens=STOP_AT)
+        await one.start("second", model_dir=str(folders[1]), version=2, serve_after=str(go))
         assert await first.exit_code() == 0, first.log.read_text()[-3000:]
         assert all(group_id_of(msg_id) != msg_id for msg_id in await one.bus.pending_prompts())
         go.touch()

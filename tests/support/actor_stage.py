@@ -1,12 +1,11 @@
-"""Light actors as processes around a real nats-server, and a verifier that can be away; see `counting_actor`."""
+"""Actors as processes around a real nats-server and a verifier; see `lone_actor`."""
 
 import asyncio
 import json
 import os
-import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,10 @@ from typing import Any
 
 from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import Bus, connect
-from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.processes import kill_session
 from pipelinerl.messages.sequences import SamplingParams, Sequence, decode_sequence, encode_group
 from pipelinerl.service.grpc import serve_grpc
-from pipelinerl.service.settings import read_address
-from tests.support.exposition import metric
 from tests.support.verifier import ScriptedVerifier
 from tests.unit.builders import make_group
 
@@ -32,20 +28,13 @@ PROMPT = (0, 1, 2)
 
 
 @dataclass
-class LightActor:
+class LoneActor:
     process: Process
-    address_file: Path
     log: Path
 
     async def exit_code(self) -> int:
         async with asyncio.timeout(SOON_S):
             return await self.process.wait()
-
-    def metric(self, name: str, labels: str = "") -> float:
-        return metric(read_address(self.address_file).http, f"pipelinerl_actor_{name}{labels}")
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
 
 
 @dataclass
@@ -53,7 +42,6 @@ class ActorStage:
     folder: Path
     server: NatsServer
     bus: Bus
-    limits: StreamLimits
     stack: AsyncExitStack
     recipe: Path
     verifier_port: int
@@ -64,21 +52,20 @@ class ActorStage:
             group = make_group(number, num_samples=num_samples, prompt=PROMPT, run=RUN, sampling=sampling)
             await self.bus.publish_prompt(encode_group(group), group.group_id)
 
-    async def start(self, name: str, *, model_dir: str = "", **options: Any) -> LightActor:
-        address_file, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
+    async def start(self, name: str, *, model_dir: str = "", **options: Any) -> LoneActor:
+        log = self.folder / f"{name}.log"
         settings = {
             "run": RUN, "recipe": self.recipe, "instance": name, "nats_url": self.server.url, "model_dir": model_dir,
-            "verifier": f"127.0.0.1:{self.verifier_port}", "address_file": address_file,
+            "verifier": f"127.0.0.1:{self.verifier_port}",
         }  # fmt: skip
         environment = {f"PIPELINERL_{key.upper()}": str(value) for key, value in settings.items()}
-        chosen = json.dumps({"ack_wait_s": self.limits.ack_wait_s, **options})
-        command = guarded([sys.executable, "-m", "tests.support.counting_actor", chosen])
+        command = guarded([sys.executable, "-m", "tests.support.lone_actor", json.dumps(options)])
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command, env=os.environ | environment, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
             )
         self.stack.push_async_callback(_end, process)
-        return LightActor(process, address_file, log)
+        return LoneActor(process, log)
 
     async def stored(self, count: int) -> list[Sequence]:
         found = []
@@ -89,16 +76,10 @@ class ActorStage:
                     break
         return found
 
-    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(SOON_S):
-            while not await condition():
-                await asyncio.sleep(0.02)
-
     async def all_acknowledged(self) -> None:
-        async def none_left() -> bool:
-            return (await self.bus.prompts_info()).messages == 0
-
-        await self.until(none_left)
+        async with asyncio.timeout(SOON_S):
+            while (await self.bus.prompts_info()).messages:
+                await asyncio.sleep(0.02)
 
 
 async def _end(process: Process) -> None:
@@ -108,12 +89,11 @@ async def _end(process: Process) -> None:
 
 
 @asynccontextmanager
-async def actor_stage(folder: Path, recipe: Path, limits: StreamLimits | None = None) -> AsyncIterator[ActorStage]:
-    limits = limits or StreamLimits()
+async def actor_stage(folder: Path, recipe: Path) -> AsyncIterator[ActorStage]:
     async with AsyncExitStack() as stack:
         server = stack.enter_context(NatsServer(folder / "nats"))
-        bus = await stack.enter_async_context(connect(server.url, RUN, limits=limits))
+        bus = await stack.enter_async_context(connect(server.url, RUN))
         await bus.create_streams()
         serving = serve_grpc(ScriptedVerifier().register, [], "127.0.0.1", 0, stop_grace_s=0.1)
         verifier_port = await stack.enter_async_context(serving)
-        yield ActorStage(folder, server, bus, limits, stack, recipe, verifier_port)
+        yield ActorStage(folder, server, bus, stack, recipe, verifier_port)

@@ -35,7 +35,7 @@ from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE, save_value
 from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.learn import attention
 from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention
-from services.trainer.learn.batch import TrainingGroup, all_branches, host_microbatch, token_row
+from services.trainer.learn.batch import TrainingGroup, all_branches, host_microbatch
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
@@ -118,7 +118,7 @@ def test_the_tokens_of_a_micro_batch_are_the_sampled_ones(
     assert len(batch.targets) == sum(len(branch.behaviour_logprobs) for branch in branches)
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
 @pytest.mark.parametrize("normalization", ["token", "sequence", "batch"])
 def test_gradients_of_episodes_are_those_of_each_branch_alone(attention: str, normalization: str) -> None:
     """In one micro-batch or several, which have the branches of an episode apart; by ratios of branches, some masked."""
@@ -191,26 +191,6 @@ def test_padding_never_changes_gradients(attention: str, multiple: int) -> None:
     assert_same(bare, padded)
     row = host_microbatch(sequences, np.ones(6), np.ones(6), 0, multiple)
     assert (row.num_tokens, len(row.token_ids)) == (55, -(-55 // multiple) * multiple)  # without 6 last tokens
-
-
-@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
-def test_changing_one_sequence_never_changes_anothers_logprobs(attention: str) -> None:
-    policy = wrap_model(model_of("llama-tied"), attention)
-    lengths = np.array([12, 9, 5])
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, 26)
-    changed = tokens.copy()
-    changed[12:21] = (changed[12:21] + 1) % VOCABULARY
-
-    def logprobs(ids: np.ndarray) -> torch.Tensor:
-        row = token_row(ids, lengths)
-        predictors = torch.tensor([*range(11), *range(12, 20), *range(21, 25)])
-        with torch.no_grad():
-            return policy.scores(row, predictors, torch.zeros(23, dtype=torch.long)).logprobs
-
-    before, after = logprobs(tokens), logprobs(changed)
-    others = [*range(11), *range(19, 23)]
-    assert torch.equal(before[others], after[others])
-    assert (before[11:19] - after[11:19]).abs().max() > 0.1
 
 
 def test_a_sliding_window_is_kept_inside_a_sequence() -> None:
@@ -463,12 +443,8 @@ def test_packing_fill_is_of_the_token_budget(budget: int, microbatches: int, fil
     assert metrics["packing_fill"] == pytest.approx(fill)
 
 
-def test_lags_follow_the_spans_of_a_sequence_and_a_later_version_is_our_mistake() -> None:
+def test_a_version_after_that_of_the_step_is_our_mistake() -> None:
     sequence = replace(sequences_of([(2, 5)])[0], spans=(VersionSpan(3, 0, 2), VersionSpan(7, 2, 5)))
-    batch = host_microbatch([sequence], np.ones(1), np.ones(1), 8)
-    assert batch.lags.tolist() == [5, 5, 1, 1, 1]
-    assert batch.predictors.tolist() == [1, 2, 3, 4, 5]
-    assert batch.targets.tolist() == sequence.completion_token_ids.tolist()
     with pytest.raises(AssertionError, match="version after 6"):
         host_microbatch([sequence], np.ones(1), np.ones(1), 6)
 
@@ -586,16 +562,6 @@ def test_learning_rate_by_hand(schedule: str, changes: dict[str, Any], rates: di
 
 def model_config(folder: Path, **changes: Any) -> ModelConfig:
     return ModelConfig(**{"source": "path", "name": str(folder), "max_context": 128, **changes})
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_loads_as_it_was(family: str, tmp_path: Path) -> None:
-    model = model_of(family)
-    model.save_pretrained(tmp_path)
-    policy = load_policy(str(tmp_path), model_config(tmp_path))
-    tokens = np.arange(12, dtype=np.int32)
-    assert policy.sequence_logprobs(tokens) == pytest.approx(wrap_model(model).sequence_logprobs(tokens), abs=1e-6)
-    assert (policy.attention, policy.vocab_size) == (VARLEN, VOCABULARY)
 
 
 def test_folders_that_hold_no_model(tmp_path: Path) -> None:
