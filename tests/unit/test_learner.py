@@ -135,43 +135,6 @@ def test_gradients_of_episodes_are_those_of_each_branch_alone(attention: str, no
     assert 0 < metrics["mask_fraction"] < 1
 
 
-def test_loss_kl_and_ess_of_an_episode_are_those_of_its_sampled_tokens_by_hand() -> None:
-    """Prompt a b, turn c d, observation e f, turn g, and a branch that saw a x and said y: what predicts c, d, g and y. To the
-    reference all tokens of the vocabulary are alike."""
-    model = model_of("qwen2-untied")
-    model.set_attn_implementation("eager")
-    logits = model(input_ids=torch.tensor([[3, 4, 5, 6, 7, 8, 9]])).logits[0].log_softmax(-1)
-    of_branch = model(input_ids=torch.tensor([[3, 10, 11]])).logits[0].log_softmax(-1)
-    log_pi, ratios = torch.stack([logits[1, 5], logits[2, 6], logits[5, 9], of_branch[1, 11]]), [1.0, 3.0, 9.0, 5.0]
-    log_mu = (log_pi.detach() - torch.tensor(ratios).log()).numpy()
-    one = replace(
-        episodes_of([[(2, (2, 2, 1)), (2, (1,))]])[0],
-        prompt_token_ids=np.array([3, 4], np.int32),
-        completion_token_ids=np.array([5, 6, 7, 8, 9], np.int32),
-        behaviour_logprobs=log_mu[:3],
-    )
-    branch = replace(one.branches[0], behaviour_logprobs=log_mu[3:])
-    branch = replace(branch, prompt_token_ids=np.array([3, 10], np.int32), completion_token_ids=np.array([11], np.int32))
-    group = TrainingGroup((replace(one, branches=(branch,)),), np.array([2.0]))
-    config = AlgorithmConfig(clamp=6.0, normalization="sequence")
-    loss = -(torch.tensor([1.0, 3.0, 6.0, 5.0]) * 2.0 * log_pi).sum() / 4
-    loss.backward()
-    expected = gradients_of(model)
-    policy, reference = wrap_model(model), wrap_model(model_of("qwen2-untied"))
-    assert_same(expected, packed_gradients(policy, group, config), atol=1e-6)
-    for parameter in reference.model.parameters():
-        parameter.detach().zero_()
-    with_kl = config.model_copy(update={"kl_coefficient": 0.5})
-    learner = Learner(policy, with_kl, TrainerConfig(), reference=reference)
-    metrics = learner.step(learner.prepare([group], 0))
-    log_ratios = -math.log(VOCABULARY) - log_pi.detach()
-    kl = (log_ratios.exp() - 1 - log_ratios).mean().item()
-    assert metrics["reference_kl"] == pytest.approx(kl, rel=1e-4)
-    assert metrics["loss"] == pytest.approx(loss.item() + 0.5 * kl, rel=1e-4)
-    assert metrics["ess"] == pytest.approx(18**2 / (4 * (1 + 9 + 81 + 25)), rel=1e-4)
-    assert metrics["clip_fraction"] == 0.25
-
-
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30)), min_size=1, max_size=8), st.integers(0, 1000))
 def test_any_lengths_pack_without_changing_gradients(lengths: list[tuple[int, int]], seed: int) -> None:

@@ -327,7 +327,7 @@ async def test_an_actor_waits_for_the_streams_and_an_outage_amid_an_update_is_su
             early.receiver.may_receive.set()  # what it answers has nowhere to go
             for _ in range(200):
                 await asyncio.sleep(0)
-            assert not (early.task.done() or one.running.done())
+            assert (early.task.done(), one.running.done()) == (False, False)
             server.set_reachable(True)
             await one.updater.all_served()
         assert early.receiver.served == [PolicyVersion(1, 0)]
