@@ -358,28 +358,6 @@ def test_score_is_the_models_own_logprobs_at_temperature_one(family: str) -> Non
     assert scored == pytest.approx(plain_logprobs(model, sequence).detach().numpy(), abs=1e-5)
 
 
-def test_metrics_by_lag_are_those_of_each_lags_tokens() -> None:
-    """Tokens of lag 0 are on-policy, those of lag 3 have w = 1 and w = 9 in turn."""
-    policy = wrap_model(model_of("llama-tied"))
-    fresh, old = on_policy(policy, sequences_of([(2, 6), (3, 4)]))
-    fresh = replace(fresh, spans=(VersionSpan(5, 0, 6),))
-    behaviour = old.behaviour_logprobs - np.log(np.array([1, 9, 1, 9], dtype=np.float32))
-    old = replace(old, behaviour_logprobs=behaviour, spans=(VersionSpan(2, 0, 4),))
-    learner = Learner(policy, AlgorithmConfig(clamp=5.0), TrainerConfig())
-    metrics = learner.step(learner.prepare([group_of([fresh, old])], 5))
-    assert list(metrics["ess_by_lag"]) == ["0", "3-4"]
-    assert metrics["ess_by_lag"]["0"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["ess_by_lag"]["3-4"] == pytest.approx(20**2 / (4 * 164), abs=1e-4)
-    assert metrics["clip_fraction_by_lag"] == {"0": 0.0, "3-4": 0.5}
-    assert metrics["ess"] == pytest.approx(26**2 / (10 * (6 + 164)), abs=1e-4)
-    assert metrics["clip_fraction"] == pytest.approx(0.2)
-    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["log_weight_abs_max"] == pytest.approx(math.log(9), abs=1e-3)
-    assert metrics["lag"] == {"mean": pytest.approx(1.2), "p95": 3.0, "max": 3}
-    assert metrics["lag_histogram"] == {0: 6, 3: 4}
-    assert (metrics["sequences_trained"], metrics["tokens_trained"], metrics["tokens_computed"]) == (2, 10, 13)
-
-
 def test_masked_tokens_are_reported_and_are_not_clipped_ones() -> None:
     """Of 10 tokens two have w = 9, which a clamp of 5 truncates unless they are masked; ESS counts them either way."""
     policy = wrap_model(model_of("llama-tied"))
