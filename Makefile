@@ -66,7 +66,7 @@ run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to cha
 # first (tests/durations.json). Every process has one thread.
 JOBS ?= 3
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadgroup
+SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadfile
 
 test: $(STAMP)  ## The whole test suite, end to end included (JOBS=3 workers)
 	@$(SUITE) $(ARGS) tests
