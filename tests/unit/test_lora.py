@@ -25,7 +25,6 @@ from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, R
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.transfer.chunks import add_low_rank
 from services.trainer.checkpoint.checkpointer import PolicyExport
-from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.learn.lora import (
     adapter_weights,
     adapters_off,
@@ -127,20 +126,6 @@ def test_scaling_is_by_rank_or_by_its_root() -> None:
             adapter.b.normal_()
         expected = adapter.weight + scaling * adapter.b @ adapter.a
         torch.testing.assert_close(served(policy)[f"{name}.weight"], expected)
-
-
-def test_bfloat16_adapters_have_float32_masters_and_serve_what_they_compute() -> None:
-    base = model("qwen2-untied").to(torch.bfloat16)
-    add_adapters(base, RANK_4)
-    policy = wrap_model(base)
-    learning = train(policy)
-    masters = trained_parameters(learning)
-    assert {weight.dtype for weight in base.parameters()} == {torch.bfloat16}
-    assert {master.dtype for master in masters.values()} == {torch.float32}
-    assert len(masters) == 2 * len(layer_adapters(base))
-    whole = model("qwen2-untied").to(torch.bfloat16)
-    whole.load_state_dict(served(policy))
-    assert np.abs(logprobs(whole) - policy.sequence_logprobs(TOKENS)).max() < 0.25
 
 
 def test_sixteen_bit_products_below_half_a_unit_in_the_last_place_survive_on_average() -> None:
