@@ -62,11 +62,11 @@ $(STAMP): requirements/$(DEVICE).txt requirements/kube-tools.txt requirements/im
 run: $(STAMP)  ## Train the default recipe (RECIPE=name ARGS="--actors 2" to change)
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-# One worker runs all tests that start engines or whole runs, one after another; the others share the rest, longest files first
-# (tests/durations.json). Every process has one thread.
+# One worker begins with all tests that start engines or whole runs, one after another; the others share the rest, longest files
+# first (tests/durations.json). Every process has one thread.
 JOBS ?= 3
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadgroup
+SUITE := $(PYTEST) --numprocesses $(JOBS) --dist loadfile
 
 test: $(STAMP)  ## The whole test suite, end to end included (JOBS=3 workers)
 	@$(SUITE) $(ARGS) tests

@@ -143,8 +143,8 @@ async def test_conventional_mode_freezes_the_behaviour_policy_and_a_liar_is_quar
 async def test_in_turns_on_one_gpu_an_actor_killed_asleep_and_a_trainer_killed_in_its_turn_come_back(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    phases = {"algorithm": {"max_lag": None, "conventional_g": 20}, "trainer": {"steps": 60}, "checkpoint": {"every_steps": 5}}
-    changes = {"actor": {"count": 1, "colocate": True}, "evaluation": {"every_steps": 20}, **phases}
+    phases = {"algorithm": {"max_lag": None, "conventional_g": 8}, "trainer": {"steps": 24}, "checkpoint": {"every_steps": 3}}
+    changes = {"actor": {"count": 1, "colocate": True}, "evaluation": {"every_steps": 8}, **phases}
     recipe = write_tiny_recipe(tiny_model, tmp_path, changes, mode="conventional")
     async with local_run(tmp_path, recipe, LIGHT) as (run_dir, running, out), asyncio.timeout(SURVIVE_WITHIN_S):
         for turns, service in enumerate(("actor-0", "trainer"), start=1):
@@ -155,5 +155,5 @@ async def test_in_turns_on_one_gpu_an_actor_killed_asleep_and_a_trainer_killed_i
         ending = await running
     assert (ending.exit_code, ending.restarts) == (0, {"actor-0": 1, "trainer": 1}), out.getvalue()
     summary = json.loads(run_dir.summary.read_text())
-    assert (summary["steps"], summary["sequences_multi_version_fraction"], summary["parity_failures"]) == (60, 0, 0)
+    assert (summary["steps"], summary["sequences_multi_version_fraction"], summary["parity_failures"]) == (24, 0, 0)
     audit(run_dir.path)

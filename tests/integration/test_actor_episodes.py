@@ -48,7 +48,9 @@ TOKENIZER = byte_tokenizer(template=CHATML, known=("<|im_start|>",))
 VOCAB_SIZE = 400
 END = TOKENIZER.eos_token_id
 HALF = [*TOKENIZER.encode("0.5", add_special_tokens=False), END]
-DATA = recipe(task={"config": {"bonus": 0.25}}, model={"source": "path", "name": "unused", "max_context": 2048})
+DATA = recipe(
+    task={"config": {"bonus": 0.25}, "answer_timeout_s": 3.0}, model={"source": "path", "name": "unused", "max_context": 2048}
+)
 MakeEpisodes = Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[Episodes]]
 
 
@@ -193,7 +195,7 @@ async def test_an_episode_too_large_for_a_message_costs_that_sequence(environmen
 async def test_what_an_environment_does_wrong_costs_its_own_episode(environments: Verifier) -> None:
     rows = {
         '{"in_start": "raise"}': ("episode_crashed: the environment raised RuntimeError", 0),
-        '{"in_reply": "sleep 600"}': ("episode_timeout: the episode took more than 10 s (task.answer_timeout_s)", 1),
+        '{"in_reply": "sleep 600"}': ("episode_timeout: the episode took more than 3 s (task.answer_timeout_s)", 1),
         '{"turns": 1}': ("", 1),
         '{"turns": 40}': ("", 16),  # task.max_turns: the policy's fault
     }

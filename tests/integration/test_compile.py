@@ -45,9 +45,8 @@ def test_compiled_layers_have_the_same_gradients_and_scoring_compiles_nothing() 
     before = counters["stats"]["unique_graphs"]
     assert compiled.sequence_logprobs(tokens) == pytest.approx(eager.sequence_logprobs(tokens), abs=1e-6)
     assert counters["stats"]["unique_graphs"] == before
-    for lengths, budget in ((LENGTHS, 40), ([(3, 5), (2, 30)], 128)):
-        group = group_of(sequences_of(lengths))
-        assert_same(packed_gradients(eager, group, config, budget), packed_gradients(compiled, group, config, budget))
+    group = group_of(sequences_of(LENGTHS))
+    assert_same(packed_gradients(eager, group, config, 40), packed_gradients(compiled, group, config, 40))
     assert counters["stats"]["unique_graphs"] > before, "the count does not tell"
 
 

@@ -134,6 +134,7 @@ async def check_adapters(run: Running, checkpoint: Path) -> None:
     policy = load_policy(str(checkpoint), config, TrainerConfig(lora=LoraConfig(rank=4)))
     learner = Learner(policy, AlgorithmConfig(), TrainerConfig(learning_rate=1e-2))
     model = learner.policy.model
+    await run.assert_serves(run.model)
     await run.label(V[0])
     await check_refused_adapters(run, learner)
     before = await run.score(TOKENS)
@@ -243,6 +244,7 @@ async def test_a_mixture_of_experts_is_served_by_each_loader_over_several_update
 ) -> None:
     adapted = {"lora": ATTENTION.model_dump()} if kind == "qwen3-moe" else {}
     async with parity.running(kind, tied, tmp_path, **adapted) as run:
+        await run.assert_serves(run.model)
         if adapted:
             await check_adapted_attention(run, tmp_path)
         run.sender = WeightSender(whole_weights(run.model, wire_dtype="", chunk_bytes=2**18))

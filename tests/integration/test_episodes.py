@@ -164,7 +164,7 @@ async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEn
 async def test_processes_an_environment_started_end_with_its_episode(policy: FakeEndpoint, tmp_path: Path) -> None:
     misdeeds = ("leave_children", "leave_children_and_hang")
     asked = [episode(policy, {"in_reply": f"{one} {tmp_path / one}"}, number) for number, one in enumerate(misdeeds)]
-    with verifier(tmp_path, recipe(reward={"sandbox": False})) as running:
+    with verifier(tmp_path, recipe(task={"answer_timeout_s": 3.0}, reward={"sandbox": False})) as running:
         results = await run(running.wait_until_serving().address.grpc, *asked)
     assert [status_name(result.status) for result in results] == ["ok", "timeout"]
     pids = [int(line) for one in misdeeds for line in (tmp_path / one).read_text().split()]
@@ -182,15 +182,17 @@ async def test_an_environment_gets_out_no_more_than_a_program(hostile: Verifier,
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
-async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier, policy: FakeEndpoint) -> None:
+async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier, policy: FakeEndpoint, tmp_path: Path) -> None:
+    with verifier(tmp_path, recipe(task={"answer_timeout_s": 3.0})) as running:
+        pid = running.wait_until_serving().process.pid
+        misdeeds = [*HOGS.values(), *(program.format(parent=pid) for program in LEAVERS.values())]
+        results = await run_few_at_once(running, policy, misdeeds)
+        assert not any(each.message.endswith("got out") for each in results)
+        assert await sample(running.address, 'sandbox{code="episodes",means="landlock"}') == 1
+        assert "sandbox of episodes: landlock" in running.log
+        (good,) = await run(running.address.grpc, episode(policy, {}))
+        assert (status_name(good.status), good.reward) == ("ok", 0.5)
     pid = hostile.process.pid
-    misdeeds = [*HOGS.values(), *(program.format(parent=pid) for program in LEAVERS.values())]
-    results = await run_few_at_once(hostile, policy, misdeeds)
-    assert not any(each.message.endswith("got out") for each in results)
-    assert await sample(hostile.address, 'sandbox{code="episodes",means="landlock"}') == 1
-    assert "sandbox of episodes: landlock" in hostile.log
-    (good,) = await run(hostile.address.grpc, episode(policy, {}))
-    assert (status_name(good.status), good.reward) == ("ok", 0.75)
     hanging = asyncio.create_task(run_few_at_once(hostile, policy, [LEAVERS["leaves processes and hangs"].format(parent=pid)]))
     async with asyncio.timeout(START_S):
         while len(left_by(pid)) < 4:

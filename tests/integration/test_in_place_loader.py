@@ -9,7 +9,6 @@ import multiprocessing
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from tests.support.parity import change_strongly, random_model
@@ -87,7 +86,6 @@ def check_kind(old: Path, new: Path, tied: bool) -> None:
     assert (live.lm_head.weight is live.model.embed_tokens.weight) == tied
 
 
-@pytest.mark.engine
 def test_models_updated_in_place_are_the_models_loaded_afresh(tmp_path: Path) -> None:
     for kind, tied in KINDS.items():
         model = random_model(kind, tied)

@@ -19,7 +19,7 @@ from pipelinerl.service.settings import TrainerSettings
 from services.trainer.run import watch_actor_pods
 from tests.faults.stage import SETTINGS, FaultStage, fault_stage
 from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer
-from tests.support.actor_stage import RUN
+from tests.unit.builders import RUN
 
 Account = Callable[[str], Path]
 NEVER_EXPIRE = replace(SETTINGS, member_ttl_s=3600)

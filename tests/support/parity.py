@@ -29,7 +29,7 @@ from benchmarks.small_models.supervised import character_tokenizer
 from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import Completion, PolicyVersion, SamplingParams, TokenIds
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import AlgorithmConfig, Recipe, TrainerConfig
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, TransferResult, build_manifest
@@ -38,8 +38,10 @@ from services.actor.episodes.episode import Episode
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
 from services.actor.weight_sync.client import StagedWeights, WeightLoading, WeightUpdateClient
+from services.trainer.checkpoint.checkpointer import PolicyExport
 from services.trainer.learn.batch import token_row
 from services.trainer.learn.model import wrap_model
+from services.trainer.learn.step import Learner
 from services.trainer.weight_sync.sender import WeightSender
 
 TOLERANCE = 1e-4
@@ -228,9 +230,12 @@ class Running:
 
 
 def saved_model(kind: str, tied: bool, folder: Path) -> PreTrainedModel:
+    """Return a random model. What `folder` has of it is a checkpoint as a trainer writes it."""
     model = random_model(kind, tied)
-    model.save_pretrained(folder)
-    character_tokenizer(64).save_pretrained(folder)
+    export = PolicyExport(model, character_tokenizer(64), torch.float32)
+    export.stage(Learner(wrap_model(copy.deepcopy(model)), AlgorithmConfig(), TrainerConfig()))
+    folder.mkdir(exist_ok=True)
+    export.write(folder, {})
     return model
 
 

@@ -3,8 +3,10 @@
 A pytest plugin that tests/conftest.py registers. It does not change what a single test does.
 """
 
+import functools
 import json
 import os
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -40,14 +42,16 @@ class Suite:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """One worker runs a whole file, so that its fixtures are set up once, and one worker all tests with engines."""
-        from xdist.scheduler.loadgroup import LoadGroupScheduling
+        """One worker runs the files of a group, in the order of `pytest_collection_modifyitems`. By default, xdist begins with
+        the files of most tests. Its marker `xdist_group` has no effect with pytest 9.2, whose ids of tests are immutable."""
+        from xdist.scheduler import LoadFileScheduling
 
-        class FileScheduling(LoadGroupScheduling):
+        class GroupScheduling(LoadFileScheduling):
             def _split_scope(self, nodeid: str) -> str:
-                return super()._split_scope(nodeid).partition("::")[0]
+                return group_of(super()._split_scope(nodeid))
 
-        return FileScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+        config.option.loadscopereorder = False
+        return GroupScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -58,11 +62,9 @@ class Suite:
 
         def key(item: pytest.Item) -> tuple[bool, float, str]:
             name = file_of(item.nodeid)
-            return (not needs_engine(item), -seconds.get(name, 0.0), name)
+            return (group_of(name) != "engines", -seconds.get(name, 0.0), name)
 
         items.sort(key=key)
-        for item in filter(needs_engine, items):
-            item.add_marker(pytest.mark.xdist_group("engines"))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
@@ -85,9 +87,15 @@ class Suite:
             Path(path).write_text(json.dumps(slow, indent=1) + "\n", encoding="utf-8")
 
 
-def needs_engine(item: pytest.Item) -> bool:
-    """Whether it starts a vLLM engine or a whole run: one at a time, beside the tests of other workers."""
-    return item.get_closest_marker("engine") is not None or item.get_closest_marker("e2e") is not None
+@functools.cache
+def group_of(file: str) -> str:
+    """Return `engines` if the file starts vLLM engines or whole runs, since one at a time is started beside the tests of other
+    workers; `ranks` if it starts ranks, which share a fork server; else the file. The process that hands out the tests has not
+    imported them, so their text decides."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if re.search(r"\bmark\.(engine|e2e)\b", text):
+        return "engines"
+    return "ranks" if "on_ranks(" in text else file
 
 
 def file_of(nodeid: str) -> str:

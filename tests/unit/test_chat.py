@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -86,13 +87,14 @@ def contents(prompt: list[dict[str, str]]) -> list[str]:
 
 
 def test_one_prompt_gives_one_completion_whose_control_characters_do_not_reach_the_terminal(
-    run: str, capsys: pytest.CaptureFixture[str]
+    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--max-tokens", "3", "--temperature", "0", "--version", "10"]
-    for system, prompt in (("", ["hi"]), ("\udcff", ["--", "-1+2="])):
+    for system, prompt in (("", ["hi"]), ("\udcff", ["--", "-1+2="]), ("", [])):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(b"4 \xff\n")))
         assert main(["chat", run, "--system", system, *options, *prompt]) == 0
         assert capsys.readouterr() == (f"{SHOWN}\n", "")
-    asked = [(10, ["", "hi"], 3, 0.0), (10, ["\ufffd", "-1+2="], 3, 0.0)]
+    asked = [(10, ["", "hi"], 3, 0.0), (10, ["\ufffd", "-1+2="], 3, 0.0), (10, ["", "4 \ufffd"], 3, 0.0)]
     assert [(version, contents(prompt), *rest) for version, prompt, *rest in Talker.asked] == asked
 
 

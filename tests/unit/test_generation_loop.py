@@ -209,18 +209,6 @@ async def test_an_outage_while_a_group_is_set_aside_does_not_end_the_actor() -> 
         assert len(await one.published(2)) == 2  # it came again, and was set aside then
 
 
-async def test_a_group_that_arrives_while_draining_is_handed_back() -> None:
-    async with stage() as one:
-        await one.until(lambda: one.gate.opened.is_set())
-        await asyncio.sleep(0.01)  # the loop waits for a group
-        one.gate.drain()
-        await one.issue(0)
-        await asyncio.sleep(0.01)
-        assert one.engine.started == []
-        delivery = await one.bus.next_prompt(1.0)
-        assert delivery.num_deliveries == 2
-
-
 async def test_samples_already_published_are_not_generated_again() -> None:
     async with stage() as one:
         await one.issue(1, done_samples=(0, 1))  # it asks for nothing

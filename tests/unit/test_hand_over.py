@@ -96,15 +96,20 @@ async def test_a_stop_text_that_began_before_the_hand_over_ends_a_sequence_after
     assert (sequence.completion_text, sequence.finish_reason) == ("7 ", STOP)
 
 
-async def test_finished_sequences_that_could_not_be_stored_are_only_verified_and_stored_there() -> None:
-    server = MemoryServer()
-    async with stage(server=server) as first, stage(server=server, serve=False) as second:
-        first.verifier.up.clear()
+@pytest.mark.parametrize("is_full", [False, True], ids=["the verifier is away", "the log is full"])
+async def test_finished_sequences_that_could_not_be_stored_are_only_verified_and_stored_there(is_full: bool) -> None:
+    server, limits = MemoryServer(), StreamLimits(sequences_max_messages=2)
+    async with stage(server=server, limits=limits) as first, stage(server=server, serve=False) as second:
+        if is_full:
+            assert [await first.bus.publish_sequence(b"", name) for name in ("one", "another")] == [1, 2]
+        else:
+            first.verifier.up.clear()
         first.engine.answer = ended(9, 2, version=1)
         await first.issue(0)
         await first.until(lambda: len(first.engine.started) == 2 and first.engine.running == 0)
         await first.leave()
         assert first.counted("sequences_handed_over", state="finished") == 2
+        await second.bus.purge_sequences(3)
         second.gate.serve(PolicyVersion(1, 2))
         sequences = await second.published(2)
         assert second.engine.started == []
@@ -243,21 +248,6 @@ async def test_partials_that_contradict_their_group_end_as_failed_sequences(chan
         assert reason in letter.reason
 
 
-async def test_two_messages_of_one_group_make_each_sample_once() -> None:
-    async with stage() as one:
-        group = make_group(0, num_samples=4)
-        parts = [
-            replace(group, done_samples=(2, 3), partials=(partial(0, 7),)),
-            replace(group, done_samples=(0, 1), partials=(partial(3, 8, finish=STOP),)),
-        ]
-        for number, part in enumerate(parts):
-            await one.bus.publish_prompt(encode_group(part), f"g00000000/b-{number}")
-        sequences = {s.sample_index: s.completion_token_ids.tolist() for s in await one.published(4)}
-        assert sequences == {0: [7, 7, 2], 1: [7, 2], 2: [7, 2], 3: [8]}
-        await one.all_acknowledged()
-        assert sorted(one.engine.started) == ["g00000000.0", "g00000000.1", "g00000000.2"]
-
-
 # --- messages
 
 
@@ -281,14 +271,6 @@ def test_the_messages_ask_for_each_missing_sample_once(lengths: list[int | None]
     assert sum(carried.values()) + left_out == sum(len(p.completion_token_ids) for p in partials)
     assert all(carried[index] == lengths[index] for index in carried)
     assert all(len(payload) <= max_bytes for payload in payloads)
-
-
-def test_a_sample_too_long_for_any_message_is_asked_for_from_the_prompt_on() -> None:
-    group = make_group(num_samples=2, sampling=replace(make_group().sampling, max_tokens=100))
-    payloads, left_out = messages_of(group, [0, 1], [partial(0, *range(100)), partial(1, 7)], 300)
-    parts = parts_of(payloads)
-    assert left_out == 100
-    assert [(part.done_samples, [p.sample_index for p in part.partials]) for part in parts] == [((1,), []), ((0,), [1])]
 
 
 # --- Groups in hand

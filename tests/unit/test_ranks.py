@@ -138,8 +138,12 @@ def train_all(jobs: dict[str, Job]) -> dict[str, Result | None]:
     return results
 
 
+OF_RANKS = {"compute_s", "tokens_per_s", "mfu", "memory_peak_gib", "microbatches", "packing_fill", "imbalance"}
+"""Figures of a step that differ by the number of ranks."""
+
+
 def same(one: Result, many: Result, atol: float = 1e-5) -> None:
-    """`many` is `one` to `atol`, in everything but the number of micro-batches."""
+    """`many` is `one` to `atol`, in everything but what it costs."""
     lefts, rights = [one.weights, one.adapter, *one.gradients], [many.weights, many.adapter, *many.gradients]
     for left, right in zip(lefts, rights, strict=True):
         assert left.keys() == right.keys()
@@ -147,33 +151,11 @@ def same(one: Result, many: Result, atol: float = 1e-5) -> None:
             np.testing.assert_allclose(right[name], values, rtol=1e-5, atol=atol, err_msg=name)
     np.testing.assert_allclose(many.scores, one.scores, atol=10 * atol)
     for left, right in zip(one.outcomes, many.outcomes, strict=True):
-        for key in (
-            "loss",
-            "grad_norm",
-            "entropy",
-            "ess",
-            "reference_kl",
-            "value_loss",
-            "mismatch_kl",
-            "log_weight_abs_max",
-            "explained_variance",
-            "clip_fraction",
-            "mask_fraction",
-        ):
-            assert (right[key] or 0.0) == pytest.approx(left[key] or 0.0, rel=1e-4, abs=1e-5, nan_ok=True), key
+        assert right.keys() == left.keys()
+        for key in left.keys() - OF_RANKS - {SAMPLED_WEIGHTS}:
+            is_exact = left[key] is None or key in ("skipped", LAG_0_TOKENS)
+            assert right[key] == (left[key] if is_exact else pytest.approx(left[key], rel=1e-4, abs=1e-5, nan_ok=True)), key
         assert (left["value_loss"] is not None) == any(name.startswith("value_head") for name in one.weights)
-        for key in (
-            "clipped",
-            "sequences_trained",
-            "tokens_trained",
-            "tokens_computed",
-            "lag_histogram",
-            "lag",
-            LAG_0_TOKENS,
-            "learning_rate",
-            "skipped",
-        ):
-            assert right[key] == left[key], key
         assert set(right[SAMPLED_WEIGHTS]) == set(left[SAMPLED_WEIGHTS]) == {"g.0", "g.1"}
         for key, weights in left[SAMPLED_WEIGHTS].items():
             np.testing.assert_allclose(right[SAMPLED_WEIGHTS][key], weights, rtol=100 * atol)

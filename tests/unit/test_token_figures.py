@@ -1,7 +1,6 @@
 """The figures of a step come from statistics of each rank's tokens, and are those of all tokens together."""
 
 import json
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,28 +89,6 @@ def test_figures_of_ranks_are_those_of_all_tokens(sizes: list[int], seed: int, s
     assert (figures["value_loss"] is not None) == baseline
     assert (figures["microbatches"], figures["tokens_computed"], figures["packing_fill"]) == (2, 80, 80 / 128)
     assert json.loads(json.dumps(figures))["loss"] == 0.5
-
-
-def test_figures_of_two_ranks_by_hand() -> None:
-    """Weights 1 and 3 at lag 0 on one rank, 2 at lag 3 and 6 at lag 20 on the other; v explains half of the spread of R."""
-    log_weights = np.log([[1.0, 3.0], [2.0, 6.0]])
-    first = np.array([log_weights[0], [0, 1], [0, 0], [1.0, 2.0], [0.0, 0.0]])
-    second = np.array([log_weights[1], [0, 1], [1, 0], [3.0, 4.0], [1.0, 1.0]])
-    parts = [
-        statistics(first, np.array([0, 0]), np.array([-1.0, 1.0])),
-        statistics(second, np.array([3, 20]), np.array([0.0, 2.0])),
-    ]
-    figures = token_figures(parts, TOTALS, [4], 8, applied=False)
-    assert figures["ess"] == pytest.approx(12**2 / (4 * (1 + 9 + 4 + 36)))
-    assert figures["ess_by_lag"] == {"0": pytest.approx(0.8), "3-4": 1.0, "17+": 1.0}
-    assert (figures["clip_fraction"], figures["clip_fraction_by_lag"]) == (0.5, {"0": 0.5, "3-4": 0.0, "17+": 1.0})
-    assert (figures["mask_fraction"], figures["entropy"]) == (0.25, 2.5)
-    assert figures["mismatch_kl"] == pytest.approx((3 - 1 - math.log(3)) / 2)
-    assert figures["log_weight_abs_max"] == pytest.approx(math.log(6))
-    assert figures["lag"] == {"mean": 5.75, "p95": pytest.approx(3 + 17 * 0.85), "max": 20}
-    # R is -1, 1, 0, 2 with variance 5/4; R − v is -1, 1, -1, 1 with variance 1.
-    assert figures["explained_variance"] == pytest.approx(0.2)
-    assert (figures["lag_histogram"], figures["tokens_trained"]) == ({}, 0)
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])

@@ -246,27 +246,6 @@ async def test_a_phase_has_its_order_whenever_the_trainer_starts_again(tmp_path:
     assert await trained(3) == without, "within a phase"
 
 
-async def test_sequences_of_undone_versions_are_dropped_and_their_groups_issued_again(tmp_path: Path) -> None:
-    async with streams() as bus:
-        async with life(tmp_path, bus) as one:
-            await one.idle()
-            await one.checkpoint()
-            await one.train_a_version()
-            await answer_next(one, version=1)
-            await answer_next(one, version=0)
-        async with life(tmp_path, bus) as again:
-            # The two groups that were trained into version 1, which is undone, are read again and trained again.
-            await again.idle()
-            assert await again.step()
-            for _ in range(4):
-                await answer_next(again)
-                await again.idle()
-            assert await again.step()
-            assert again.tracker.ledger.reasons(Outcome.DROPPED_STALE) == {"version undone by a restart": 2}
-            assert again.tracker.ledger.counts.trained == 8
-            assert again.tracker.lost_groups == 1
-
-
 async def test_groups_issued_after_the_checkpoint_are_taken_over(tmp_path: Path) -> None:
     async with streams() as bus:
         async with life(tmp_path, bus) as one:

@@ -309,6 +309,30 @@ async def test_an_actor_that_misses_the_deadline_is_told_of_does_not_stop_the_ot
         assert one.told("b") == ["evicted", "joined", "evicted"], "nobody has said that it leaves"
 
 
+async def test_an_actor_waits_for_the_streams_and_an_outage_amid_an_update_is_survived() -> None:
+    server = MemoryServer()
+    async with AsyncExitStack() as stack:
+        early = await start_actor("a", server, stack)
+        stack.push_async_callback(ended, early.task)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not early.task.done()
+        async with stage(server=server) as one, asyncio.timeout(60):
+            early.receiver.may_receive.clear()
+            await early.register()
+            await one.updater.wait_for_members(1)
+            await one.updater.offer(0, "snapshot-0")
+            await one.until(lambda: early.listener.staging_state == "receiving")
+            server.set_reachable(False)
+            early.receiver.may_receive.set()  # what it answers has nowhere to go
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert (early.task.done(), one.running.done()) == (False, False)
+            server.set_reachable(True)
+            await one.updater.all_served()
+        assert early.receiver.served == [PolicyVersion(1, 0)]
+
+
 async def test_a_measured_version_is_kept_until_it_is_released() -> None:
     async with stage("a") as one:
         await one.updater.offer(0, "snapshot-0")
