@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.commands.plan import size_of
 from pipelinerl.errors import FieldError, Lacking, counted, first_line, one_of
@@ -31,6 +32,7 @@ from pipelinerl.rl.memory import (
     actor_problem,
     checkpoint_bytes,
     engine_bytes,
+    host_copies_gib,
     kv_cache_gib,
     loads_paused,
     ranks_of_a_copy,
@@ -99,7 +101,7 @@ def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
         claim, nats = values["trainer"]["persistence"], values["nats"]
         full = None if claim.get("existingClaim") else volume_problem(recipe, claim["size"])
         small = log_problem(recipe, nats["weightsMaxGib"]) if recipe.weights.log_place == NATS else None
-        of_trainer = [full, small] if values["trainer"]["enabled"] else []
+        of_trainer = [full, small, host_problem(recipe, values["trainer"])] if values["trainer"]["enabled"] else []
         return checks.problems(values, recipe) + [problem for problem in of_trainer if problem]
     except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         fix = f"cannot be read as chart values ({first_line(error)}); give values.yaml of the ConfigMap RELEASE-validation"
@@ -227,6 +229,20 @@ def log_problem(recipe: Recipe, max_gib: float) -> FieldError | None:
     return FieldError("nats.weightsMaxGib", max_gib, f"{fix} and enlarge nats.persistence.size, or set recipe.set.weights.log")
 
 
+def host_problem(recipe: Recipe, trainer: Mapping[str, Any]) -> FieldError | None:
+    """Return why the pod of rank 0 lacks memory for copies of the weights and a checkpoint (docs/training.md). None if it does
+    not, or if the model's size or the limit is unknown. `trainer`: the chart's values."""
+    limit, model = ((trainer["resources"] or {}).get("limits") or {}).get("memory"), _known_model(recipe)
+    if limit is None or model is None:
+        return None
+    export, copies = model.weights_bytes / GIB, host_copies_gib(recipe, model)
+    states = (checkpoint_bytes(recipe, int(model.parameters)) / GIB - export) / trainer["nodes"]
+    if (needed := export + states + copies) * GIB <= checks.quantity(limit):
+        return None
+    fix = f"cannot hold copies of the weights to send ({copies:,.0f}Gi), with those of weights.log, and a checkpoint"
+    return FieldError("trainer.resources.limits.memory", limit, f"{fix}; give more than {needed:,.0f}Gi")
+
+
 def _known_model(recipe: Recipe) -> Model | None:
     try:
         return model_of(recipe, None) if recipe.model.source == "hub" or known_parameters(recipe.model) else None
@@ -273,6 +289,8 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
     on_host = f", and {model.weights_bytes / GIB:.1f} of host memory for each actor" if loads_paused(recipe) else ""
     on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
+    copies = host_copies_gib(recipe, model, memory_gib)
+    beside = f", and {copies:.1f} of host memory for copies of the weights" if copies else ""
     if recipe.actor.colocate:
         snapshots, on_device = ENGINE_GIB + CONTEXTS_GIB, f"; {ENGINE_GIB + CONTEXTS_GIB:g} for the engine, which sleeps"
     return [
@@ -287,6 +305,6 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
             "trainer GPU",
             f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}{on_device}; "
             f"{memory_gib - state_gib - snapshots:.1f} for activations and gathered weights (trainer.nproc = "
-            f"{trainer.nproc or 'auto'}: set it to the ranks of all nodes)",
+            f"{trainer.nproc or 'auto'}: set it to the ranks of all nodes){beside}",
         ),
     ]

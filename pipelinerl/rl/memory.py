@@ -26,6 +26,8 @@ QUANTISED_BYTES = 1
 """Bytes of a parameter in a quantised engine. Methods with fewer bits count the same, because they keep some weights whole."""
 MOST_SNAPSHOTS = 3
 """Snapshots of a trainer: one each for the served version, the version in transfer and the version that waits."""
+LOG_COPIES = 2
+"""Copies of the weights for the weight log, in host memory: the version that it wrote last, and the one that it is writing."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
 LEAST_ACTIVATIONS_GIB = 4.0
@@ -218,6 +220,14 @@ def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
         return 0.0
     snapshots = MOST_SNAPSHOTS * model.parameters * wire_bytes(recipe, model)
     return snapshots / GIB if state_bytes(recipe, model) + snapshots <= memory_gib * MODEL_STATE_SHARE * GIB else 0.0
+
+
+def host_copies_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> float:
+    """Return the trainer's host memory for the weight log, and for snapshots unless a device of `memory_gib` may keep them."""
+    adapters = adapter_parameters(recipe, model) if sends_adapters(recipe) else 0
+    on_device = adapters or snapshot_gib(recipe, model, memory_gib)
+    copies = (0 if on_device else MOST_SNAPSHOTS) + (LOG_COPIES if recipe.weights.log_place else 0)
+    return copies * (adapters or model.parameters) * wire_bytes(recipe, model) / GIB
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
