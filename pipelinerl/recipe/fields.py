@@ -720,7 +720,9 @@ class WeightUpdateConfig(Section):
         description="Where versions are also kept as differences (docs/weight-log.md): `nats`, or the URL of a folder, such as "
         "s3://bucket/weights. Empty = nowhere, or `nats` with `backend: log`.",
     )
-    anchor_every: Changeable[int] = Field(20, ge=1, description="Versions in `weights.log` between two that are kept whole.")
+    anchor_every: Changeable[int] = Field(
+        20, ge=1, le=4096, description="Versions in `weights.log` between two that are kept whole. An announcement names all."
+    )
     keep_versions: Changeable[bool] = Field(
         False, description="Keep every version in `weights.log`. false = remove those before the last but one whole version."
     )
