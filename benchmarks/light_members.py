@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -333,7 +334,10 @@ class LightMember:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.light_members"])
+    main = getattr(sys.modules["__main__"].__spec__, "name", "")
+    # Each member imports a benchmark that is the main module, too. Without this, it would import transformers anew.
+    stage = ["benchmarks.light_stage", "benchmarks.random_models"] if main.startswith("benchmarks.") else []
+    context.set_forkserver_preload(["benchmarks.light_members", *stage])
     return context
 
 
