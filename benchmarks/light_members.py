@@ -12,12 +12,14 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
+import tempfile
 import threading
 import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +36,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
 from pipelinerl.transfer.group import WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
+from pipelinerl.transfer.stores import open_store
 from pipelinerl.transfer.stream_file import StreamFile
 from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
@@ -79,6 +82,10 @@ class MemberSpec:
     stall_timeout_s: float = STALL_TIMEOUT_S
     """The longest that one chunk may take."""
     pod_uid: str = ""
+    log: str = ""
+    """Place of the weight log that it reads, instead of being in epochs; empty: none."""
+    folder: str = ""
+    """For temporary files, which a killed process leaves behind."""
 
 
 @dataclass(frozen=True)
@@ -230,10 +237,14 @@ async def _live(spec: MemberSpec, reports: Connection) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     receiver, gate, process = LightReceiver(spec, reports), ServingGate(max_lag=None), uuid.uuid4().hex[:12]
 
-    async with connect(spec.url, spec.run, limits=spec.limits, name=spec.name, request_timeout_s=2.0) as bus:
+    async with (
+        connect(spec.url, spec.run, limits=spec.limits, name=spec.name, request_timeout_s=2.0) as bus,
+        open_store(spec.log, bus) if spec.log else nullcontext() as log,
+    ):
         metrics = ActorMetrics(CollectorRegistry())
-        listener = UpdateListener(bus, receiver, gate, metrics, instance=spec.name, process=process)
+        listener = UpdateListener(bus, receiver, gate, metrics, instance=spec.name, process=process, log=log)
         me = Registration(actor=spec.name, process=process, grpc_address="-:1", ranks=1, pod_uid=spec.pod_uid)
+        me.reads_log = log is not None
         heartbeat = Heartbeat(bus, gate, lambda: listener.manifest_id, me)
         tasks = [asyncio.create_task(part) for part in (listener.run(), heartbeat.run(), receiver.watch_pauses())]
         await asyncio.wait({*tasks, stopped := asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
@@ -250,6 +261,7 @@ def main(spec: MemberSpec, reports: Connection) -> None:
     """A member's process. Ends with SIGTERM, or when its listener fails."""
     if spec.namespace:
         _enter_network(spec.namespace)
+    tempfile.tempdir = spec.folder or None
     torch.set_num_threads(1)
     asyncio.run(_live(spec, reports))
     os._exit(0)  # a thread may hang, as it was told to
@@ -322,7 +334,10 @@ class LightMember:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.light_members"])
+    main = getattr(sys.modules["__main__"].__spec__, "name", "")
+    # Each member imports a benchmark that is the main module, too. Without this, it would import transformers anew.
+    stage = ["benchmarks.light_stage", "benchmarks.random_models"] if main.startswith("benchmarks.") else []
+    context.set_forkserver_preload(["benchmarks.light_members", *stage])
     return context
 
 

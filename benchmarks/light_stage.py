@@ -22,6 +22,9 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore
+from pipelinerl.transfer.stores import open_store
+from pipelinerl.transfer.weight_log import WeightLog
+from services.trainer.weight_sync.log_writer import LogWriter
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
 from services.trainer.weight_sync.sender import WeightSender
 from services.trainer.weight_sync.updater import WeightUpdater
@@ -30,6 +33,7 @@ RUN = "light"
 WITHIN_S = 300.0
 """Far above what anything here takes: reached only by something that waits for ever."""
 NUM_CHUNKS = 8
+ANCHOR_EVERY = 4
 _LOOK_S = 0.001
 
 Weights = dict[str, torch.Tensor]
@@ -37,11 +41,13 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """Times that decide how soon a failure is noticed. `stall_timeout_s`: the longest that one chunk may take."""
+    """Times that decide how soon a failure is noticed. `stall_timeout_s`: the longest that one chunk may take. `log`: place of
+    the weight log; empty: none."""
 
     member_ttl_s: float
     deadline_s: float
     stall_timeout_s: float
+    log: str = ""
 
     @property
     def limits(self) -> StreamLimits:
@@ -97,11 +103,11 @@ class LightStage:
     """All that were ever started."""
     said: list[Said] = field(default_factory=list)
 
-    async def start(self, name: str, breaks: Break | None = None, **spec: str) -> LightMember:
+    async def start(self, name: str, breaks: Break | None = None, *, reads_log: bool = False, **spec: str) -> LightMember:
         """`spec`: further fields of a `MemberSpec`."""
-        whole = MemberSpec(
-            self.server.url, RUN, name, self.bus.limits, breaks, stall_timeout_s=self.settings.stall_timeout_s, **spec
-        )
+        spec |= {"log": self.settings.log, "folder": str(self.server.folder)} if reads_log else {}
+        stall_timeout_s = self.settings.stall_timeout_s
+        whole = MemberSpec(self.server.url, RUN, name, self.bus.limits, breaks, stall_timeout_s=stall_timeout_s, **spec)
         member = await self.stack.enter_async_context(light_member(whole))
         self.members.append(member)
         return member
@@ -179,9 +185,12 @@ async def light_stage(
         manifest = describe(weights.items(), chunk_bytes=size // NUM_CHUNKS)
         stall_timeout_s, history = settings.stall_timeout_s, StageRecorder()
         sender = WeightSender(manifest, stall_timeout_s=stall_timeout_s, store=GroupStore(host), host=host)
-        updater = WeightUpdater(
-            bus, sender, history, incarnation=1, deadline_s=settings.deadline_s, join_timeout_s=2 * within_s
-        )
+        log = None
+        if settings.log:
+            store = await stack.enter_async_context(open_store(settings.log, bus))
+            log = LogWriter(WeightLog(store, manifest, RUN, anchor_every=ANCHOR_EVERY))
+        times = {"deadline_s": settings.deadline_s, "join_timeout_s": 2 * within_s}
+        updater = WeightUpdater(bus, sender, history, incarnation=1, log=log, **times)
         running = asyncio.create_task(updater.run())
         stage = kind(server, settings, bus, updater, sender, stack, running, weights_of, within_s, history)
         listening = asyncio.create_task(_listen(stage, heard, actor))

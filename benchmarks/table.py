@@ -319,6 +319,22 @@ SUMMARY = (
         "weight_log", "decoding against bare zstd on the same bytes", {"case": "step 6"}, "decode_ratio", at_most="goal_ratio"
     ),
     Figure(
+        "weight_log",
+        "bytes that the trainer sends while 16 actors join at once from the log in NATS, divided by a version's",
+        {"way": "nats"},
+        "sent_by_version",
+        "",
+        at_most="goal",
+        file="weight_log_joins",
+    ),
+    Figure(
+        "weight_log",
+        "a swap's stall with the log against that with Gloo, same engine, 135M parameters",
+        {"model": "135m"},
+        at_most="goal",
+        file="weight_log_swaps",
+    ),
+    Figure(
         "membership",
         "copies of the weights that leave the trainer when 16 actors join at once; 16 if each had a side group of its own",
         {"newcomers": 16},

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.settings import split_host_port
-from pipelinerl.transfer.chunks import ReusedMemory
+from pipelinerl.transfer.chunks import ReusedMemory, checksum, chunk_of, version_checksum
 from pipelinerl.transfer.group import GroupStore, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.weight_sync.worker import Receiver
@@ -106,6 +107,16 @@ class SendingPeer(Peer):
         began_s = time.monotonic()
         result = self._sender.broadcast(snapshot, self._group, TIMEOUT_S).result()
         return Moved(began_s, began_s + result.seconds, result.checksum, began_s - asked_s)
+
+    def write(self, version: PolicyVersion, file: Path) -> Moved:
+        """A snapshot into a file, which then has what a reader of the weight log has decoded."""
+        asked_s = time.monotonic()
+        stream = self._sender.snapshot(version, self._weights).stream
+        began_s = time.monotonic()
+        stream.numpy().tofile(file)
+        checksums = [checksum(chunk_of(stream, chunk)) for chunk in self._manifest.chunks]
+        whole = version_checksum(self._manifest.manifest_id, checksums)
+        return Moved(began_s, time.monotonic(), whole, began_s - asked_s)
 
     def copy(self, repeats: int) -> list[float]:
         """Seconds of copying all bytes within memory that is there already, one thread."""

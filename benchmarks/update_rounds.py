@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -22,8 +23,9 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from services.actor.weight_sync.client import WeightUpdateClient
 
-Way = Literal["in flight", "paused"]
-"""Received beside decoding and swapped; or paused for the whole of it: receive, load, resume."""
+Way = Literal["in flight", "paused", "log"]
+"""Received beside decoding and swapped; or paused for the whole of it: receive, load, resume; or read beside decoding from the
+file that a reader of the weight log makes, and swapped."""
 WAYS: tuple[Way, ...] = ("in flight", "paused")
 TIMEOUT_S = 300.0
 STEPS_AFTER = 3
@@ -54,11 +56,11 @@ class Block:
 
 
 class EngineRounds:
-    """Updates of one running engine. Versions only grow."""
+    """Updates of one running engine. Versions only grow. `file`: where versions of the weight log are put."""
 
-    def __init__(self, llm: Any, manifest: Manifest, trainer: RemotePeer, store: str) -> None:
+    def __init__(self, llm: Any, manifest: Manifest, trainer: RemotePeer, store: str, file: Path = Path("stream")) -> None:
         self._llm, self._manifest, self._trainer = llm, manifest, trainer
-        self._store = store
+        self._store, self._file = store, file
         self._versions, self._groups = count(1), count(1)
         self.trace = DecodeTrace()
         self.trace.watch(llm.engine_core)
@@ -69,7 +71,8 @@ class EngineRounds:
         done = Block(way)
         try:
             done.mode = (await client.prepare(self._manifest)).mode
-            await self._join(client)
+            if way != "log":
+                await self._join(client)
             for number in range(-1, updates):  # number -1 warms up
                 update = await self._update(client, way)
                 began_s = time.monotonic()
@@ -91,7 +94,11 @@ class EngineRounds:
         if way == "paused":
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         began_s = time.monotonic()
-        sending = asyncio.create_task(self._trainer("send", version))
+        command = ("write", version, self._file) if way == "log" else ("send", version)
+        sending = asyncio.create_task(self._trainer(*command))
+        if way == "log":
+            await sending
+            await client.open_stream(self._file, version)
         staged = await client.receive(version, TIMEOUT_S)
         staged_s = time.monotonic()
         sent: Moved = await sending

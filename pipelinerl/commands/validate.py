@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.commands.plan import size_of
 from pipelinerl.errors import FieldError, Lacking, counted, first_line, one_of
@@ -82,7 +83,7 @@ def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
         claim, nats = values["trainer"]["persistence"], values["nats"]
         full = None if claim.get("existingClaim") else volume_problem(recipe, claim["size"])
         small = log_problem(recipe, nats["weightsMaxGib"]) if recipe.weights.log_place == NATS else None
-        of_trainer = [full, small] if values["trainer"]["enabled"] else []
+        of_trainer = [full, small, host_problem(recipe, values["trainer"])] if values["trainer"]["enabled"] else []
         return checks.problems(values, recipe) + [problem for problem in of_trainer if problem]
     except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         fix = f"cannot be read as chart values ({first_line(error)}); give values.yaml of the ConfigMap RELEASE-validation"
@@ -203,6 +204,20 @@ def log_problem(recipe: Recipe, max_gib: float) -> FieldError | None:
         return None
     fix = f"cannot hold the three whole versions that the weight log keeps; give at least {needed / GIB:,.0f}"
     return FieldError("nats.weightsMaxGib", max_gib, f"{fix} and enlarge nats.persistence.size, or set recipe.set.weights.log")
+
+
+def host_problem(recipe: Recipe, trainer: Mapping[str, Any]) -> FieldError | None:
+    """Return why the pod of rank 0 lacks memory for copies of the weights and a checkpoint (docs/training.md). None if it does
+    not, or if the model's size or the limit is unknown. `trainer`: the chart's values."""
+    limit, model = ((trainer["resources"] or {}).get("limits") or {}).get("memory"), _known_model(recipe)
+    if limit is None or model is None:
+        return None
+    export, copies = model.weights_bytes / GIB, host_copies_gib(recipe, model)
+    states = (checkpoint_bytes(recipe, int(model.parameters)) / GIB - export) / trainer["nodes"]
+    if (needed := export + states + copies) * GIB <= checks.quantity(limit):
+        return None
+    fix = f"cannot hold copies of the weights to send ({copies:,.0f}Gi), with those of weights.log, and a checkpoint"
+    return FieldError("trainer.resources.limits.memory", limit, f"{fix}; give more than {needed:,.0f}Gi")
 
 
 def _known_model(recipe: Recipe) -> Model | None:

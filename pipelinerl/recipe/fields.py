@@ -622,7 +622,8 @@ class WeightUpdateConfig(Section):
     log: Changeable[str] = ""
     """Where versions are also kept as differences (docs/weight-log.md): `nats`, or the URL of a folder, such as
     s3://bucket/weights. Empty = nowhere, or `nats` with `backend: log`."""
-    anchor_every: Changeable[int] = Field(20, ge=1, description="Versions in `weights.log` between two that are kept whole.")
+    anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
+    """Versions in `weights.log` between two that are kept whole. An announcement names all."""
     keep_versions: Changeable[bool] = False
     """Keep every version in `weights.log`. false = remove those before the last but one whole version."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")

@@ -26,6 +26,8 @@ QUANTISED_BYTES = 1
 """Bytes of a parameter in a quantised engine. Methods with fewer bits count the same, because they keep some weights whole."""
 MOST_SNAPSHOTS = 3
 """Snapshots of a trainer: one each for the served version, the version in transfer and the version that waits."""
+LOG_COPIES = 2
+"""Copies of the weights for the weight log, in host memory: the version that it wrote last, and the one that it is writing."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
 LEAST_ACTIVATIONS_GIB = 4.0
@@ -220,6 +222,14 @@ def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
     return snapshots / GIB if state_bytes(recipe, model) + snapshots <= memory_gib * MODEL_STATE_SHARE * GIB else 0.0
 
 
+def host_copies_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> float:
+    """Return the trainer's host memory for the weight log, and for snapshots unless a device of `memory_gib` may keep them."""
+    adapters = adapter_parameters(recipe, model) if sends_adapters(recipe) else 0
+    on_device = adapters or snapshot_gib(recipe, model, memory_gib)
+    copies = (0 if on_device else MOST_SNAPSHOTS) + (LOG_COPIES if recipe.weights.log_place else 0)
+    return copies * (adapters or model.parameters) * wire_bytes(recipe, model) / GIB
+
+
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
     """Return a checkpoint's bytes on disk: the model and, unless adapters are trained, float32 weights and two moments."""
     weights = int(Model.of(recipe, parameters).weights_bytes)
@@ -263,6 +273,8 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
     on_host = f", and {model.weights_bytes / GIB:.1f} of host memory for each actor" if loads_paused(recipe) else ""
     on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
+    copies = host_copies_gib(recipe, model, memory_gib)
+    beside = f", and {copies:.1f} of host memory for copies of the weights" if copies else ""
     if recipe.actor.colocate:
         snapshots, on_device = ENGINE_GIB + CONTEXTS_GIB, f"; {ENGINE_GIB + CONTEXTS_GIB:g} for the engine, which sleeps"
     return [
@@ -277,7 +289,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
             "trainer GPU",
             f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}{on_device}; "
             f"{memory_gib - state_gib - snapshots:.1f} for activations and gathered weights (trainer.nproc = "
-            f"{trainer.nproc or 'auto'}: set it to the ranks of all nodes)",
+            f"{trainer.nproc or 'auto'}: set it to the ranks of all nodes){beside}",
         ),
     ]
 

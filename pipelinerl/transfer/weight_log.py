@@ -54,13 +54,12 @@ class WeightLog:
         """True if the store may hold objects of chains that are no longer kept."""
         self._turn = asyncio.Lock()
 
-    async def add(self, version: PolicyVersion, stream: Tensor) -> Published:
+    async def add(self, version: PolicyVersion, stream: Tensor, sha256: bytes) -> Published:
         """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes] in host
-        memory, not to be changed until another version was added. The first version of an incarnation becomes an anchor.
-        Raises `StoreError`, after which this or a later version can be added."""
+        memory, not to be changed until another version was added. `sha256`: that of the stream. The first version of an
+        incarnation becomes an anchor. Raises `StoreError`, after which this or a later version can be added."""
         async with self._turn:
             new, chains, announced = stream.numpy(), list(self._chains), list[LogObject]()
-            digest = await _on_thread(lambda: hashlib.sha256(new.data).digest())
             if self._newest is not None and self._newest[0].incarnation == version.incarnation:
                 before, old = self._newest
                 assert before.number < version.number, f"{version} is not newer than {before}"
@@ -77,7 +76,7 @@ class WeightLog:
                 manifest_id=self._manifest.manifest_id,
                 place=self._store.place,
                 objects=announced or chains[-1],
-                sha256=digest,
+                sha256=sha256,
             )
 
     async def discard_old(self) -> None:

@@ -42,6 +42,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LAG_0_TOKENS, measured
 from services.trainer.policy_trainer import PolicyTrainer
 from services.trainer.reporting.recorder import Recorder
+from services.trainer.weight_sync.sender import Snapshot
 from services.trainer.weight_sync.updater import WeightUpdater
 from services.trainer.world import HEARTBEAT
 
@@ -80,6 +81,7 @@ class OptimizerLoop:
         self._updater, self._evaluator, self._recorder = updater, evaluator, recorder
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._measuring: asyncio.Task[None] | None = None
+        self._digesting: asyncio.Task[None] | None = None
         self._next: asyncio.Task[tuple[list[TrainingGroup], Any]] | None = None
         begin = functools.partial(self._in_compute, policy.begin_checkpoint)
         self.checkpoints = Checkpointer(
@@ -158,6 +160,8 @@ class OptimizerLoop:
             for task in (self._measuring, self._next):
                 if task is not None:
                     task.cancel()
+            if self._digesting is not None:
+                await self._digesting
 
     async def heartbeat(self) -> None:
         """Send heartbeats to the other ranks, if any, until cancelled. Raises `RuntimeError` if a rank is gone."""
@@ -252,20 +256,28 @@ class OptimizerLoop:
 
     @asynccontextmanager
     async def _recorded(self, batch: list[TrainingGroup]) -> AsyncIterator[None]:
-        """With `record: true`, write the batch to disk while the block computes its step, and then journal the new digest."""
+        """With `record: true`, write the batch to disk while the block computes its step, and then hash the new weights beside
+        the next step."""
         if not self._recipe.record:
             yield
             return
         if self.version == self._start.version:
-            await self._journal_digest(self.version)
+            await self._begin_digest(self.version)
         recorded = RecordedStep(self.version + 1, batch, software(self._recipe, self._policy.num_ranks))
         writing = asyncio.create_task(asyncio.to_thread(write_step, self._run_dir, recorded))
         yield
         await writing
-        await self._journal_digest(self.version + 1)
+        await self._begin_digest(self.version + 1)
 
-    async def _journal_digest(self, version: int) -> None:
-        sha256 = await self._in_compute(self._policy.digest, PolicyVersion(self._start.lineage.incarnation, version))
+    async def _begin_digest(self, version: int) -> None:
+        """Copy the current weights, which are of `version`, and begin to hash them. The version before is journaled first."""
+        snapshot = await self._in_compute(self._policy.snapshot, PolicyVersion(self._start.lineage.incarnation, version))
+        if self._digesting is not None:
+            await asyncio.shield(self._digesting)  # a cancelled run journals it at its end
+        self._digesting = asyncio.create_task(self._journal_digest(version, snapshot))
+
+    async def _journal_digest(self, version: int, snapshot: Snapshot) -> None:
+        sha256 = await asyncio.to_thread(snapshot.digest)
         self.journal.write({"event": "weights", "version": version, "sha256": sha256})
 
     def _capture(self) -> RunState:

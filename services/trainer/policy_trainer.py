@@ -74,8 +74,8 @@ class PolicyTrainer:
         self._converted = frozenset() if sends_adapters(recipe) else converted_parameters(learner.policy.model)
         self._version: int | None = None
         """Version of the weights; None before this process's first step."""
-        self._digested: Snapshot | None = None
-        """Snapshot of the current weights, if `digest` was called."""
+        self._snapshot: Snapshot | None = None
+        """Of the current weights, if there is one."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
@@ -86,7 +86,7 @@ class PolicyTrainer:
         return prepared
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        self._digested = None
+        self._snapshot = None
         figures = self.learner.step(prepared)
         self._version = prepared.version + 1  # a skipped step counts, too
         if figures["skipped"]:
@@ -101,17 +101,14 @@ class PolicyTrainer:
 
     def snapshot(self, version: PolicyVersion) -> Snapshot:
         """Copy the current weights, which must be of `version`, in the form that actors receive."""
-        if self._digested is not None:  # `digest` has copied them already
-            return self._digested
-        if sends_adapters(self._recipe):
-            return self.sender.snapshot(version, self.learner.gather(ADAPTER))
-        weights = self.learner.gather(WEIGHTS, self.sender.manifest.wire_dtype)
-        return self.sender.snapshot(version, as_in_files(self.learner.policy.model, weights, self._converted))
-
-    def digest(self, version: PolicyVersion) -> str:
-        """Return the SHA-256, in hex, of the current weights, which must be of `version`, in the form that actors receive."""
-        self._digested = self.snapshot(version)
-        return hashlib.sha256(self._digested.on_host().numpy().data).hexdigest()
+        if self._snapshot is None:
+            if sends_adapters(self._recipe):
+                sent = self.learner.gather(ADAPTER)
+            else:
+                weights = self.learner.gather(WEIGHTS, self.sender.manifest.wire_dtype)
+                sent = as_in_files(self.learner.policy.model, weights, self._converted)
+            self._snapshot = self.sender.snapshot(version, sent)
+        return self._snapshot
 
     def leave_gpu(self) -> None:
         """Give the memory that torch caches, such as that of activations, back to the GPU. Weights and moments stay there."""

@@ -112,7 +112,7 @@ def replay(settings: TrainerSettings, ranks: RankSettings, options: Options) -> 
                 return 0
             figures = policy.step(policy.prepare(step.groups, number - 1))
             if number >= first:
-                sha256, expected = policy.digest(PolicyVersion(1, number)), known.get(number, "")
+                sha256, expected = policy.snapshot(PolicyVersion(1, number)).digest(), known.get(number, "")
                 compared += bool(expected)
                 different += [number] if expected and sha256 != expected else []
                 print(line(number, sha256, expected, figures, records.get(number, {}), bool(options.overrides)), flush=True)
@@ -152,7 +152,7 @@ def verdict(compared: int, different: Sequence[int], is_experiment: bool) -> str
 def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) -> None:
     """Raise `ServiceError` if the weights to start from are not those of the run, as after a change of the initial model."""
     expected = known.get(version, "")
-    if expected and policy.digest(PolicyVersion(1, version)) != expected:
+    if expected and policy.snapshot(PolicyVersion(1, version)).digest() != expected:
         raise ServiceError(
             f"the weights of version {version}, from which the replay begins, are not those of the run: its initial model has "
             "changed, or another device rounds differently"

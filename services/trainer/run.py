@@ -258,10 +258,12 @@ class TrainingRun:
                 async with self._calls_to(name, address) as stub:
                     while True:
                         loads[name] = await stub.GetState(GetStateRequest(), timeout=ANSWER_WITHIN_S)
+                        self.updater.readers.unreachable.discard(name)
                         await asyncio.sleep(LOAD_EVERY_S)
             except ServiceError as error:
                 log.debug("%s reports no load: %s", name, error)
                 loads.pop(name, None)
+                self.updater.readers.unreachable.add(name)
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _say_end(self, finished: bool) -> None:

@@ -201,6 +201,10 @@ refused by the Job:  # before an install or upgrade
     {model: {name: a/0.5B}, nats: {sequencesMaxGib: 18}, recipe: {set: {weights: {log: nats}}}}
   "nats.weightsMaxGib = 8: cannot hold the three whole versions that the weight log keeps; give at least 43":
     {model: {name: a/7B}, recipe: {set: {model: {dtype: bfloat16}, weights: {log: nats}}}}
+  "trainer.resources.limits.memory = '144Gi': cannot hold copies of the weights to send (72Gi), with those of weights.log":
+    model: {name: a/7B}
+    recipe: {set: {model: {dtype: bfloat16}, weights: {backend: gloo, log: 's3://a/b'}}}
+    trainer: &holds3 {resources: {requests: {memory: 1Gi}, limits: {memory: 144Gi}}}
   "nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {nats: {sequencesMaxGib: 25}}
   "verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress":
     {recipe: {set: *episodes}, actor: {replicas: 3}, verifier: {maxEpisodes: 191, autoscaling: {enabled: false}}}
@@ -211,6 +215,7 @@ refused by the Job:  # before an install or upgrade
   "lacks port 55680 of": {tracing: {endpoint: 'http://[2001:db8::1]:55680'}}
   "lacks port 443 of": {tracing: {endpoint: 'http://collector', protocol: grpc}}
 taken:  # although they look like those
+- {model: {name: a/7B}, recipe: {set: {model: {dtype: bfloat16}, weights: {backend: gloo}}}, trainer: *holds3}
 - {actor: {resources: null}, trainer: {resources: {limits: null}}}
 - {actor: {resources: {requests: {memory: 24G}, limits: {memory: 24Gi}}}}
 - {recipe: {set: {reward: *judge}}, networkPolicy: {verifierEgress: [{to: [{ipBlock: {cidr: 0.0.0.0/0}}]}]}}

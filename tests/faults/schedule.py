@@ -1,4 +1,5 @@
-"""Random histories of a run's membership: who starts, breaks, dies, freezes, thaws or leaves, between and during updates.
+"""Random histories of a run's membership: who starts, breaks, dies, freezes, thaws or leaves, between and during updates. A
+quarter of the members read the weight log.
 
 Drawn from a seed and nothing else, so that a history that broke something can be played again. `play` performs one on a
 `FaultStage` and ends with what must hold after any of them: one more update, and everyone who lives serves its bytes.
@@ -22,11 +23,13 @@ NUM_STEPS = 12
 
 @dataclass(frozen=True)
 class Step:
-    """`offer`: the next version, without waiting for it. The others are of `member`; `breaks` of one that starts."""
+    """`offer`: the next version, without waiting for it. The others are of `member`; `breaks` and `reads_log` of one that
+    starts."""
 
     what: Literal["start", "kill", "freeze", "thaw", "leave", "offer"]
     member: str = ""
     breaks: Break | None = None
+    reads_log: bool = False
 
 
 def random_history(seed: int) -> Iterator[Step]:
@@ -53,7 +56,7 @@ def random_history(seed: int) -> Iterator[Step]:
                     name = f"m{started}"
                     started += 1
                 running.append(name)
-                yield Step("start", name, _random_break(draw, version))
+                yield Step("start", name, _random_break(draw, version), draw.random() < 0.25)
             case "thaw":
                 name = frozen.pop(draw.randrange(len(frozen)))
                 running.append(name)
@@ -80,7 +83,7 @@ async def play(stage: FaultStage, history: Iterable[Step]) -> None:
             await _with_somebody_left(stage, stage.offer(version))
             version += 1
         elif step.what == "start":
-            await stage.start(step.member, step.breaks)
+            await stage.start(step.member, step.breaks, reads_log=step.reads_log)
         else:
             member = _signal(stage, step)
             gone += [member] if step.what in ("kill", "leave") else []

@@ -13,6 +13,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError
 from tests.faults.network import Place, PrivateNetwork, private_network, why_not_here
 from tests.faults.schedule import HOWS, play, random_history
-from tests.faults.stage import FaultStage, fault_stage
+from tests.faults.stage import SETTINGS, FaultStage, fault_stage
 
 BROKEN_AT = 1
 BREAKS = [(phase, how) for phase in PHASES for how in HOWS]
@@ -46,7 +47,7 @@ def replay(first_seed: int, histories: int) -> None:
 
 async def test_after_any_history_one_more_update_reaches_everybody_alive(tmp_path: Path, seed: int) -> None:
     replay(seed, 1)
-    async with fault_stage(tmp_path) as stage:
+    async with fault_stage(tmp_path, settings=replace(SETTINGS, log="nats")) as stage:
         await play(stage, random_history(seed))
 
 

@@ -125,13 +125,13 @@ async def test_a_server_that_hangs_or_is_away_is_an_error_in_time_and_then_goes_
     history = History(MIXED, 12)
     async with opened(server, tmp_path, request_timeout_s=1.0) as (trainer, actor):
         log, reader = WeightLog(trainer, MIXED, "w", anchor_every=3), Replica(actor, MIXED, tmp_path / "reader")
-        await reader.bring_to(await log.add(history.version, history.tensor()))
-        published = await log.add(history.step(), history.tensor())
+        await reader.bring_to(await log.add(history.version, *history.sent()))
+        published = await log.add(history.step(), *history.sent())
         await actor_fails(server, reader, log, published, history)
         async with asyncio.timeout(60):
             while True:
                 try:
-                    path = await reader.bring_to(await log.add(history.step(), history.tensor()))
+                    path = await reader.bring_to(await log.add(history.step(), *history.sent()))
                 except StoreError:
                     continue  # not yet connected again
                 break
@@ -144,7 +144,7 @@ async def actor_fails(server: NatsServer, reader: Replica, log: WeightLog, publi
     try:
         async with asyncio.timeout(20):
             with pytest.raises(StoreError, match="no answer in time"):
-                await log.add(history.step(), history.tensor())
+                await log.add(history.step(), *history.sent())
             with pytest.raises(StoreError, match="no answer in time"):
                 await reader.bring_to(published)  # type: ignore[arg-type]
     finally:
@@ -153,7 +153,7 @@ async def actor_fails(server: NatsServer, reader: Replica, log: WeightLog, publi
     server.stop()
     async with asyncio.timeout(20):
         with pytest.raises(StoreError):
-            await log.add(history.step(), history.tensor())
+            await log.add(history.step(), *history.sent())
         with pytest.raises(StoreError):
             await reader.bring_to(published)  # type: ignore[arg-type]
     assert reader.version == held

@@ -202,18 +202,18 @@ asyncio.run(main())
 
         history, reader = History(MIXED, 22), Replica(reading, MIXED, tmp_path / "reader")
         log = WeightLog(store, MIXED, "w", anchor_every=3)
-        await reader.bring_to(await log.add(history.version, history.tensor()))
-        published = await log.add(history.step(), history.tensor())
+        await reader.bring_to(await log.add(history.version, *history.sent()))
+        published = await log.add(history.step(), *history.sent())
         assert server.process is not None
         monkeypatch.setattr(stores, "STALL_S", 2.0)
         with stopped(server.process):  # it hangs
-            for call in (log.add(history.step(), history.tensor()), reader.bring_to(published)):
+            for call in (log.add(history.step(), *history.sent()), reader.bring_to(published)):
                 with pytest.raises(StoreError) as caught:
                     await call
                 assert KEY not in str(caught.value)
         monkeypatch.setattr(stores, "STALL_S", 60.0)
-        assert (await reader.bring_to(await log.add(history.step(), history.tensor()))).is_file()
+        assert (await reader.bring_to(await log.add(history.step(), *history.sent()))).is_file()
         assert reader.version == history.version
         server.end()
         with pytest.raises(StoreError):
-            await log.add(history.step(), history.tensor())
+            await log.add(history.step(), *history.sent())

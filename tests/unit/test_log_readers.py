@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import TransferError, UserError
+from pipelinerl.kube.client import PodEnd
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.transfer import stores
@@ -107,9 +108,10 @@ class Reader:
     def served(self) -> list[int]:
         return [version.number for version in self.receiver.served]
 
-    async def register(self, process: str = "p1", phase: str = "joining", address: str = "a:1") -> None:
+    async def register(self, process: str = "p1", phase: str = "joining", address: str = "a:1", pod_uid: str = "") -> None:
         served = self.gate.served or PolicyVersion(0, 0)
         me = Registration(actor=self.name, process=process, grpc_address=address, ranks=1, phase=phase, reads_log=True)
+        me.pod_uid = pod_uid
         me.policy_version, me.incarnation = served.number, served.incarnation
         await self.bus.put_member(self.name, me.SerializeToString())
 
@@ -192,6 +194,9 @@ async def test_a_run_of_readers_only_goes_on_with_the_fastest_and_each_serves_wh
         assert one.sender.sent == [], "the trainer sent no bytes to anyone"
         await one.until(lambda: one.updater.states["b"] == "serving")
         assert [(change.kind, change.member.actor) for change in one.told.changes] == [("joined", "a"), ("joined", "b")]
+        one.updater.readers.unreachable.add("b")
+        assert list(one.updater.serving) == ["a"], "an evaluation would wait for b in vain"
+        assert list(one.updater.members) == ["a", "b"], "b is asked for its load again"
         assert one.told.records[-1].stall_s["a"] == 0.002
 
 
@@ -222,8 +227,11 @@ async def test_a_measured_version_is_kept_by_readers_too(tmp_path: Path) -> None
         async with asyncio.timeout(60):
             async with one.updater.hold_when_served(0):
                 await one.updater.offer(1, snapshot(1))
-                await one.until(lambda: one.updater.log is not None and one.updater.log.is_holding)
+                await one.until(lambda: any(tmp_path.rglob("1-delta")))
                 assert one.updater.commit_held
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.2):  # a version that is not held is served within milliseconds
+                        await one.until(lambda: reader.served != [0])
                 assert reader.served == [0]
             await one.updater.all_served()
         assert reader.served == [0, 1]
@@ -293,6 +301,21 @@ async def test_a_reader_that_leaves_or_restarts_is_told_of(tmp_path: Path) -> No
         assert one.updater.states == {"a": "leaving"}
         await reader.bus.remove_member("a")
         await one.until(lambda: not one.updater.states)
+        await reader.register(pod_uid="u1")
+        await one.until(lambda: one.updater.states == {"a": "serving"})
+        one.updater.pod_ends(PodEnd("a", "u1", "its pod is being deleted", still_running=True))
+        assert not one.updater.states, "at once"
+        assert (one.told.changes[-1].kind, one.told.changes[-1].reason) == ("left", "its pod is being deleted")
+        await reader.register(pod_uid="u1")  # a heartbeat that comes late
+        await reader.bus.put_member("b", b"no registration")
+        await one.until(lambda: one.updater.bad_messages == 1)
+        assert not one.updater.states
+        await reader.register(process="p3", pod_uid="u2")
+        await one.until(lambda: bool(one.updater.readers.members))
+        assert one.updater.readers.members["a"].process == "p3"
+        one.updater.pod_ends(PodEnd("a", "u1", "its pod was deleted", still_running=False))
+        await one.send(1)
+        assert list(one.updater.readers.members) == ["a"], "what is heard of the old pod does not touch the new one"
 
 
 async def test_an_actor_that_restarts_is_not_called_as_before_even_with_another_backend(tmp_path: Path) -> None:
@@ -335,8 +358,9 @@ async def test_a_trainer_with_another_manifest_waits_for_a_swap(tmp_path: Path) 
 class Full(Snapshot):
     """Gives a copy in host memory, as a snapshot on a device does."""
 
-    def on_host(self) -> Tensor:
-        return self.stream.clone()
+    def on_host(self) -> tuple[Tensor, bytes]:
+        stream, sha256 = super().on_host()
+        return stream.clone(), sha256
 
 
 async def test_a_slow_store_keeps_no_snapshot_on_the_device(tmp_path: Path) -> None:

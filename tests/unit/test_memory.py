@@ -15,6 +15,7 @@ from pipelinerl.rl.memory import (
     Model,
     actor_problem,
     checkpoint_bytes,
+    host_copies_gib,
     kv_cache_gib,
     sent_bytes,
     snapshot_gib,
@@ -127,6 +128,13 @@ def test_snapshots_stay_on_a_gpu_that_has_room_for_them() -> None:
     assert snapshot_gib(load_recipe("math", ["trainer.nproc=1", "weights.wire_dtype=float32"]), model, 80.0) == 18e9 / GIB
     for elsewhere in ("trainer.nproc=2", "weights.backend=gloo", "trainer.lora.rank=16"):
         assert snapshot_gib(load_recipe("math", ["trainer.nproc=1", elsewhere, "weights.probe_tokens=512"]), model, 80.0) == 0
+    log = ["trainer.nproc=1", "weights.log=nats"]
+    assert host_copies_gib(alone, model, 48.0) == 0
+    assert host_copies_gib(alone, model, 47.8) == pytest.approx(3 * 3e9 / GIB)
+    assert host_copies_gib(load_recipe("math", log), model, 48.0) == pytest.approx(2 * 3e9 / GIB), "the log copies to the host"
+    assert host_copies_gib(load_recipe("math", [*log, "weights.backend=gloo"]), model) == pytest.approx(5 * 3e9 / GIB)
+    with_adapters = load_recipe("math", [*log, "trainer.lora={rank: 16, send: adapter}"])
+    assert host_copies_gib(with_adapters, Model(1.5e9, 28 * 1024, adapters=1000)) == 2 * 2000 / GIB
     with_reference = load_recipe("math", ["trainer.nproc=1", "algorithm.kl_coefficient=0.1"])
     assert snapshot_gib(with_reference, model, 48.0) == 0
     assert trainer_problem(with_reference, model, 39.0, ranks=1) is not None, "27.9 GiB with the reference"

@@ -2,6 +2,7 @@
 measuring."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from pipelinerl.audit.journal import JOURNAL, read_events
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.figures import FIGURES, run_figures
 from pipelinerl.rl.ledger import Outcome
@@ -21,7 +23,7 @@ from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.run import TrainingRun
 from tests.unit.builders import accuracy_at
-from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, ready_group, serving, training_run
+from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeSnapshot, FakeUpdater, ready_group, serving, training_run
 
 STEPS = {"steps": 4, "batch_size": 4, "tokens_per_microbatch": 64}
 
@@ -108,6 +110,31 @@ async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
         assert one.tracker.ledger.counts.trained == 8
         for record in one.records:
             assert record["idle_s"] == record["step_s"]["snapshot"] + record["step_s"]["send"] > 0
+
+
+async def test_a_digest_is_computed_beside_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second, beside = threading.Event(), list[bool]()
+
+    def digest(snapshot: FakeSnapshot) -> str:
+        if snapshot == "snapshot 1":
+            beside.append(second.wait(10))
+        return f"digest of {snapshot}"
+
+    monkeypatch.setattr(FakeSnapshot, "digest", digest)
+    async with bench(tmp_path, record=True) as one:
+        step = one.policy.step
+
+        def noted(version: int) -> dict[str, Any]:
+            if version == 1:
+                second.set()
+            return step(version)
+
+        one.policy.step = noted  # type: ignore[method-assign]
+        await one.loop.run()
+        one.loop.journal.flush()
+    assert beside == [True]
+    told = [event for _, event in read_events(tmp_path / JOURNAL) if event["event"] == "weights"]
+    assert [(event["version"], event["sha256"]) for event in told] == [(v, f"digest of snapshot {v}") for v in range(5)]
 
 
 async def test_checkpoints_that_are_due_and_the_last_one_have_record_and_books_of_their_version(tmp_path: Path) -> None:

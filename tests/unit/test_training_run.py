@@ -240,8 +240,10 @@ async def test_a_frozen_actor_keeps_nobody_waiting_and_each_is_asked_over_one_ch
         monkeypatch.setattr(training, "ANSWER_WITHIN_S", 0.01)
         well.frozen = True
         await until(lambda: not told[-1])  # what it said last is not how it is
+        await until(lambda: run.updater.readers.unreachable == {"a", "b"})
         well.frozen = False
         await until(lambda: told[-1])
+        assert run.updater.readers.unreachable == {"a"}
         run.updater.serve({})  # type: ignore[attr-defined]
         await until(lambda: not told[-1])
         polling.cancel()

@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, UserError
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.transfer import stores
 from pipelinerl.transfer.chunks import pack
 from pipelinerl.transfer.delta import (
@@ -31,7 +32,7 @@ from pipelinerl.transfer.delta import (
 from pipelinerl.transfer.manifest import Manifest, build_manifest
 from pipelinerl.transfer.stores import FileStore, LogStore, ObjectMissing, StoreError, open_store
 from pipelinerl.transfer.weight_log import Replica, WeightLog
-from pipelinerl.v1.control_pb2 import Published
+from pipelinerl.v1.control_pb2 import LogObject, Published
 
 MIXED = build_manifest([("a", (7, 33), "bfloat16"), ("b", (9000,), "float16"), ("c", (3,), "float32")], chunk_bytes=4096)
 MANIFESTS = {
@@ -55,6 +56,11 @@ def random_stream(manifest: Manifest, rng: np.random.Generator) -> Bytes:
 def changed_stream(manifest: Manifest, stream: Bytes, share: float, rng: np.random.Generator) -> Bytes:
     other = random_stream(manifest, rng)
     return np.where(rng.random(len(stream)) < share, other, stream)
+
+
+def on_host(stream: Bytes) -> tuple[torch.Tensor, bytes]:
+    """As a snapshot gives it."""
+    return torch.from_numpy(stream), hashlib.sha256(stream.data).digest()
 
 
 def joined(parts: Iterable[bytes | memoryview]) -> Bytes:
@@ -262,8 +268,8 @@ class History:
         self.streams[self.version] = self.streams[earlier]
         return self.version
 
-    def tensor(self) -> torch.Tensor:
-        return torch.from_numpy(self.streams[self.version])
+    def sent(self) -> tuple[torch.Tensor, bytes]:
+        return on_host(self.streams[self.version])
 
 
 async def run_history(writing: LogStore, reading: LogStore, folder: Path, *, versions: int, seed: int) -> None:
@@ -272,7 +278,7 @@ async def run_history(writing: LogStore, reading: LogStore, folder: Path, *, ver
     log = WeightLog(writing, MIXED, "weights/run", anchor_every=7)
     readers: list[Replica] = []
     for index in range(versions):
-        published = await log.add(history.version, history.tensor())
+        published = await log.add(history.version, *history.sent())
         assert Published.FromString(published.SerializeToString()) == published
         expected = history.streams[history.version]
         assert published.sha256 == hashlib.sha256(expected.data).digest()
@@ -302,7 +308,7 @@ async def test_a_reader_that_keeps_up_loads_one_anchor_and_each_delta_once(store
     history, reader = History(MIXED, 2), Replica(store, MIXED, tmp_path / "reader")
     log = WeightLog(store, MIXED, "w", anchor_every=3)
     for _ in range(10):
-        await reader.bring_to(await log.add(history.version, history.tensor()))
+        await reader.bring_to(await log.add(history.version, *history.sent()))
         history.step(0.001)
     assert store.read[0] == "w/1/0-anchor.safetensors"
     assert len(store.read) == 10
@@ -315,8 +321,8 @@ async def test_anchors_come_when_deltas_outweigh_one_and_old_chains_go(store: Fa
     history, log = History(MIXED, 3), WeightLog(store, MIXED, "w", anchor_every=1000)
     every = WeightLog(store, MIXED, "all", anchor_every=2, keep_all=True)
     for count in range(1, 12):
-        published = await log.add(history.version, history.tensor())
-        await every.add(history.version, history.tensor())
+        published = await log.add(history.version, *history.sent())
+        await every.add(history.version, *history.sent())
         for one in (log, every):
             await one.discard_old()
         keys = await store.keys("w")
@@ -325,6 +331,16 @@ async def test_anchors_come_when_deltas_outweigh_one_and_old_chains_go(store: Fa
         assert len(await store.keys("all")) == count + (count - 1) // 2
         history.step(1.0)
     assert len(keys) < 10
+
+
+def test_the_longest_announcement_fits_the_smallest_message_that_nats_is_set_up_for() -> None:
+    """1 MiB is nats-server's own limit. A chain has an anchor, and as many deltas as `weights.anchor_every` allows."""
+    with pytest.raises(UserError, match=r"weights\.anchor_every = 4097: .* 4096"):
+        load_recipe("arithmetic", ["weights.anchor_every=4097"])
+    most = load_recipe("arithmetic", ["weights.anchor_every=4096"]).weights.anchor_every
+    key = f"{'r' * 40}/{2**32 - 1}/{2**64 - 1}-anchor.safetensors"
+    longest = LogObject(version=2**64 - 1, key=key, bytes=2**64 - 1, sha256=bytes(32))
+    assert Published(place="s3://" + "p" * 4096, objects=[longest] * (most + 1)).ByteSize() < 2**20
 
 
 async def test_a_failed_add_is_followed_by_the_same_or_a_later_version(store: Faulty, tmp_path: Path) -> None:
@@ -336,7 +352,7 @@ async def test_a_failed_add_is_followed_by_the_same_or_a_later_version(store: Fa
     for fails in ("anchor", "", "delta", "", "", "anchor", "", "delta", "delta", "", ""):
         store.put_fails = fails
         try:
-            published = await log.add(history.version, history.tensor())
+            published = await log.add(history.version, *history.sent())
         except StoreError:
             if history.rng.random() < 0.5:
                 history.step()
@@ -360,11 +376,11 @@ async def test_a_failed_add_is_followed_by_the_same_or_a_later_version(store: Fa
 async def test_a_reader_keeps_its_version_and_what_it_has_until_the_rest_arrives(store: Faulty, tmp_path: Path) -> None:
     history, log = History(MIXED, 5), WeightLog(store, MIXED, "w", anchor_every=100)
     reader = Replica(store, MIXED, tmp_path / "reader")
-    path = await reader.bring_to(await log.add(history.version, history.tensor()))
+    path = await reader.bring_to(await log.add(history.version, *history.sent()))
     first = history.version
     for _ in range(3):
         history.step()
-        published = await log.add(history.version, history.tensor())
+        published = await log.add(history.version, *history.sent())
     store.read.clear()
     store.fails_after = 2
     with pytest.raises(StoreError, match="broke off"):
@@ -389,9 +405,9 @@ async def test_a_reader_keeps_its_version_and_what_it_has_until_the_rest_arrives
 async def test_a_reader_cancelled_while_it_applies_starts_from_the_anchor(store: Faulty, tmp_path: Path) -> None:
     history, log = History(MIXED, 6), WeightLog(store, MIXED, "w", anchor_every=100)
     reader = Replica(store, MIXED, tmp_path / "reader")
-    await reader.bring_to(await log.add(history.version, history.tensor()))
+    await reader.bring_to(await log.add(history.version, *history.sent()))
     history.step()
-    published = await log.add(history.version, history.tensor())
+    published = await log.add(history.version, *history.sent())
     reading = asyncio.create_task(reader.bring_to(published))
     while reader.version is not None and not reading.done():  # until it changes the stream
         await asyncio.sleep(0)
@@ -406,10 +422,10 @@ async def test_a_reader_cancelled_while_it_applies_starts_from_the_anchor(store:
 async def test_a_damaged_object_or_announcement_is_named_and_the_next_version_is_read(store: Faulty, tmp_path: Path) -> None:
     history, log = History(MIXED, 7), WeightLog(store, MIXED, "w", anchor_every=100)
     reader = Replica(store, MIXED, tmp_path / "reader")
-    await reader.bring_to(await log.add(history.version, history.tensor()))
+    await reader.bring_to(await log.add(history.version, *history.sent()))
     first = history.version
     history.step()
-    published = await log.add(history.version, history.tensor())
+    published = await log.add(history.version, *history.sent())
     file = tmp_path / "log" / published.objects[1].key
     whole = file.read_bytes()
     for damaged, field in (
@@ -453,16 +469,16 @@ async def test_a_damaged_object_or_announcement_is_named_and_the_next_version_is
         await reader.bring_to(forged(sha256=b"x" * 32))
     assert reader.version is None
     history.step()
-    published = await log.add(history.version, history.tensor())
+    published = await log.add(history.version, *history.sent())
     assert (await reader.bring_to(published)).read_bytes() == history.streams[history.version].tobytes()
 
 
 async def test_a_reader_behind_retention_takes_the_next_announcement(store: Faulty, tmp_path: Path) -> None:
     history, log = History(MIXED, 8), WeightLog(store, MIXED, "w", anchor_every=2)
-    old = await log.add(history.version, history.tensor())
+    old = await log.add(history.version, *history.sent())
     for _ in range(8):
         history.step()
-        published = await log.add(history.version, history.tensor())
+        published = await log.add(history.version, *history.sent())
         store.delete_fails = len(published.objects) == 3  # at each anchor; the next call tries again
         with contextlib.suppress(StoreError):
             await log.discard_old()
@@ -475,13 +491,13 @@ async def test_a_reader_behind_retention_takes_the_next_announcement(store: Faul
 async def test_the_same_number_in_a_later_incarnation_is_another_version(store: Faulty, tmp_path: Path) -> None:
     history, log = History(MIXED, 9), WeightLog(store, MIXED, "w", anchor_every=100)
     reader = Replica(store, MIXED, tmp_path / "reader")
-    await log.add(history.version, history.tensor())
-    await reader.bring_to(await log.add(history.step(), history.tensor()))
+    await log.add(history.version, *history.sent())
+    await reader.bring_to(await log.add(history.step(), *history.sent()))
     start, other = PolicyVersion(2, 0), PolicyVersion(2, history.version.number)
     first = history.streams[PolicyVersion(1, 0)]
-    await log.add(start, torch.from_numpy(first))
+    await log.add(start, *on_host(first))
     second = changed_stream(MIXED, first, 0.01, history.rng)
-    published = await log.add(other, torch.from_numpy(second))
+    published = await log.add(other, *on_host(second))
     assert [one.version for one in published.objects] == [0, other.number]
     assert (await reader.bring_to(published)).read_bytes() == second.tobytes()
     assert reader.version == other

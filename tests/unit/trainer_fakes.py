@@ -36,6 +36,7 @@ from services.trainer.reporting.page import PageBoard
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.run import TrainingRun
+from services.trainer.weight_sync.membership import LogReaders
 from services.trainer.weight_sync.updater import WeightUpdater
 from services.trainer.world import HEARTBEAT
 from tests.support.memory_bus import MemoryBus, MemoryServer
@@ -137,6 +138,11 @@ class FakeTokenizer:
         return "".join(chr(ord("a") + token) for token in token_ids)
 
 
+class FakeSnapshot(str):
+    def digest(self) -> str:
+        return f"digest of {self}"
+
+
 class FakePolicy:
     """The compute side. `calls` says what ran, on which thread; a step waits for `may_step`."""
 
@@ -173,7 +179,7 @@ class FakePolicy:
 
     def snapshot(self, version: PolicyVersion) -> object:
         self._call(f"snapshot {version.number}")
-        return f"snapshot {version.number}"
+        return FakeSnapshot(f"snapshot {version.number}")
 
     def leave_gpu(self) -> None:
         self._call("leave the GPU")
@@ -232,6 +238,7 @@ class FakeUpdater:
         self.bad_messages = self.evictions = self.epoch = self.regroups = 0
         self.updates: dict[str, int] = {}
         self.states: dict[str, str] = {}
+        self.readers = LogReaders()
         self.offered: list[int] = []
         self._free = asyncio.Event()
         self._free.set()

@@ -73,10 +73,10 @@ class MembersLeaving:
     cause: EvictionCause | None = None
 
     @classmethod
-    def unregistered(cls, *actors: str) -> MembersLeaving:
+    def unregistered(cls, *actors: str, reason: str = "left, or its heartbeat stopped") -> MembersLeaving:
         """Return the event for actors whose registration was removed or has expired."""
         members = tuple(Member(actor, process="") for actor in actors)
-        return cls(members, "left, or its heartbeat stopped", False, EvictionCause.HEARTBEAT)
+        return cls(members, reason, False, EvictionCause.HEARTBEAT)
 
 
 @dataclass(frozen=True)

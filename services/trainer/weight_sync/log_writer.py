@@ -28,7 +28,6 @@ class LogWriter:
         self._newest: Snapshot | None = None
         self._arrived, self._released, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._held_above: int | None = None
-        self._holds = False
         self._idle.set()
         self.published: Published | None = None
         """The last announcement."""
@@ -37,11 +36,6 @@ class LogWriter:
     def version(self) -> int | None:
         """Return the newest announced version; None before the first. Any thread may call this."""
         return None if self.published is None else self.published.version
-
-    @property
-    def is_holding(self) -> bool:
-        """Return whether a version is written, but not announced because of `hold`."""
-        return self._holds
 
     def offer(self, snapshot: Snapshot) -> None:
         """Write this version next, instead of an earlier one that still waits."""
@@ -64,10 +58,8 @@ class LogWriter:
             await self._arrived.wait()
             published = await retry_forever(self._write, "write the weight log", retried=_is_stores, backoff=BACKOFF)
             while self._held_above is not None and published.version > self._held_above:
-                self._holds = True
                 self._released.clear()
                 await self._released.wait()
-            self._holds = False
             await retry_forever(partial(bus.publish_control, "published", published.SerializeToString()), "say 'published'")
             self.published = published
             if not self._arrived.is_set():
@@ -82,9 +74,9 @@ class LogWriter:
         assert snapshot is not None, "one has arrived"
         self._arrived.clear()
         try:
-            version, stream = snapshot.version, await asyncio.to_thread(snapshot.on_host)
+            version, (stream, sha256) = snapshot.version, await asyncio.to_thread(snapshot.on_host)
             del snapshot  # a device lacks room for it beside newer ones, and the store may be slow
-            return await self._log.add(version, stream)
+            return await self._log.add(version, stream, sha256)
         except BaseException:
             self._arrived.set()
             raise

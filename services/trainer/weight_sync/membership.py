@@ -208,6 +208,8 @@ class LogReaders:
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
+        self.unreachable: set[str] = set()
+        """Actors that did not answer the last time that they were asked for their load."""
         self._versions: dict[str, int] = {}
 
     @property
@@ -224,7 +226,7 @@ class LogReaders:
         return {
             actor: member
             for actor, member in list(self.members.items())
-            if self._versions.get(actor) == version >= 0 and member.grpc_address
+            if self._versions.get(actor) == version >= 0 and member.grpc_address and actor not in self.unreachable
         }
 
     def up(self, member: Member, version: int) -> list[MemberChange]:
@@ -243,8 +245,11 @@ class LogReaders:
         self._versions[actor] = version
         return [MemberChange("joined", self.members[actor], 0, version)] if before < 0 else []
 
-    def gone(self, actor: str, reason: str, *, left: bool) -> list[MemberChange]:
-        """Remove an actor that is shutting down or no longer registered."""
+    def gone(self, actor: str, reason: str, *, left: bool, process: str = "") -> list[MemberChange]:
+        """Remove an actor that is shutting down or no longer registered; only this `process` of it, if one is given."""
+        if process and actor in self.members and self.members[actor].process != process:
+            return []
+        self.unreachable.discard(actor)
         member, version = self.members.pop(actor, None), self._versions.pop(actor, -1)
         return [MemberChange("left" if left else "evicted", member, 0, version, reason)] if member and version >= 0 else []
 

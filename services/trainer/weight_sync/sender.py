@@ -8,6 +8,7 @@ is sent: magic, incarnation, version, chunk index, checksum, bytes. An abandoned
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.rl.memory import MOST_SNAPSHOTS
+from pipelinerl.rl.memory import LOG_COPIES, MOST_SNAPSHOTS
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.transfer.chunks import (
     ReusedMemory,
@@ -91,6 +92,7 @@ class Snapshot:
     def __init__(self, manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST) -> None:
         self.manifest, self.version, self.stream, self._placement = manifest, version, stream, placement
         self._checksums: dict[int, int] = {}
+        self._sha256, self._hashing = b"", threading.Lock()
 
     def ready(self, chunk: Chunk, placement: Placement) -> tuple[Tensor, int]:
         """Wait until `stream` is filled. Return the chunk's bytes in the memory of `placement`, and their checksum."""
@@ -100,11 +102,18 @@ class Snapshot:
                 self._checksums[chunk.index] = checksum(raw)
         return raw, self._checksums[chunk.index]
 
-    def on_host(self) -> Tensor:
-        """Wait until `stream` is filled, and return it, or a copy of it, in host memory."""
+    def on_host(self) -> tuple[Tensor, bytes]:
+        """Wait until `stream` is filled. Return it, or a copy of it, in host memory, and its SHA-256, computed only once."""
         with self._placement.scope():
             self._placement.synchronize()
-            return self.stream.cpu()
+            stream = self.stream.cpu()
+        with self._hashing:
+            self._sha256 = self._sha256 or hashlib.sha256(stream.numpy().data).digest()
+        return stream, self._sha256
+
+    def digest(self) -> str:
+        """Return the SHA-256, in hex, of the weights in the form that actors receive."""
+        return self.on_host()[1].hex()
 
     def checksum(self, chunk: Chunk, placement: Placement) -> int:
         """Return the chunk's checksum. The chunk is copied only if the checksum is not known yet."""
@@ -134,7 +143,7 @@ class WeightSender:
         self.manifest, self.placement, self.group_placement = manifest, placement, group_placement or placement
         self._stall_timeout_s = max(stall_timeout_s, manifest.slowest_chunk_s)
         self._store, self._host, self.backend = store, host, backend
-        self._memory = ReusedMemory(MOST_SNAPSHOTS)
+        self._memory = ReusedMemory(MOST_SNAPSHOTS + LOG_COPIES)
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:

@@ -320,9 +320,9 @@ class WeightUpdater:
 
     def pod_ends(self, pod: PodEnd) -> None:
         """Remove the actor of a pod that ends, even if the actor still sends heartbeats."""
-        leaving = self.roster.leaving(pod, self._main.coordinator.present)
+        leaving = self.roster.leaving(pod, self._main.coordinator.present | self.readers.members)
         if leaving is not None:
-            self.post(None, leaving)
+            self._leave(leaving)
 
     @property
     def commit_held(self) -> bool:
@@ -387,8 +387,7 @@ class WeightUpdater:
                 if event.payload is None:
                     self._draining.discard(event.actor)
                     self.starting.discard(event.actor)
-                    self._reader_gone(event.actor, "left, or its heartbeat stopped", left=False)
-                    self.post(None, c.MembersLeaving.unregistered(event.actor))
+                    self._leave(c.MembersLeaving.unregistered(event.actor))
                     continue
                 try:
                     said = decode_control(event.payload, pb.Registration)
@@ -399,29 +398,31 @@ class WeightUpdater:
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
                 (self.starting.add if said.phase == "starting" else self.starting.discard)(said.actor)
                 if said.phase == "starting":  # an older process of that actor is gone
-                    self._reader_gone(said.actor, "it restarted", left=False)
-                    self.post(None, c.MembersLeaving.unregistered(said.actor))
+                    self._leave(c.MembersLeaving.unregistered(said.actor, reason="it restarted"))
                 elif said.phase == "draining":
                     self._draining.add(said.actor)
-                    self._reader_gone(said.actor, "it is shutting down", left=True)
-                    self.post(None, c.MembersLeaving((member,), "it is shutting down"))
+                    self._leave(c.MembersLeaving((member,), "it is shutting down"))
                 elif said.reads_log:
                     self._draining.discard(said.actor)
                     if said.actor in self._main.coordinator.present:  # it restarted with another weights.backend
                         self.post(None, c.MembersLeaving.unregistered(said.actor))
                     version = said.policy_version if said.incarnation == self.incarnation else -1
-                    self._reader_serves(self.readers.up(member, version))
+                    if not self.roster.has_left(member):
+                        self._reader_serves(self.readers.up(member, version))
                 else:
                     self._draining.discard(said.actor)
-                    self._reader_gone(said.actor, "it restarted with another weights.backend", left=False)
+                    self._tell(self.readers.gone(said.actor, "it restarted with another weights.backend", left=False))
                     self.post(None, c.MemberUp(member))
 
     def _reader_serves(self, changes: list[MemberChange]) -> None:
         self._tell(changes)
         self.post(self._main, c.ServedFromLog(self.readers.newest))
 
-    def _reader_gone(self, actor: str, reason: str, *, left: bool) -> None:
-        self._tell(self.readers.gone(actor, reason, left=left))
+    def _leave(self, event: c.MembersLeaving) -> None:
+        """Remove readers of the weight log at once, and members in the order of all events."""
+        for member in event.members:
+            self._tell(self.readers.gone(member.actor, event.reason, left=event.cause is None, process=member.process))
+        self.post(None, event)
 
     async def _watch_answers(self) -> None:
         async with self.bus.watch_control(tuple(ANSWER_TYPES)) as messages:
