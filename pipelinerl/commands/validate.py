@@ -24,7 +24,16 @@ from pipelinerl.recipe.model_folder import active_share, known_parameters, token
 from pipelinerl.recipe.preflight import Examination, examine, files_in, named_doubts
 from pipelinerl.recipe.rehearsal import rehearsed
 from pipelinerl.rl import placement
-from pipelinerl.rl.memory import GIB, Model, actor_problem, checkpoint_bytes, memory_outline, ranks_of_a_copy, trainer_problem
+from pipelinerl.rl.memory import (
+    GIB,
+    Model,
+    actor_problem,
+    checkpoint_bytes,
+    host_copies_gib,
+    memory_outline,
+    ranks_of_a_copy,
+    trainer_problem,
+)
 from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.service.logs import printable
 from pipelinerl.tasks.rows import ABSENT, files_at, known_format, value_in
