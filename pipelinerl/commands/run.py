@@ -23,7 +23,7 @@ from pipelinerl.initial_model import COMPILED, cache_folder
 from pipelinerl.local.ending import finish
 from pipelinerl.local.following import ask_actor
 from pipelinerl.local.placing import placed_here, write_placement
-from pipelinerl.local.processes import living, running_pids, why_taken
+from pipelinerl.local.processes import check_stopped, running_pids, why_taken
 from pipelinerl.local.progress import open_display, phase_of
 from pipelinerl.local.runner import LocalRun
 from pipelinerl.recipe.fields import Recipe
@@ -140,9 +140,7 @@ def resume(
         recipe_of_run(run_dir.recipe)  # Problems of the file are reported before those of the overrides.
     new = load_recipe(recipe, overrides) if recipe else recipe_from_data(old, str(run_dir.recipe), overrides)
     changes = check_resumable(old, new)
-    if pids := living(run_dir, RESUME):
-        named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
-        raise FieldError(RESUME, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")
+    check_stopped(run_dir, RESUME)
     _check_complete(run_dir, new)
     version = newest_checkpoint(run_dir.path)
     _check_steps(run_dir, new.trainer.steps, version)

@@ -1,4 +1,4 @@
-"""`pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`, which read a run and change nothing.
+"""`pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`, which read a run and change nothing; its streams.
 
 The user names the folder of a local run, or a NATS server and a run's name. A pod's environment names the server and the run.
 While a local run is running, its own nats-server is used. After its end, a temporary nats-server serves a copy of its streams.
@@ -173,10 +173,28 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
             await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, copy / _STORE)
             credentials = Credentials(copy / "secrets")
-            server = NatsServer(copy, extra=credentials.make(run))
-            launch = Launch(NATS, server.prepare(), os.environ, server.log, copy / "address.json")
-            process = await ServiceProcess.start(launch)
-            stack.push_async_callback(process.terminate, _STOP_WITHIN_S)
-            url = await server.reached(process)
+            url = await stack.enter_async_context(served(copy, credentials, run))
         async with connect(url, run, credentials=credentials.nats(ADMIN), tls_dir=credentials.tls_dir) as bus:
             yield bus
+
+
+@asynccontextmanager
+async def served(folder: Path, credentials: Credentials, run: str) -> AsyncIterator[str]:
+    """Serve the streams in `folder` by a nats-server with new `credentials`, and yield its URL."""
+    server = NatsServer(folder, extra=credentials.make(run))
+    process = await ServiceProcess.start(Launch(NATS, server.prepare(), os.environ, server.log, folder / "address.json"))
+    try:
+        yield await server.reached(process)
+    finally:
+        await process.terminate(_STOP_WITHIN_S)
+
+
+async def empty_streams(run_dir: RunDir) -> None:
+    """Remove all prompt groups and sequences from the streams in the folder of a run that does not run, if it has any."""
+    if _holds_streams(run_dir.path):
+        credentials, run = run_dir.credentials, run_dir.name
+        async with (
+            served(run_dir.nats_store.resolve(), credentials, run) as url,
+            connect(url, run, credentials=credentials.nats(ADMIN), tls_dir=credentials.tls_dir) as bus,
+        ):
+            await bus.empty()

@@ -2,6 +2,7 @@
 
 `pipelinerl replay` starts this in the trainer's environment, with the run's number of threads. The steps go through the same
 code as in the run: `PolicyTrainer.prepare` and `step`. With overrides, the same data meet another loss, mask or optimizer.
+`pipelinerl rollback` starts it to write a checkpoint of a version that has none.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import recipe_from_data
+from pipelinerl.recipe.loading import load_recipe, recipe_from_data
 from pipelinerl.run_dir import resumable
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.service.lifecycle import exit_code
 from pipelinerl.service.settings import RankSettings, TrainerSettings, read_settings
-from services.trainer.checkpoint.run_state import STATE, Start
+from services.trainer.checkpoint.checkpointer import write_checkpoint
+from services.trainer.checkpoint.run_state import STATE, Start, find_start, journaled_state
 from services.trainer.data.recording import RecordedStep, read_step, recorded_steps, software
 from services.trainer.launch import num_ranks, run_ranks
 from services.trainer.policy_trainer import PolicyTrainer, load_learner, load_policy_trainer
@@ -50,6 +52,20 @@ class Options:
     most: int
     """Number of sequences to print."""
     overrides: tuple[str, ...]
+    checkpoint_of: int | None = None
+    """Version to compute and to write as a checkpoint, instead of a range of steps."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is computed: the steps after `version`, of which the run may have a checkpoint in `folder`, up to step `last`. Steps
+    from `first` on are compared. `begin`: the first recorded step that is read."""
+
+    first: int
+    last: int
+    version: int
+    folder: Path | None
+    begin: RecordedStep
 
 
 def digests(run_dir: Path) -> dict[int, str]:
@@ -86,23 +102,36 @@ def nearest_start(run_dir: Path, first: int) -> tuple[int, Path | None]:
     return (max(versions), versions[max(versions)]) if versions else (0, None)
 
 
+def plan_of(options: Options, run_dir: Path) -> Plan:
+    """Return the plan for the user's options. Raises `FieldError` if the run has not recorded these steps, and `ServiceError`
+    if a file is damaged."""
+    recorded, goal = steps_of(run_dir), options.checkpoint_of
+    if goal is None or not recorded:
+        first, last = steps_to_take(options, recorded)
+    elif goal == 0 or goal in recorded:
+        first, last = nearest_start(run_dir, goal)[0] + 1, goal
+    else:
+        raise FieldError("--to", goal, f"the run recorded versions 0 to {recorded[-1]}")
+    version, folder = nearest_start(run_dir, first)
+    return Plan(first, last, version, folder, read_step(run_dir, version + 1))
+
+
 def recipe_of(step: RecordedStep, overrides: Sequence[str]) -> Recipe:
     return recipe_from_data(dict(step.about["recipe"]), f"the recipe of step {step.step}", overrides)
 
 
-def replay(settings: TrainerSettings, ranks: RankSettings, options: Options) -> int:
+def replay(settings: TrainerSettings, ranks: RankSettings, options: Options, plan: Plan) -> int:
     """Rank 0: take the steps and print a line for each. Return 1 if a digest differs although nothing was overridden."""
-    run_dir, known = settings.run_dir, digests(settings.run_dir)
-    first, last = steps_to_take(options, steps_of(run_dir))
-    version, folder = nearest_start(run_dir, first)
-    begin = read_step(run_dir, version + 1)
-    policy = load_policy_trainer(recipe_of(begin, options.overrides), settings, ranks, Start(folder=folder))
-    _check_start(policy, version, known)
+    run_dir, known, step = settings.run_dir, digests(settings.run_dir), plan.begin
+    if options.checkpoint_of is not None:
+        find_start(run_dir, settings.run, load_recipe(settings.recipe))  # raises an error if the run cannot be resumed
+    policy = load_policy_trainer(recipe_of(step, options.overrides), settings, ranks, Start(folder=plan.folder))
+    _check_start(policy, plan.version, known)
     records = {record["step"]: record for record in read_jsonl(run_dir / "metrics.jsonl")}
     compared, different, notes = 0, list[int](), list[str]()
     try:
-        for number in range(version + 1, last + 1):
-            step = begin if number == version + 1 else read_step(run_dir, number)
+        for number in range(plan.version + 1, plan.last + 1):
+            step = step if number == step.step else read_step(run_dir, number)
             if (found := differences(step.about, software(recipe_of(step, ()), policy.num_ranks))) != notes:
                 notes = found
                 print(*notes, sep="\n")
@@ -111,15 +140,19 @@ def replay(settings: TrainerSettings, ranks: RankSettings, options: Options) -> 
                 print(*token_table(policy, step, options.most), sep="\n")
                 return 0
             figures = policy.step(policy.prepare(step.groups, number - 1))
-            if number >= first:
+            if number >= plan.first:
                 sha256, expected = policy.digest(PolicyVersion(1, number)), known.get(number, "")
                 compared += bool(expected)
                 different += [number] if expected and sha256 != expected else []
                 print(line(number, sha256, expected, figures, records.get(number, {}), bool(options.overrides)), flush=True)
+        if options.checkpoint_of is not None and compared == plan.last - plan.version and not different:
+            state = journaled_state(run_dir, settings.run, plan.last, recipe_of(step, ()))
+            write_checkpoint(run_dir, sys.maxsize, policy.begin_checkpoint(plan.last), state)
+            return 0
     finally:
         policy.end()
     print(verdict(compared, different, bool(options.overrides)))
-    return int(bool(different) and not options.overrides)
+    return int(options.checkpoint_of is not None or (bool(different) and not options.overrides))
 
 
 def line(step: int, sha256: str, expected: str, now: Mapping[str, Any], then: Mapping[str, Any], is_experiment: bool) -> str:
@@ -171,11 +204,13 @@ def _options() -> Options:
     parser.add_argument("--from", dest="first", type=int)
     parser.add_argument("--to", dest="last", type=int)
     parser.add_argument("--tokens-of", type=int)
+    parser.add_argument("--checkpoint-of", type=int)
     parser.add_argument("--most", type=int, default=4)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parsed = parser.parse_args()
     alone = () if parsed.tokens_of is None else ONE_RANK
-    return Options(parsed.first, parsed.last, parsed.tokens_of, parsed.most, (*parsed.overrides, *alone))
+    overrides = (*parsed.overrides, *alone)
+    return Options(parsed.first, parsed.last, parsed.tokens_of, parsed.most, overrides, parsed.checkpoint_of)
 
 
 def main() -> int:
@@ -184,17 +219,15 @@ def main() -> int:
 
     def work() -> None:
         settings = read_settings(TrainerSettings)
-        first, _ = steps_to_take(options, steps_of(settings.run_dir))
-        version, folder = nearest_start(settings.run_dir, first)
-        begin = read_step(settings.run_dir, version + 1)
-        recipe = recipe_of(begin, options.overrides)
-        torch.set_num_threads(begin.about["threads"])  # the number of threads decides in which order sums are rounded
+        plan = plan_of(options, settings.run_dir)
+        recipe = recipe_of(plan.begin, options.overrides)
+        torch.set_num_threads(plan.begin.about["threads"])  # the number of threads decides in which order sums are rounded
         if ranks.world_size == 1 and (several := num_ranks(settings, recipe)) > 1:
             codes.append(run_ranks(settings, several, (sys.executable, "-m", "services.trainer.replay", *sys.argv[1:])))
         elif ranks.rank == 0:
-            codes.append(replay(settings, ranks, options))
+            codes.append(replay(settings, ranks, options, plan))
         else:
-            state = folder / STATE if folder else None
+            state = plan.folder / STATE if plan.folder else None
             worker_loop(load_learner(recipe, model_source(recipe, settings), ranks, state, settings.revision))
             leave_ranks()
 
