@@ -12,6 +12,7 @@ import sys
 from itertools import count
 from pathlib import Path
 
+from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.commands.run_folder import empty_streams
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import built_folder, cache_folder, is_built, is_complete
@@ -53,6 +54,9 @@ def rollback(args: argparse.Namespace) -> int:
             if code := _compute(run, recipe, ["--checkpoint-of", str(args.to)]):
                 return code
         asyncio.run(empty_streams(run))
+        with Journal(run.path / JOURNAL) as journal:
+            journal.write({"event": "rollback", "version": args.to})
+            journal.sync()
         aside = _set_aside(run, args.to)
     print(f"{run.name} continues from version {args.to}: pipelinerl run --resume {shlex.quote(str(args.run))}")
     if aside is not None:

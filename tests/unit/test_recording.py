@@ -9,16 +9,17 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from pipelinerl.commands.replay import check_override, replay
+from pipelinerl.commands.replay import check_override, replay, rollback
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Branch, Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.recipe.loading import load_recipe, recipe_yaml
+from pipelinerl.run_dir import RunDir, resumable
 from services.trainer.data.recording import RecordedStep, read_step, recorded_file, recorded_steps, write_step
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.replay import Options, digests, nearest_start, steps_of, steps_to_take, verdict
+from services.trainer.replay import Options, digests, nearest_start, plan_of, steps_of, steps_to_take, verdict
 from tests.support.learner import EPISODES, episodes_of, group_of, model_of, sequences_of
 
 ABOUT = {"recipe": {"name": "r"}, "threads": 2}
@@ -167,6 +168,46 @@ def test_a_run_that_cannot_be_replayed_is_refused_before_anything_starts(
     (tmp_path / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", [f"record={str(record).lower()}"])))
     with pytest.raises(FieldError, match=says):
         replay(arguments(tmp_path, **options))
+
+
+def test_a_rollback_to_a_checkpoint_sets_the_later_ones_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "a run"
+    for version in (2, 4, 6):
+        (run / "checkpoints" / f"step-{version}" / "resume").mkdir(parents=True)
+        (run / "checkpoints" / f"step-{version}" / "resume" / "run.json").write_text("{}")
+    (run / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", ["record=true"])))
+    (run / "lineage.json").write_text('{"run": "try"}')
+    with pytest.raises(FieldError, match=r"has no run\.json"):  # as of a run in a cluster
+        rollback(Namespace(run=run, to=4))
+    (run / "run.json").write_text('{"run": "try"}')
+    (run / "summary.json").write_text("{}")
+    (run / "undone" / "1").mkdir(parents=True)  # of an earlier rollback
+    with pytest.raises(FieldError, match="continues anyway"):
+        rollback(Namespace(run=run, to=6))
+    with RunDir(run, "try").locked(), pytest.raises(FieldError, match="another command is using it"):
+        rollback(Namespace(run=run, to=4))
+    assert rollback(Namespace(run=run, to=4)) == 0
+    assert list(resumable(run)) == [2, 4]
+    assert sorted(path.name for path in (run / "undone" / "2").iterdir()) == ["step-6", "summary.json"]
+    said = capsys.readouterr().out
+    assert f"pipelinerl run --resume '{run}'" in said
+    assert f"{run}/undone/2: step-6, summary.json" in said
+
+
+@pytest.mark.parametrize(("goal", "expected"), [(0, (1, 0, 0)), (2, (1, 2, 0)), (3, (3, 3, 2)), (4, None), (-1, None)])
+def test_a_version_is_computed_from_the_nearest_checkpoint(tmp_path: Path, goal: int, expected: Any) -> None:
+    for step in (1, 2, 3):
+        write_step(tmp_path, RecordedStep(step, batch(), ABOUT))
+    (tmp_path / "checkpoints" / "step-2" / "resume").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-2" / "resume" / "run.json").write_text("{}")
+    options = Options(None, None, None, 4, (), goal)
+    if expected is None:
+        with pytest.raises(FieldError, match="versions 0 to 3"):
+            plan_of(options, tmp_path)
+    else:
+        plan = plan_of(options, tmp_path)
+        assert (plan.first, plan.last, plan.version) == expected
+        assert plan.begin.step == plan.version + 1
 
 
 def arguments(run: Path, **options: Any) -> Namespace:
