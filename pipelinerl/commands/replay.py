@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from pipelinerl.audit.journal import JOURNAL, Journal
-from pipelinerl.commands.run_folder import empty_streams
+from pipelinerl.commands.run_folder import holds_streams, streams_in_folder
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import built_folder, cache_folder, is_built, is_complete
 from pipelinerl.local.processes import check_stopped
@@ -34,9 +34,9 @@ def replay(args: argparse.Namespace) -> int:
     for override in args.overrides:
         check_override(override)
     first, last = (args.step, args.step) if args.step is not None else (args.first, args.last)
-    given = {"--from": first, "--to": last, "--tokens-of": args.step if args.tokens else None, "--most": args.most}
-    options = [word for option, value in given.items() if value is not None for word in (option, str(value))]
-    return _compute(run, recipe, [*options, *(word for override in args.overrides for word in ("--set", override))])
+    given = [("--from", first), ("--to", last), ("--most", args.most), *(("--set", override) for override in args.overrides)]
+    options = [word for option, value in given if value is not None for word in (option, str(value))]
+    return _compute(run, recipe, [*options, *["--tokens"] * args.tokens])
 
 
 def rollback(args: argparse.Namespace) -> int:
@@ -51,9 +51,10 @@ def rollback(args: argparse.Namespace) -> int:
             raise FieldError("--to", args.to, "is the version of the newest checkpoint, from which the run continues anyway")
         if args.to not in resumable(run.path):
             run.check_space("RUN", 0)
-            if code := _compute(run, recipe, ["--checkpoint-of", str(args.to)]):
+            if code := _compute(run, recipe, ["--checkpoint", "--to", str(args.to)]):
                 return code
-        asyncio.run(empty_streams(run))
+        if holds_streams(run.path):
+            asyncio.run(_empty_streams(run.path))
         with Journal(run.path / JOURNAL) as journal:
             journal.write({"event": "rollback", "version": args.to})
             journal.sync()
@@ -63,6 +64,11 @@ def rollback(args: argparse.Namespace) -> int:
         names = ", ".join(sorted(path.name for path in aside.iterdir()))
         print(f"set aside in {aside}: {names}. Remove this folder when you no longer need them")
     return 0
+
+
+async def _empty_streams(folder: Path) -> None:
+    async with streams_in_folder(folder, to_change=True) as bus:
+        await bus.empty()
 
 
 def _set_aside(run: RunDir, version: int) -> Path | None:
@@ -90,11 +96,6 @@ def _recorded(folder: Path) -> tuple[RunDir, Recipe]:
     return run, recipe
 
 
-def _compute(run: RunDir, recipe: Recipe, options: list[str]) -> int:
-    command = [sys.executable, "-m", "services.trainer.replay", *options]
-    return subprocess.run(command, env=_environment(run, recipe), check=False).returncode
-
-
 def check_override(override: str) -> None:
     """Raise `FieldError` for a field that cannot change what a step makes of its recorded data. Pure."""
     path, value = parse_override(override)
@@ -103,7 +104,7 @@ def check_override(override: str) -> None:
         raise FieldError(".".join(path), value, fix)
 
 
-def _environment(run: RunDir, recipe: Recipe) -> dict[str, str]:
+def _compute(run: RunDir, recipe: Recipe, options: list[str]) -> int:
     settings = {
         "run": run.name,
         "recipe": str(run.recipe.resolve()),
@@ -112,7 +113,9 @@ def _environment(run: RunDir, recipe: Recipe) -> dict[str, str]:
         "instance": "replay",
         "verifier": "none",
     }
-    return {**os.environ, **{f"PIPELINERL_{name.upper()}": value for name, value in settings.items()}}
+    environment = {**os.environ, **{f"PIPELINERL_{name.upper()}": value for name, value in settings.items()}}
+    command = [sys.executable, "-m", "services.trainer.replay", *options]
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _initial_model(run: RunDir, recipe: Recipe) -> str:

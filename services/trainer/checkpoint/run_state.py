@@ -25,7 +25,7 @@ from pipelinerl.audit.replay import Findings, events, read_history
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
 from pipelinerl.messages.sequences import Sequence, decode_sequence, encode_sequence
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import check_resumable, recipe_hash, recipe_yaml
+from pipelinerl.recipe.loading import check_resumable, recipe_yaml
 from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
 from pipelinerl.rl.ledger import SKIPPED, OpenGroup, Outcome, SequenceTracker, failed_sample
 from pipelinerl.run_dir import CHANGES, CHECKPOINTS, LINEAGE, STATE_FORMAT, missing_from, resumable, write_whole
@@ -112,10 +112,7 @@ class RunState:
 
     run: str
     policy_version: int
-    starts: tuple[int, ...]
-    """Lineage of the trainer that wrote the state."""
     recipe: Mapping[str, Any]
-    recipe_hash: str
     journal_bytes: int
     """Length of the journal when the state was captured."""
     books: Mapping[str, Any]
@@ -153,7 +150,8 @@ def load_run_state(folder: Path) -> RunState:
             while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
                 sequences[message.sequence_id] = decode_sequence(message.SerializeToString())
         held = _held_from_json(content.pop("held"), sequences, content["run"])
-        return RunState(**{**content, "starts": tuple(content["starts"]), "held": held})
+        unused = ("starts", "recipe_hash")  # earlier releases wrote them
+        return RunState(**{name: value for name, value in content.items() if name not in unused}, held=held)
     except (OSError, ValueError, KeyError, TypeError, DecodeError, PipelineRLError) as error:
         raise ServiceError(
             f"the checkpoint in {folder.parent} cannot be read: {error!r}. Remove that folder to resume from the previous one"
@@ -212,13 +210,11 @@ def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> Ru
     tracker.open_groups = {group: OpenGroup(sizes[group]) for group in in_flight}
     tracker.issued_groups, tracker.lost_groups = len(sizes), len(sizes) - len(kept | in_flight.keys())
     records = [record for record in read_jsonl(run_dir / METRICS) if record["step"] <= version]
-    totals, lineage = totals_of(records), read_lineage(run_dir, run) or FIRST_INCARNATION
+    totals = totals_of(records)
     return RunState(
         run=run,
         policy_version=version,
-        starts=lineage.starts,
         recipe=recipe.model_dump(mode="json"),
-        recipe_hash=recipe_hash(recipe),
         journal_bytes=history.size if end is None else end,
         books=tracker.to_state(),
         next_group=len(sizes),
