@@ -52,6 +52,7 @@ def rollback(args: argparse.Namespace) -> int:
         if args.to not in resumable(run.path):
             run.check_space("RUN", 0)
             if code := _compute(run, recipe, ["--checkpoint", "--to", str(args.to)]):
+                print(f"{run.name} was not changed", file=sys.stderr)
                 return code
         if holds_streams(run.path):
             asyncio.run(_empty_streams(run.path))

@@ -3,12 +3,14 @@
 import dataclasses
 from argparse import Namespace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from pipelinerl.audit.journal import read_events
 from pipelinerl.commands.replay import check_override, replay, rollback
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Branch, Sequence, VersionSpan
@@ -21,6 +23,7 @@ from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.replay import digests, nearest_start, plan_of, verdict
 from tests.support.learner import EPISODES, episodes_of, group_of, model_of, sequences_of
+from tests.unit.builders import model_folder
 
 ABOUT = {"recipe": {"name": "r"}, "threads": 2}
 
@@ -203,12 +206,15 @@ def test_a_run_that_cannot_be_replayed_is_refused_before_anything_starts(
         replay(arguments(tmp_path, **options))
 
 
-def test_a_rollback_to_a_checkpoint_sets_the_later_ones_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rollback_sets_the_later_checkpoints_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "a run"
     for version in (2, 4, 6):
         (run / "checkpoints" / f"step-{version}" / "resume").mkdir(parents=True)
         (run / "checkpoints" / f"step-{version}" / "resume" / "run.json").write_text("{}")
-    (run / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", ["record=true"])))
+    model = ["model.source=path", f"model.name={model_folder(tmp_path / 'model')}"]
+    (run / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", ["record=true", *model])))
     (run / "lineage.json").write_text('{"run": "try"}')
     with pytest.raises(FieldError, match=r"has no run\.json"):  # as of a run in a cluster
         rollback(Namespace(run=run, to=4))
@@ -219,7 +225,11 @@ def test_a_rollback_to_a_checkpoint_sets_the_later_ones_aside(tmp_path: Path, ca
         rollback(Namespace(run=run, to=6))
     with RunDir(run, "try").locked(), pytest.raises(FieldError, match="another command is using it"):
         rollback(Namespace(run=run, to=4))
+    monkeypatch.setattr("subprocess.run", lambda command, **_: CompletedProcess(command, int("--checkpoint" in command)))
+    assert rollback(Namespace(run=run, to=3)) == 1, "a digest differs"
+    assert list(resumable(run)) == [2, 4, 6]
     assert rollback(Namespace(run=run, to=4)) == 0
+    assert [event for _, event in read_events(run / "ledger.jsonl")] == [{"event": "rollback", "version": 4}]
     assert list(resumable(run)) == [2, 4]
     assert sorted(path.name for path in (run / "undone" / "2").iterdir()) == ["step-6", "summary.json"]
     said = capsys.readouterr().out
