@@ -355,6 +355,8 @@ async def test_a_version_without_a_checkpoint_has_the_state_that_the_journal_tel
             await one.train_a_version()
             await one.checkpoint()
         assert reserved_groups(tmp_path / JOURNAL) > at_version_1[1]
+        with pytest.raises(FieldError, match="choose an earlier version"):
+            journaled_state(tmp_path, RUN, 4, RECIPE)
         await roll_back(tmp_path, bus, 1)
         assert audit_files(tmp_path).ok
         async with life(tmp_path, bus) as again:

@@ -189,7 +189,8 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
 
 def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> RunState:
     """Return the state right after the step that made `version`, from the journal and metrics.jsonl. It holds no sequences, so
-    those in flight will be generated again. Raises `LedgerViolation` if the journal contradicts itself."""
+    those in flight will be generated again. Raises `FieldError` if the journal lacks the step's end, and `LedgerViolation` if it
+    contradicts itself."""
     tracker, sizes, kept = SequenceTracker(), dict[str, int](), set[str]()
     end, is_made, findings = None if version else 0, False, Findings()
     history = read_history(run_dir / JOURNAL, findings)
@@ -206,6 +207,8 @@ def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> Ru
             if outcome is Outcome.TRAINED or reason == SKIPPED:
                 kept.update(sequence_id.rpartition(".")[0] for sequence_id in event["ids"])
         is_made = kind == "step" and event["version"] == version
+    if end is None and not is_made:
+        raise FieldError("--to", version, "the journal ends before this step does; choose an earlier version")
     in_flight = dict.fromkeys(sequence_id.rpartition(".")[0] for sequence_id in tracker.ledger.in_flight())
     tracker.open_groups = {group: OpenGroup(sizes[group]) for group in in_flight}
     tracker.issued_groups, tracker.lost_groups = len(sizes), len(sizes) - len(kept | in_flight.keys())
