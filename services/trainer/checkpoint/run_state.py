@@ -189,8 +189,8 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
 
 def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> RunState:
     """Return the state right after the step that made `version`, from the journal and metrics.jsonl. It holds no sequences, so
-    those in flight will be generated again. Raises `FieldError` if the journal lacks the step's end, and `LedgerViolation` if it
-    contradicts itself."""
+    those in flight will be generated again. Raises `FieldError` if the journal lacks the end of the step, and `LedgerViolation`
+    if it contradicts itself."""
     tracker, sizes, kept = SequenceTracker(), dict[str, int](), set[str]()
     end, is_made, findings = None if version else 0, False, Findings()
     history = read_history(run_dir / JOURNAL, findings)
