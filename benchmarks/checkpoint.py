@@ -118,9 +118,7 @@ class Rounds:
         return RunState(
             run="benchmark",
             policy_version=self.version,
-            starts=(0,),
             recipe=self.recipe.model_dump(mode="json"),
-            recipe_hash="",
             journal_bytes=0,
             books={},
             next_group=0,

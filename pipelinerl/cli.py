@@ -251,6 +251,15 @@ def _replay(parser: argparse.ArgumentParser) -> None:
     _set(parser, other)
 
 
+def _rollback(parser: argparse.ArgumentParser) -> None:
+    _example(parser, "pipelinerl rollback runs/try --to 40", "pipelinerl run --resume runs/try")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run with `record: true` that does not run now")
+    parser.add_argument(
+        "--to", metavar="VERSION", type=int, required=True,
+        help="version from which to continue; without a checkpoint, it is computed from the recorded steps",
+    )  # fmt: skip
+
+
 def _dead_letters(parser: argparse.ArgumentParser) -> None:
     _add(parser, "run_dir RUN_DIR", "folder of a local run, finished or not", Path, nargs="?")
     _server(parser)
@@ -317,6 +326,7 @@ COMMANDS = {
     "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", _plan, "plan:plan"),
     "report": ("rebuild report.html of a run", _report, "run_folder:report"),
     "replay": ("compute a recorded run's optimizer steps again, and compare the weights", _replay, "replay:replay"),
+    "rollback": ("let a recorded run continue from one of its earlier versions", _rollback, "replay:rollback"),
     "compare": ("compare runs: recipes, accuracies with intervals, curves, samples", _compare, "compare:compare"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", _audit, "run_folder:audit"),
     "dead-letters": ("list a run's abandoned prompt groups", _dead_letters, "run_folder:dead_letters"),

@@ -64,6 +64,8 @@ class RunDir:
         """Policy and tokenizer of the last checkpoint, as Hugging Face stores them."""
         self.checkpoints = self.path / CHECKPOINTS
         """`step-<version>/` for each of the newest checkpoints."""
+        self.undone = self.path / "undone"
+        """`<n>/` with what the n-th `pipelinerl rollback` set aside."""
         self.nats_store = self.path / "nats"
         """Streams of the embedded NATS server."""
         self.credentials = Credentials(self.path / "secrets")

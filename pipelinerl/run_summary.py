@@ -136,11 +136,16 @@ def heldout_reward(evaluation: Record | None = None) -> float | None:
         return None
 
 
-def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[str, Any]:
-    totals, last = RunTotals(), records[-1] if records else dict[str, Any]()
+def totals_of(records: Iterable[Record]) -> RunTotals:
+    totals = RunTotals()
     for record in records:
         totals.add_step(record)
         totals.add_events(record)
+    return totals
+
+
+def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[str, Any]:
+    totals, last = totals_of(records), records[-1] if records else dict[str, Any]()
     return totals.summary(recipe, last.get("sequences") or {}) | {
         key: last.get(key) for key in ("policy_version", "actor_busy_fraction", "trainer_busy_fraction")
     }

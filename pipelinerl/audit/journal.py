@@ -13,6 +13,7 @@ The field `event` names the kind of event:
     checkpoint  version, position             it is on disk, and covers SEQUENCES up to `position`
     position    position                      the streams were created again, and SEQUENCES is read from there
     end         version, finished
+    rollback    version                       the next trainer is to start from `version`, and undo what follows it
 
 A last line without a line end does not count.
 """

@@ -212,6 +212,13 @@ class Bus:
             end = (await self.sequences_info()).last_position
             await self.connection.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
 
+    async def empty(self) -> None:
+        """Remove all prompt groups and sequences. Later ones are numbered as if nothing had been removed. The server forgets
+        their ids when it is started again."""
+        for stream in (self._subjects.prompts_stream, self._subjects.sequences_stream):
+            with bus_errors(f"purging {stream}"):
+                await self.connection.js.purge_stream(stream)
+
     async def sequences_info(self) -> StreamInfo:
         return await stream_info(self.connection, self._subjects.sequences_stream)
 

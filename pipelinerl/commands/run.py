@@ -22,7 +22,7 @@ from pipelinerl.initial_model import COMPILED, cache_folder
 from pipelinerl.local.ending import finish
 from pipelinerl.local.following import ask_actor
 from pipelinerl.local.placing import placed_here, write_placement
-from pipelinerl.local.processes import living, running_pids, why_taken
+from pipelinerl.local.processes import check_stopped, running_pids, why_taken
 from pipelinerl.local.progress import open_display, phase_of
 from pipelinerl.local.runner import LocalRun
 from pipelinerl.recipe import loading
@@ -116,9 +116,7 @@ def resume(
         loading.recipe_of_run(run_dir.recipe)  # Problems of the file are reported before those of the overrides.
     new = loading.load_recipe(recipe, overrides) if recipe else loading.recipe_from_data(old, str(run_dir.recipe), overrides)
     changes = loading.check_resumable(old, new)
-    if pids := living(run_dir, RESUME):
-        named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
-        raise FieldError(RESUME, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")
+    check_stopped(run_dir, RESUME)
     version, begun_with = state_to_resume(run_dir, RESUME)
     if version is not None:
         loading.check_resumable(begun_with, new)

@@ -52,7 +52,7 @@ def audit(args: argparse.Namespace) -> int:
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):
         raise FieldError("RUN_DIR", str(args.run_dir), "has neither run.json nor lineage.json: give the folder of a run")
     streams = _streams_of(args, run)
-    elsewhere = streams is not None and (args.nats or not _holds_streams(args.run_dir))
+    elsewhere = streams is not None and (args.nats or not holds_streams(args.run_dir))
     at_work = (lambda: True) if elsewhere else (lambda: "trainer" in living_names(RunDir(args.run_dir, "")))
     done = asyncio.run(audit_run(run, args.run_dir, streams, at_work))
     print(json.dumps(as_json(done, args.versions), indent=2) if args.json else "\n".join(lines(done, args.versions)))
@@ -144,7 +144,7 @@ def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
     streams. Otherwise the environment may name a server. Raises `FieldError` for an invalid run name."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
-    if args.run_dir and _holds_streams(args.run_dir):
+    if args.run_dir and holds_streams(args.run_dir):
         return partial(streams_in_folder, args.run_dir)
     found = StreamsSettings()
     if not found.nats_url:
@@ -153,15 +153,16 @@ def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
     return partial(connect, found.nats_url, run, credentials=found.nats_credentials, tls_dir=found.nats_tls_dir)
 
 
-def _holds_streams(run_dir: Path) -> bool:
+def holds_streams(run_dir: Path) -> bool:
     return (run_dir / "nats" / _STORE).is_dir()
 
 
 @asynccontextmanager
-async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
-    """Yield a bus with the streams of the folder's run. Raises `FieldError` if the address of its NATS cannot be read."""
+async def streams_in_folder(folder: Path, *, to_change: bool = False) -> AsyncIterator[Bus]:
+    """Yield a bus with the streams of the folder's run. If the run is not running, they are a copy unless `to_change` is set.
+    Raises `FieldError` if the address of the run's NATS cannot be read."""
     run, run_dir = run_name(folder), RunDir(folder, "")
-    credentials = run_dir.credentials
+    credentials, store = run_dir.credentials, run_dir.nats_store.resolve()
     async with AsyncExitStack() as stack:
         if living_names(run_dir):
             file = run_dir.address(NATS)
@@ -170,11 +171,12 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
             except (OSError, ValueError, LookupError, TypeError) as error:
                 raise FieldError("RUN_DIR", str(file), f"does not say where the run's nats-server is: {error!r}") from error
         else:
-            copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
-            await asyncio.to_thread(shutil.copytree, run_dir.nats_store / _STORE, copy / _STORE)
-            credentials = Credentials(copy / "secrets")
-            server = NatsServer(copy, extra=credentials.make(run))
-            launch = Launch(NATS, server.prepare(), os.environ, server.log, copy / "address.json")
+            if not to_change:
+                copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
+                await asyncio.to_thread(shutil.copytree, store / _STORE, copy / _STORE)
+                credentials, store = Credentials(copy / "secrets"), copy
+            server = NatsServer(store, extra=credentials.make(run))
+            launch = Launch(NATS, server.prepare(), os.environ, server.log, store / "address.json")
             process = await ServiceProcess.start(launch)
             stack.push_async_callback(process.terminate, _STOP_WITHIN_S)
             url = await server.reached(process)

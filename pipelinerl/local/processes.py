@@ -331,6 +331,13 @@ def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
     return {name: pid for name, pid in pids.items() if lives(pid, run_dir.path)}
 
 
+def check_stopped(run_dir: RunDir, option: str) -> None:
+    """Raise `FieldError` on `option` if processes of the run are alive."""
+    if pids := living(run_dir, option):
+        named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
+        raise FieldError(option, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")
+
+
 def living_names(run_dir: RunDir) -> Collection[str]:
     """Return the names of the run's living processes; empty if pids.json cannot be read."""
     try:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import glob
-import hashlib
 import json
 import re
 import shlex
@@ -355,12 +354,6 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], model: type[Bas
             yield Change(prefix + name, was, now, MAY_CHANGE in field.metadata)
     unknown = [name for name in old if name not in model.model_fields]
     yield from (Change(prefix + name, old[name], UNKNOWN, allowed=False) for name in unknown)
-
-
-def recipe_hash(recipe: Recipe) -> str:
-    """Return the SHA-256 of the recipe, in hex. The hashed text is JSON with all fields, sorted keys and no spaces."""
-    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _shown(value: Any) -> str:

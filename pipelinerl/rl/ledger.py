@@ -27,6 +27,10 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
+SKIPPED = "step skipped"
+"""Reason of the sequences of a step that changed no weight. Their groups are not lost, because the step has used them."""
+
+
 class LedgerViolation(AssertionError):
     """A sequence was issued or closed twice, closed without being issued, or the counts do not add up."""
 
@@ -192,7 +196,7 @@ class SequenceTracker:
         self.num_waiting -= group.num_samples
         samples = tuple(group.members[index] for index in range(group.num_samples))
         for sample in samples:
-            if sample.failure:
+            if sample.failure and self.ledger.is_open(sample.sequence_id):
                 self.close([sample], Outcome.FAILED, short_reason(sample.failure))
         return samples
 
@@ -209,7 +213,8 @@ class SequenceTracker:
 
     def held(self) -> tuple[Sequence, ...]:
         """Return the samples of open groups that have arrived, which a checkpoint stores beside `to_state`."""
-        return tuple(sequence for group in self.open_groups.values() for sequence in group.members.values())
+        arrived = (sequence for group in self.open_groups.values() for sequence in group.members.values())
+        return tuple(sequence for sequence in arrived if self.ledger.is_open(sequence.sequence_id))
 
     def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
         """Return the published open groups that PROMPTS no longer holds. It holds positions from `first_position` to
@@ -269,13 +274,18 @@ class SequenceTracker:
         return {"ledger": self.ledger.to_state(), "groups": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `to_state` returned, without recording an event. Raises `LedgerViolation`."""
+        """Restore what `to_state` returned, without recording an event. Samples of open groups that are not in flight have
+        ended, and count as arrived. Raises `LedgerViolation`."""
         groups = state["groups"]
         self.ledger = Ledger.from_state(state["ledger"])
         self.issued_groups, self.lost_groups = groups["issued"], groups["lost"]
         positions = groups["queue_positions"]
         self.open_groups = {name: OpenGroup(size, positions.get(name)) for name, size in groups["open"].items()}
         self.num_waiting = 0
+        for name, group in self.open_groups.items():
+            ended = [index for index in range(group.num_samples) if not self.ledger.is_open(f"{name}.{index}")]
+            group.members = {index: failed_sample("", name, index, group.num_samples, "ended") for index in ended}
+            self.num_waiting += len(ended)
 
 
 def failed_sample(run: str, group_id: str, sample_index: int, group_size: int, failure: str) -> Sequence:
@@ -329,7 +339,7 @@ MEANINGS = {
     "contradicts its group": "the sequence states a group size that differs from the issued one",
     "longer than the context": "prompt and completion exceed model.max_context",
     "token outside the vocabulary": "the completion has a token that the model does not have",
-    "step skipped": "the loss or gradient of the sequence's batch was not finite; the step changed no weight",
+    SKIPPED: "the loss or gradient of the sequence's batch was not finite; the step changed no weight",
     "group incomplete": "this sample is valid, but its group has too few valid samples for the baseline",
     StaleReason.LAG.value: "the lag of the oldest token, or the mean lag, exceeds algorithm.max_lag",
     StaleReason.UNDONE.value: "a restart of the trainer undid a version that sampled some of the tokens",

@@ -26,7 +26,6 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import recipe_hash
 from pipelinerl.rl.groups import starts_phase
 from pipelinerl.run_summary import StepRecord
 from pipelinerl.service.lifecycle import GpuTurn
@@ -293,9 +292,7 @@ class OptimizerLoop:
         return RunState(
             run=self._bus.run,
             policy_version=self.version,
-            starts=self._start.lineage.starts,
             recipe=self._recipe.model_dump(mode="json"),
-            recipe_hash=recipe_hash(self._recipe),
             journal_bytes=self.journal.size,
             books=self._feeder.tracker.to_state(),
             next_group=self._feeder.next_group,

@@ -2,6 +2,7 @@
 
 `pipelinerl replay` starts this in the trainer's environment, with the run's number of threads. The steps go through the same
 code as in the run: `PolicyTrainer.prepare` and `step`. With overrides, the same data meet another loss, mask or optimizer.
+`pipelinerl rollback` starts it to write a checkpoint of a version that has none.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.initial_model import model_source
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.loading import recipe_from_data
+from pipelinerl.recipe.loading import load_recipe, recipe_from_data
 from pipelinerl.run_dir import resumable
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.service.lifecycle import exit_code
 from pipelinerl.service.settings import RankSettings, TrainerSettings, read_settings
-from services.trainer.checkpoint.run_state import STATE, Start
+from services.trainer.checkpoint.checkpointer import write_checkpoint
+from services.trainer.checkpoint.run_state import STATE, Start, find_start, journaled_state
 from services.trainer.data.recording import RecordedStep, read_step, recorded_steps, software
 from services.trainer.launch import num_ranks, run_ranks
 from services.trainer.policy_trainer import PolicyTrainer, load_learner, load_policy_trainer
@@ -42,14 +44,16 @@ ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_paralle
 
 
 @dataclass(frozen=True)
-class Options:
-    first: int | None
-    last: int | None
-    tokens_of: int | None
-    """Step whose tokens are printed instead of replaying further."""
-    most: int
-    """Number of sequences to print."""
-    overrides: tuple[str, ...]
+class Plan:
+    """The steps after `version` up to `last`. A checkpoint of `version` is in `folder`; None = the initial model. Steps from
+    `first` on are compared with `known`, the run's digests. `begin`: the first step to compute."""
+
+    first: int
+    last: int
+    version: int
+    folder: Path | None
+    begin: RecordedStep
+    known: Mapping[int, str]
 
 
 def digests(run_dir: Path) -> dict[int, str]:
@@ -59,67 +63,72 @@ def digests(run_dir: Path) -> dict[int, str]:
     return {event["version"]: event["sha256"] for event in counted if event["event"] == "weights"}
 
 
-def steps_of(run_dir: Path) -> list[int]:
-    """Return the recorded steps in order, without those that a restart undid and that were not repeated."""
-    known = digests(run_dir)
-    return [step for step in recorded_steps(run_dir) if step in known or not known]
-
-
-def steps_to_take(options: Options, recorded: Sequence[int]) -> tuple[int, int]:
-    """Return the first and the last step of the user's range. Raises `FieldError` if they are not recorded. Pure."""
-    if not recorded:
-        raise FieldError("RUN", "", "has no recorded steps: run the recipe with `record: true`")
-    given = [options.tokens_of] * 2 if options.tokens_of is not None else [options.first, options.last]
-    first, last = (end if one is None else one for one, end in zip(given, (recorded[0], recorded[-1]), strict=True))
-    there = f"the run recorded steps {recorded[0]} to {recorded[-1]}"
-    for option, step in (("--from", first), ("--to", last)):
-        if step not in recorded:
-            raise FieldError("--step" if options.tokens_of else option, step, there)
-    if first > last:
-        raise FieldError("--to", last, f"must not be below --from {first}")
-    return first, last
-
-
 def nearest_start(run_dir: Path, first: int) -> tuple[int, Path | None]:
     """Return the newest version before step `first` that a checkpoint holds, with its folder; version 0 without one."""
     versions = {version: path.parent for version, path in resumable(run_dir).items() if version < first}
     return (max(versions), versions[max(versions)]) if versions else (0, None)
 
 
+def plan_of(args: argparse.Namespace, run_dir: Path) -> Plan:
+    """Return the plan for the user's range or, with `args.checkpoint`, for version `args.last`. Steps that a restart undid
+    and that were not repeated are left out. Raises `FieldError` if a step is not recorded, `ServiceError` if it is damaged."""
+    known = digests(run_dir)
+    recorded = [step for step in recorded_steps(run_dir) if step in known or not known]
+    if not recorded:
+        raise FieldError("RUN", "", "has no recorded steps: run the recipe with `record: true`")
+    first, last = (
+        end if one is None else one for one, end in zip((args.first, args.last), (recorded[0], recorded[-1]), strict=True)
+    )
+    if args.checkpoint:
+        first, recorded = nearest_start(run_dir, last)[0] + 1, [0, *recorded]
+    for option, step in (("--to", last), ("--from", first)):
+        if step not in recorded:
+            there = f"the run recorded {'versions' if args.checkpoint else 'steps'} {recorded[0]} to {recorded[-1]}"
+            raise FieldError("--step" if args.first == args.last else option, step, there)
+    if first > last > 0:
+        raise FieldError("--to", last, f"must not be below --from {first}")
+    version, folder = nearest_start(run_dir, first)
+    return Plan(first, last, version, folder, read_step(run_dir, version + 1), known)
+
+
 def recipe_of(step: RecordedStep, overrides: Sequence[str]) -> Recipe:
     return recipe_from_data(dict(step.about["recipe"]), f"the recipe of step {step.step}", overrides)
 
 
-def replay(settings: TrainerSettings, ranks: RankSettings, options: Options) -> int:
-    """Rank 0: take the steps and print a line for each. Return 1 if a digest differs although nothing was overridden."""
-    run_dir, known = settings.run_dir, digests(settings.run_dir)
-    first, last = steps_to_take(options, steps_of(run_dir))
-    version, folder = nearest_start(run_dir, first)
-    begin = read_step(run_dir, version + 1)
-    policy = load_policy_trainer(recipe_of(begin, options.overrides), settings, ranks, Start(folder=folder))
-    _check_start(policy, version, known)
+def replay(settings: TrainerSettings, ranks: RankSettings, args: argparse.Namespace, plan: Plan) -> int:
+    """Rank 0: take the steps and print a line for each. Return 1 if a digest differs although nothing was overridden. With
+    `args.checkpoint`, write a checkpoint of the last version if none differs."""
+    run_dir, step = settings.run_dir, plan.begin
+    if args.checkpoint:
+        find_start(run_dir, settings.run, load_recipe(settings.recipe))  # raises an error if the run cannot be resumed
+    policy = load_policy_trainer(recipe_of(step, args.overrides), settings, ranks, Start(folder=plan.folder))
+    _check_start(policy, plan.version, plan.known)
     records = {record["step"]: record for record in read_jsonl(run_dir / "metrics.jsonl")}
     compared, different, notes = 0, list[int](), list[str]()
     try:
-        for number in range(version + 1, last + 1):
-            step = begin if number == version + 1 else read_step(run_dir, number)
+        for number in range(plan.version + 1, plan.last + 1):
+            step = step if number == step.step else read_step(run_dir, number)
             if (found := differences(step.about, software(recipe_of(step, ()), policy.num_ranks))) != notes:
                 notes = found
                 print(*notes, sep="\n")
-            policy.learner.use(recipe_of(step, options.overrides).trainer)
-            if number == options.tokens_of:
-                print(*token_table(policy, step, options.most), sep="\n")
+            policy.learner.use(recipe_of(step, args.overrides).trainer)
+            if args.tokens and number == plan.last:
+                print(*token_table(policy, step, args.most), sep="\n")
                 return 0
             figures = policy.step(policy.prepare(step.groups, number - 1))
-            if number >= first:
-                sha256, expected = policy.snapshot(PolicyVersion(1, number)).digest(), known.get(number, "")
+            if number >= plan.first:
+                sha256, expected = policy.snapshot(PolicyVersion(1, number)).digest(), plan.known.get(number, "")
                 compared += bool(expected)
                 different += [number] if expected and sha256 != expected else []
-                print(line(number, sha256, expected, figures, records.get(number, {}), bool(options.overrides)), flush=True)
+                print(line(number, sha256, expected, figures, records.get(number, {}), bool(args.overrides)), flush=True)
+        if args.checkpoint and compared == plan.last - plan.version and not different:
+            state = journaled_state(run_dir, settings.run, plan.last, recipe_of(step, ()))
+            write_checkpoint(run_dir, sys.maxsize, policy.begin_checkpoint(plan.last), state)
+            return 0
     finally:
         policy.end()
-    print(verdict(compared, different, bool(options.overrides)))
-    return int(bool(different) and not options.overrides)
+    print(verdict(compared, different, bool(args.overrides)))
+    return int(args.checkpoint or (bool(different) and not args.overrides))
 
 
 def line(step: int, sha256: str, expected: str, now: Mapping[str, Any], then: Mapping[str, Any], is_experiment: bool) -> str:
@@ -166,35 +175,34 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"note: {name} was {then.get(name)!r} in the run, and is {value!r} {here}" for name, value in changed.items()]
 
 
-def _options() -> Options:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m services.trainer.replay", description=__doc__)
     parser.add_argument("--from", dest="first", type=int)
     parser.add_argument("--to", dest="last", type=int)
-    parser.add_argument("--tokens-of", type=int)
+    parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--tokens", action="store_true")
     parser.add_argument("--most", type=int, default=4)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
-    parsed = parser.parse_args()
-    alone = () if parsed.tokens_of is None else ONE_RANK
-    return Options(parsed.first, parsed.last, parsed.tokens_of, parsed.most, (*parsed.overrides, *alone))
+    args = parser.parse_args()
+    args.overrides += ONE_RANK if args.tokens else ()
+    return args
 
 
 def main() -> int:
-    options, ranks, codes = _options(), RankSettings(), list[int | None]()
+    args, ranks, codes = _arguments(), RankSettings(), list[int | None]()
     logging.getLogger().setLevel(logging.ERROR)
 
     def work() -> None:
         settings = read_settings(TrainerSettings)
-        first, _ = steps_to_take(options, steps_of(settings.run_dir))
-        version, folder = nearest_start(settings.run_dir, first)
-        begin = read_step(settings.run_dir, version + 1)
-        recipe = recipe_of(begin, options.overrides)
-        torch.set_num_threads(begin.about["threads"])  # the number of threads decides in which order sums are rounded
+        plan = plan_of(args, settings.run_dir)
+        recipe = recipe_of(plan.begin, args.overrides)
+        torch.set_num_threads(plan.begin.about["threads"])  # the number of threads decides in which order sums are rounded
         if ranks.world_size == 1 and (several := num_ranks(settings, recipe)) > 1:
             codes.append(run_ranks(settings, several, (sys.executable, "-m", "services.trainer.replay", *sys.argv[1:])))
         elif ranks.rank == 0:
-            codes.append(replay(settings, ranks, options))
+            codes.append(replay(settings, ranks, args, plan))
         else:
-            state = folder / STATE if folder else None
+            state = plan.folder / STATE if plan.folder else None
             worker_loop(load_learner(recipe, model_source(recipe, settings), ranks, state, settings.revision))
             leave_ranks()
 

@@ -323,6 +323,10 @@ async def test_purging_removes_only_what_is_below(bus: Bus) -> None:
     info = await bus.sequences_info()
     assert (info.messages, info.bytes, info.first_position, info.last_position) == (0, 0, 6, 5)
     assert await bus.publish_sequence(b"positions go on", "s5") == 6
+    await bus.publish_prompt(b"group", "g0")
+    await bus.empty()
+    info, prompts = await bus.sequences_info(), await bus.prompts_info()
+    assert (info.messages, info.first_position, info.last_position, prompts.messages) == (0, 7, 6, 0)
 
 
 async def test_streams_say_when_their_oldest_message_came(bus: Bus) -> None:

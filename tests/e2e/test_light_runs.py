@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from pipelinerl.local.services import COMMANDS
-from pipelinerl.run_dir import RunDir
+from pipelinerl.run_dir import RunDir, newest_checkpoint, resumable, trainer_starts
 from services.trainer.data.recording import read_step
 from tests.documents.check_documents import described
 from tests.faults.matrix import RANK_1, SURVIVE_WITHIN_S, Fault, interrupt, local_run, run_under_fire, some_faults, write_recipe
 from tests.support import stranger
 from tests.support.lying_actor import LIAR
 from tests.support.reading_actor import READER
-from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, replay, write_tiny_recipe
+from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, pipelinerl, replay, write_tiny_recipe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -67,18 +67,46 @@ async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
     assert summary["parity_failures"] == 0
     assert (run_dir.path / "checkpoint" / "value_head" / "model.safetensors").is_file()
     audit(run_dir.path)
-    steps = summary["steps"]
+    version, steps = await goes_on_from_a_version_without_a_checkpoint(tmp_path, recipe, run_dir)
     again = replay(run_dir.path, "--to", str(steps))
-    assert f"all {steps} versions have the digests of the run" in again, "over kills and restarts, on two ranks"
+    assert f"all {steps} versions have the digests of the run" in again, "over kills, restarts and a rollback, on two ranks"
     samples = [json.loads(line) for line in run_dir.samples.read_text().splitlines()]
     said = run_dir.log("trainer").read_text()
     assert said.count(f"actor {READER} joined and serves version") >= 2, "it followed each trainer, by the weight log alone"
     recorded = [group for step in range(1, steps + 1) for group in read_step(run_dir.path, step).groups]
     assert READER in {sequence.actor for group in recorded for sequence in group.sequences}
+    newest = len(trainer_starts(run_dir.path))
+    branches = [branch for group in recorded for sequence in group.sequences for branch in sequence.all_branches]
+    assert all(span.version <= version or span.incarnation == newest for branch in branches for span in branch.spans)
     updates = [record["weight_update"] or {} for record in records]
     assert {key for told in (*records, *updates) for key in told} <= described("metrics.jsonl")
     assert {key for sample in samples for key in sample} <= described("samples.jsonl")
     assert summary.keys() ^ described("summary.json") <= {"restarts", "error"}
+
+
+async def goes_on_from_a_version_without_a_checkpoint(folder: Path, recipe: Path, run_dir: RunDir) -> tuple[int, int]:
+    """A rollback by a step or two, and some steps on the new branch; the version and the number of steps."""
+    kept = resumable(run_dir.path)
+    version = next(number for number in range(max(kept) - 1, 0, -1) if number not in kept)
+    done = pipelinerl("rollback", str(run_dir.path), "--to", str(version))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"step {version:>5}" in done.stdout
+    assert newest_checkpoint(run_dir.path) == version
+    audit(run_dir.path)
+    begins = f"trains from version {version} to"
+    before = run_dir.log("trainer").read_text().count(begins)
+    async with local_run(folder, recipe, WITH_A_READER, run_dir) as (_, running, out), asyncio.timeout(SURVIVE_WITHIN_S):
+        while run_dir.log("trainer").read_text().count(begins) == before or len(records_of(run_dir)) < version + 4:
+            assert not running.done(), out.getvalue()
+            await asyncio.sleep(0.1)
+        ending = await interrupt(running)
+    assert ending is not None, out.getvalue()
+    assert ending.exit_code == 130, ending.error
+    audit(run_dir.path)
+    steps = [record["step"] for record in records_of(run_dir)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert trainer_starts(run_dir.path)[-1] == version
+    return version, len(steps)
 
 
 LONGER = {

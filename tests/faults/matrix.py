@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from pipelinerl.commands.run import resume
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.processes import Restarts, session_pids
 from pipelinerl.local.progress import open_display
@@ -94,11 +95,14 @@ def write_recipe(folder: Path, model: Path, num_faults: int, changes: Mapping[st
 
 @contextlib.asynccontextmanager
 async def local_run(
-    folder: Path, recipe_file: Path, commands: Mapping[str, tuple[str, ...]] = COMMANDS
+    folder: Path, recipe_file: Path, commands: Mapping[str, tuple[str, ...]] = COMMANDS, resumed: RunDir | None = None
 ) -> AsyncIterator[tuple[RunDir, asyncio.Task[Ending], StringIO]]:
     """A run under the local runner, in this process; it is interrupted where the block ends before the run does."""
-    recipe = load_recipe(str(recipe_file))
-    run_dir = create_run_dir(recipe.name, datetime.now(), path=folder / "Läufe 数" / "run")
+    if resumed is not None:
+        recipe, run_dir = resume(resumed)[0], resumed
+    else:
+        recipe = load_recipe(str(recipe_file))
+        run_dir = create_run_dir(recipe.name, datetime.now(), path=folder / "Läufe 数" / "run")
     out = StringIO()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with usual_open_files(), open_display(out) as display:

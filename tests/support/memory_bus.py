@@ -55,6 +55,10 @@ class Log:
         self._published_at_s[self.last_position] = time.time()
         return self.last_position
 
+    def empty(self) -> None:
+        self.entries.clear()
+        self._positions.clear()
+
     def info(self) -> StreamInfo:
         first = min(self.entries, default=self.last_position + 1)
         first_at_s = self._published_at_s[first] if self.entries else None
@@ -218,6 +222,14 @@ class MemoryBus:
         entries = self._streams().sequences.entries
         for position in [position for position in entries if position < below_position]:
             del entries[position]
+
+    async def empty(self) -> None:
+        """As of a server that is started again afterwards."""
+        streams = self._streams()
+        streams.prompts.empty()
+        streams.sequences.empty()
+        streams.deliveries.clear()
+        streams.deadlines_s.clear()
 
     async def sequences_info(self) -> StreamInfo:
         return self._streams().sequences.info()

@@ -20,7 +20,7 @@ from pipelinerl.audit.replay import Check
 from pipelinerl.messages.sequences import VersionSpan, decode_group, encode_sequence
 from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence
-from tests.unit.test_trainer_resume import RECIPE, Life, answer_next, life, publish, streams
+from tests.unit.test_trainer_resume import RECIPE, Life, answer_next, life, publish, roll_back, streams
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def failures(audit: Audit) -> dict[Check, tuple[str, ...]]:
 MOVES = st.sampled_from(
     [
         *["answer"] * 3, "half", "late", "old", "twice", "read", *["step"] * 2, "checkpoint", "purge", "audit",
-        "crash", "torn",
+        "crash", "torn", "rollback",
     ]
 )  # fmt: skip
 
@@ -108,6 +108,12 @@ async def play(move: str, one: Life, folder: Path) -> Life:
             if move == "torn":
                 tear(folder / JOURNAL)
                 assert failures(await audited(folder, one.bus)) == {}
+            one = Life(folder, one.bus, RECIPE)
+            await one.begin()
+        case "rollback":
+            await one.die()
+            await roll_back(folder, one.bus, one.version // 2)
+            assert failures(await audited(folder, one.bus)) == {}
             one = Life(folder, one.bus, RECIPE)
             await one.begin()
     return one

@@ -3,23 +3,27 @@
 import dataclasses
 from argparse import Namespace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from pipelinerl.commands.replay import check_override, replay
+from pipelinerl.audit.journal import read_events
+from pipelinerl.commands.replay import check_override, replay, rollback
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Branch, Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.recipe.loading import load_recipe, recipe_yaml
+from pipelinerl.run_dir import RunDir, resumable
 from services.trainer.data.recording import RecordedStep, read_step, recorded_file, recorded_steps, write_step
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.replay import Options, digests, nearest_start, steps_of, steps_to_take, verdict
+from services.trainer.replay import digests, nearest_start, plan_of, verdict
 from tests.support.learner import EPISODES, episodes_of, group_of, model_of, sequences_of
+from tests.unit.builders import model_folder
 
 ABOUT = {"recipe": {"name": "r"}, "threads": 2}
 
@@ -90,19 +94,52 @@ def test_a_full_disk_ends_the_step_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "of", "expected"),
-    [(None, None, None, (1, 9)), (4, None, None, (4, 9)), (None, 3, None, (1, 3)), (None, None, 5, (5, 5))],
+    ("options", "expected"),
+    [
+        ({}, (1, 4, 0)),
+        ({"first": 2}, (2, 4, 0)),
+        ({"last": 3}, (1, 3, 0)),
+        ({"first": 4, "last": 4}, (4, 4, 2)),
+        ({"last": 0, "checkpoint": True}, (1, 0, 0)),
+        ({"last": 2, "checkpoint": True}, (1, 2, 0)),
+        ({"last": 4, "checkpoint": True}, (3, 4, 2)),
+    ],
 )
-def test_the_range_is_what_was_recorded(first: Any, last: Any, of: Any, expected: tuple[int, int]) -> None:
-    assert steps_to_take(Options(first, last, of, 4, ()), range(1, 10)) == expected
+def test_the_range_is_what_was_recorded_and_begins_at_a_checkpoint(tmp_path: Path, options: Any, expected: Any) -> None:
+    plan = plan_of(computed(**options), recorded(tmp_path))
+    assert (plan.first, plan.last, plan.version, plan.begin.step) == (*expected, plan.version + 1)
 
 
-@pytest.mark.parametrize(("first", "last", "says"), [(0, 3, "--from"), (4, 12, "--to"), (5, 4, "--to")])
-def test_a_range_that_was_not_recorded_is_refused_with_the_one_that_was(first: int, last: int, says: str) -> None:
-    with pytest.raises(FieldError, match=says):
-        steps_to_take(Options(first, last, None, 4, ()), range(1, 10))
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"first": 0, "last": 3}, "--from.*steps 1 to 4"),
+        ({"first": 2, "last": 5}, "--to"),
+        ({"first": 4, "last": 3}, "--to.*below --from 4"),
+        ({"first": 5, "last": 5, "tokens": True}, "--step"),
+        ({"last": 0}, "--to"),
+        ({"last": 5, "checkpoint": True}, "--to.*versions 0 to 4"),
+        ({"last": -1, "checkpoint": True}, "--to.*versions 0 to 4"),
+    ],
+)
+def test_a_range_that_was_not_recorded_is_refused_with_the_one_that_was(tmp_path: Path, options: Any, says: str) -> None:
     with pytest.raises(FieldError, match="record: true"):
-        steps_to_take(Options(None, None, None, 4, ()), [])
+        plan_of(computed(**options), tmp_path)
+    with pytest.raises(FieldError, match=says):
+        plan_of(computed(**options), recorded(tmp_path))
+
+
+def recorded(run_dir: Path) -> Path:
+    """A run with four steps and a checkpoint of version 2."""
+    for step in range(1, 5):
+        write_step(run_dir, RecordedStep(step, batch(), ABOUT))
+    (run_dir / "checkpoints" / "step-2" / "resume").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step-2" / "resume" / "run.json").write_text("{}")
+    return run_dir
+
+
+def computed(**options: Any) -> Namespace:
+    return Namespace(**{"first": None, "last": None, "tokens": False, "checkpoint": False, "overrides": []} | options)
 
 
 def test_the_replay_begins_at_the_newest_checkpoint_before_the_first_step(tmp_path: Path) -> None:
@@ -125,9 +162,9 @@ def test_digests_are_those_of_steps_that_count(tmp_path: Path) -> None:
     assert digests(tmp_path) == {0: "zero", 1: "one", 2: "two"}
     for step in (1, 2, 3):  # step 3 was undone, and not taken again
         write_step(tmp_path, RecordedStep(step, batch(), ABOUT))
-    assert steps_of(tmp_path) == [1, 2]
+    assert plan_of(computed(), tmp_path).last == 2
     (tmp_path / "ledger.jsonl").write_text("")
-    assert steps_of(tmp_path) == [1, 2, 3], "without digests, the figures can still be compared"
+    assert plan_of(computed(), tmp_path).last == 3, "without digests, the figures can still be compared"
 
 
 def test_the_verdict_says_what_was_compared() -> None:
@@ -167,6 +204,37 @@ def test_a_run_that_cannot_be_replayed_is_refused_before_anything_starts(
     (tmp_path / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", [f"record={str(record).lower()}"])))
     with pytest.raises(FieldError, match=says):
         replay(arguments(tmp_path, **options))
+
+
+def test_a_rollback_sets_the_later_checkpoints_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "a run"
+    for version in (2, 4, 6):
+        (run / "checkpoints" / f"step-{version}" / "resume").mkdir(parents=True)
+        (run / "checkpoints" / f"step-{version}" / "resume" / "run.json").write_text("{}")
+    model = ["model.source=path", f"model.name={model_folder(tmp_path / 'model')}"]
+    (run / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", ["record=true", *model])))
+    (run / "lineage.json").write_text('{"run": "try"}')
+    with pytest.raises(FieldError, match=r"has no run\.json"):  # as of a run in a cluster
+        rollback(Namespace(run=run, to=4))
+    (run / "run.json").write_text('{"run": "try"}')
+    (run / "summary.json").write_text("{}")
+    (run / "undone" / "1").mkdir(parents=True)  # of an earlier rollback
+    with pytest.raises(FieldError, match="continues anyway"):
+        rollback(Namespace(run=run, to=6))
+    with RunDir(run, "try").locked(), pytest.raises(FieldError, match="another command is using it"):
+        rollback(Namespace(run=run, to=4))
+    monkeypatch.setattr("subprocess.run", lambda command, **_: CompletedProcess(command, int("--checkpoint" in command)))
+    assert rollback(Namespace(run=run, to=3)) == 1, "a digest differs"
+    assert list(resumable(run)) == [2, 4, 6]
+    assert rollback(Namespace(run=run, to=4)) == 0
+    assert [event for _, event in read_events(run / "ledger.jsonl")] == [{"event": "rollback", "version": 4}]
+    assert list(resumable(run)) == [2, 4]
+    assert sorted(path.name for path in (run / "undone" / "2").iterdir()) == ["step-6", "summary.json"]
+    said = capsys.readouterr().out
+    assert f"pipelinerl run --resume '{run}'" in said
+    assert f"{run}/undone/2: step-6, summary.json" in said
 
 
 def arguments(run: Path, **options: Any) -> Namespace:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipelinerl.audit.audit import audit_files
 from pipelinerl.audit.journal import JOURNAL, Journal, read_events, reserved_groups
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.local.ending import report_of
@@ -25,11 +27,18 @@ from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import Lineage
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
-from pipelinerl.run_dir import recipe_changes_of
+from pipelinerl.run_dir import recipe_changes_of, resumable
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, write_checkpoint
 from services.trainer.checkpoint.files import link_export
-from services.trainer.checkpoint.run_state import find_start, load_run_state, note_training_began, read_lineage, write_lineage
+from services.trainer.checkpoint.run_state import (
+    find_start,
+    journaled_state,
+    load_run_state,
+    note_training_began,
+    read_lineage,
+    write_lineage,
+)
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.page import about
@@ -139,6 +148,15 @@ async def answer_next(one: Life, version: int | None = None, *, samples: int = 2
 async def publish(bus: MemoryBus, group: PromptGroup, index: int, span: VersionSpan) -> None:
     sequence = make_sequence(group, index, reward=float(index), spans=(span,))
     await bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
+
+
+async def roll_back(run_dir: Path, bus: MemoryBus, version: int) -> None:
+    """What `pipelinerl rollback` does, while no trainer lives."""
+    if version not in (found := resumable(run_dir)):
+        write_checkpoint(run_dir, sys.maxsize, lambda _: None, journaled_state(run_dir, RUN, version, RECIPE))
+    for newer in (path.parents[1] for number, path in found.items() if number > version):
+        shutil.rmtree(newer)
+    await bus.empty()
 
 
 @asynccontextmanager
@@ -270,8 +288,9 @@ async def test_groups_that_never_reached_the_stream_are_published(tmp_path: Path
                 await asyncio.sleep(0)
         server.set_reachable(True)
         async with life(tmp_path, bus) as again:
-            assert (again.tracker.issued_groups, again.published_again) == (6, 6)
-            assert (await bus.prompts_info()).messages == 6
+            assert (again.tracker.issued_groups, again.published_again) == (0, 0)
+            await again.idle()  # they are issued in their turn
+            assert (again.tracker.issued_groups, (await bus.prompts_info()).messages) == (6, 6)
 
 
 async def test_new_streams_are_noticed_and_what_was_on_the_old_ones_is_issued_again(tmp_path: Path) -> None:
@@ -290,6 +309,47 @@ async def test_new_streams_are_noticed_and_what_was_on_the_old_ones_is_issued_ag
             done[group.group_id] = group.done_samples
             await delivery.ack()
         assert sorted(done.values()) == [(), (), (), (), (0,)]
+
+
+async def test_a_version_without_a_checkpoint_has_the_state_that_the_journal_tells(tmp_path: Path) -> None:
+    """A sample of a group that waits for the next step has ended already, and more groups are issued later."""
+    async with streams() as bus:
+        async with life(tmp_path, bus) as one:
+            await one.idle()
+            for _ in range(2):
+                await answer_next(one)
+            third = decode_group((delivery := await bus.next_prompt(1.0)).payload)
+            for index, version in enumerate((9, 0)):  # version 9 does not exist
+                await publish(bus, third, index, VersionSpan(version, 0, 2, 1))
+            await delivery.ack()
+            await answer_next(one)
+            await one.idle()
+            batch, following = await one.intake.take_batch(0), await one.intake.take_batch(0)
+            one.intake.close(batch, 1, skipped=False)
+            tracker = one.tracker
+            at_version_1 = tracker.ledger.to_state(), tracker.issued_groups, tracker.lost_groups
+            one.run.updater.served_version = one.loop.version = one.policy.version = 1
+            one.intake.close(following, 2, skipped=False)
+            one.run.updater.served_version = one.loop.version = one.policy.version = 2
+            await one.train_a_version()
+            await one.checkpoint()
+        assert reserved_groups(tmp_path / JOURNAL) > at_version_1[1]
+        with pytest.raises(FieldError, match="choose an earlier version"):
+            journaled_state(tmp_path, RUN, 4, RECIPE)
+        await roll_back(tmp_path, bus, 1)
+        assert audit_files(tmp_path).ok
+        async with life(tmp_path, bus) as again:
+            assert (again.version, again.start.lineage.starts) == (1, (0, 1))
+            tracker = again.tracker
+            assert (tracker.ledger.to_state(), tracker.issued_groups, tracker.lost_groups) == at_version_1
+            assert again.published_again == len(tracker.open_groups) == at_version_1[1] - 2, "and none of the later ones"
+            assert again.intake.held() == HeldSequences(), "what has ended is not in flight"
+            assert (await again.run.loop.checkpoints.write(anew=True)).version == 1
+            assert await answer_next(again, samples=1) == third.group_id
+            await again.idle()
+            assert tracker.ledger.reasons(Outcome.FAILED) == {"group incomplete": 1}, "one of two samples is left"
+            await again.train_a_version(answers=2)
+        assert audit_files(tmp_path).ok
 
 
 async def test_a_group_that_was_handed_over_is_not_taken_for_lost(tmp_path: Path) -> None:
@@ -312,9 +372,11 @@ def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
     failed = replace(make_sequence(three, 1, completion=(), spans=()), failure="engine: gone", task="")
     ready = (make_sequence(two, 0), make_episode(two, 1))
     held = HeldSequences((taken,), (ready,), (make_sequence(three, 0), failed))
-    make_run_state(5, SequenceTracker(), held=held, starts=(0, 3)).save(tmp_path)
+    make_run_state(5, SequenceTracker(), held=held).save(tmp_path)
+    written = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(written | {"starts": [0, 3], "recipe_hash": ""}))  # as earlier releases did
     state = load_run_state(tmp_path)
-    assert (state.policy_version, state.starts) == (5, (0, 3))
+    assert state.policy_version == 5
     assert state.held.taken[0].advantages.tolist() == [0.1 + 0.2]
     assert state.held.taken[0].sequences[0].spans == mixed.spans
     assert state.held.taken[0].sequences[0].behaviour_logprobs.tolist() == mixed.behaviour_logprobs.tolist()

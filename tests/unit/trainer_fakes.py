@@ -278,9 +278,7 @@ def make_run_state(version: int, books: SequenceTracker, **fields: Any) -> RunSt
     defaults: dict[str, Any] = {
         "run": RUN,
         "policy_version": version,
-        "starts": (0,),
         "recipe": make_recipe().model_dump(mode="json"),
-        "recipe_hash": "",
         "journal_bytes": 0,
         "books": books.to_state(),
         "next_group": 0,

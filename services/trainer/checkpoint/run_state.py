@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
 
+from pipelinerl.audit.journal import JOURNAL
+from pipelinerl.audit.replay import Findings, events, read_history
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
 from pipelinerl.messages.sequences import Sequence, decode_sequence, encode_sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import check_resumable, recipe_yaml
 from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
-from pipelinerl.rl.ledger import failed_sample
+from pipelinerl.rl.ledger import SKIPPED, OpenGroup, Outcome, SequenceTracker, failed_sample
 from pipelinerl.run_dir import CHANGES, CHECKPOINTS, LINEAGE, STATE_FORMAT, missing_from, resumable, write_whole
+from pipelinerl.run_summary import METRICS, read_jsonl, totals_of
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy
 from services.trainer.data.feeder import GroupTokens
@@ -108,10 +112,7 @@ class RunState:
 
     run: str
     policy_version: int
-    starts: tuple[int, ...]
-    """Lineage of the trainer that wrote the state."""
     recipe: Mapping[str, Any]
-    recipe_hash: str
     journal_bytes: int
     """Length of the journal when the state was captured."""
     books: Mapping[str, Any]
@@ -149,7 +150,8 @@ def load_run_state(folder: Path) -> RunState:
             while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
                 sequences[message.sequence_id] = decode_sequence(message.SerializeToString())
         held = _held_from_json(content.pop("held"), sequences, content["run"])
-        return RunState(**{**content, "starts": tuple(content["starts"]), "held": held})
+        unused = ("starts", "recipe_hash")  # earlier releases wrote them
+        return RunState(**{name: value for name, value in content.items() if name not in unused}, held=held)
     except (OSError, ValueError, KeyError, TypeError, DecodeError, PipelineRLError) as error:
         raise ServiceError(
             f"the checkpoint in {folder.parent} cannot be read: {error!r}. Remove that folder to resume from the previous one"
@@ -182,6 +184,51 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
         taken=tuple(TrainingGroup(those(g["ids"]), np.array(g["advantages"])) for g in content["taken"]),
         ready=tuple(those(g["ids"]) for g in content["ready"]),
         open=tuple(failed(entry) if "failure" in entry else sequences[entry["id"]] for entry in content["open"]),
+    )
+
+
+def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> RunState:
+    """Return the state right after the step that made `version`, from the journal and metrics.jsonl. It holds no sequences, so
+    those in flight will be generated again. Raises `FieldError` if the journal lacks the end of the step, and `LedgerViolation`
+    if it contradicts itself."""
+    tracker, sizes, kept = SequenceTracker(), dict[str, int](), set[str]()
+    end, is_made, findings = None if version else 0, False, Findings()
+    history = read_history(run_dir / JOURNAL, findings)
+    for offset, event, undone_by in events(run_dir / JOURNAL, history, findings):
+        kind, end = event["event"], offset if end is None and is_made else end
+        if end is not None or undone_by is not None:
+            continue
+        if kind == "issue":
+            sizes[event["group"]] = event["samples"]
+            tracker.ledger.issue(f"{event['group']}.{index}" for index in range(event["samples"]))
+        elif kind == "close":
+            outcome, reason = Outcome(event["outcome"]), event.get("reason", "")
+            tracker.ledger.close(event["ids"], outcome, reason)
+            if outcome is Outcome.TRAINED or reason == SKIPPED:
+                kept.update(sequence_id.rpartition(".")[0] for sequence_id in event["ids"])
+        is_made = kind == "step" and event["version"] == version
+    if end is None and not is_made:
+        raise FieldError("--to", version, "the journal ends before this step does; choose an earlier version")
+    in_flight = dict.fromkeys(sequence_id.rpartition(".")[0] for sequence_id in tracker.ledger.in_flight())
+    tracker.open_groups = {group: OpenGroup(sizes[group]) for group in in_flight}
+    tracker.issued_groups, tracker.lost_groups = len(sizes), len(sizes) - len(kept | in_flight.keys())
+    records = [record for record in read_jsonl(run_dir / METRICS) if record["step"] <= version]
+    totals = totals_of(records)
+    return RunState(
+        run=run,
+        policy_version=version,
+        recipe=recipe.model_dump(mode="json"),
+        journal_bytes=history.size if end is None else end,
+        books=tracker.to_state(),
+        next_group=len(sizes),
+        position=0,
+        held=HeldSequences(),
+        figures={
+            "tokens_arrived": totals.tokens_generated,
+            "bad_messages": 0,
+            "skipped_in_a_row": len([*takewhile(lambda record: record.get("skipped"), reversed(records))]),
+            "report": {"time_s": records[-1]["time_s"] if records else 0.0, "totals": totals.to_state()},
+        },
     )
 
 

@@ -53,8 +53,8 @@ async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], 
     if end < position:
         log.error("SEQUENCES ends at %d, before the checkpoint's position %d: the streams were recreated", end, position)
         position = 0
-    arrived: set[str] = set()
-    if max(position + 1, log_now.first_position) <= end:
+    arrived, position = set[str](), max(position, log_now.first_position - 1)
+    if position < end:
         async with bus.read_sequences(position + 1) as entries:
             async for entry in entries:
                 arrived.add(entry.msg_id.rpartition(".")[0])
@@ -189,10 +189,13 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups below number `reserved`, which an earlier incarnation may have issued. Call this before reading
-        the log. A group that is not on the streams (`prompts`, `arrived`: from `scan_in_flight`) is published again, with a
-        message id that ends with `name`. Return the number of these groups."""
-        while self.next_group < reserved:
+        """Take over the groups of an earlier incarnation. Call this before reading the log. `prompts`, `arrived`: groups on the
+        streams, from `scan_in_flight`. Groups up to the last of these below number `reserved` are opened; `run` issues the
+        others in their turn. An open group that is not on the streams is published again, with a message id that ends with
+        `name`. Return the number of these groups."""
+        named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
+        last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
+        while self.next_group <= last:
             self._open_next()
         published = 0
         for group_id, known in list(self.tracker.open_groups.items()):

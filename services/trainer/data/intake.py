@@ -21,7 +21,7 @@ from pipelinerl.errors import FieldError, MessageError, UserError
 from pipelinerl.messages.sequences import FinishReason, Sequence, decode_sequence, remains_of_sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl import groups
-from pipelinerl.rl.ledger import Outcome, SequenceTracker
+from pipelinerl.rl.ledger import SKIPPED, Outcome, SequenceTracker
 from pipelinerl.service.logs import AGGREGATED
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry.metrics import MOST_REASONS, short_reason
@@ -148,7 +148,7 @@ class Intake:
         """Close the sequences of a computed step, which produced `version`."""
         for group in batch:
             if skipped:
-                self._tracker.close(group.sequences, Outcome.FAILED, "step skipped")
+                self._tracker.close(group.sequences, Outcome.FAILED, SKIPPED)
             else:
                 self._tracker.close(group.sequences, Outcome.TRAINED, version=version)
         self._tracker.end_step(version)
