@@ -70,7 +70,7 @@ hpa:
 episodes:
   main/verifier: {image: 'registry.example.com/team/guess:3'}
   main/release-test:
-    args: python -m services.trainer.release_test --actor=pipelinerl-actor:8080
+    args: python -m services.trainer.release_test --verifier=pipelinerl-verifier:50051 --actor=pipelinerl-actor:8080
       --actor-login=/etc/pipelinerl/nats/actor-credentials --episodes=pipelinerl-actor:8090
       --closed=pipelinerl-trainer-0.pipelinerl-trainer:50051
   HorizontalPodAutoscaler/pipelinerl-verifier: {kind: null}
@@ -82,8 +82,8 @@ episodes:
 nats-3: {env/trainer: {PIPELINERL_STREAM_REPLICAS: '3'}}
 external-nats: {env/trainer: {PIPELINERL_STREAM_REPLICAS: '3'}}
 external-nats-open:
-  main/release-test: {args: python -m services.trainer.release_test --actor=pipelinerl-actor:8080
-    --closed=pipelinerl-trainer-0.pipelinerl-trainer:50051}
+  main/release-test: {args: python -m services.trainer.release_test --verifier=pipelinerl-verifier:50051
+    --actor=pipelinerl-actor:8080 --closed=pipelinerl-trainer-0.pipelinerl-trainer:50051}
 no-kubernetes-api: {pod/test: {spec: null}}
 traces:
   env/actor, env/trainer, env/verifier:
@@ -147,8 +147,8 @@ OF_VALUES: list[dict[str, Any]] = yaml.safe_load(r"""
 - values: {trainer: {persistence: {accessMode: ReadWriteOncePod, existingClaim: mine}}}  # which only the trainer can have
   pod/release-test spec: {volumes * persistentVolumeClaim: [null, null, null, null, null]}
   main/release-test:
-    args: python -m services.trainer.release_test --no-volume --actor=pipelinerl-actor:8080
-      --actor-login=/etc/pipelinerl/nats/actor-credentials --closed=pipelinerl-trainer-0.pipelinerl-trainer:50051
+    args: python -m services.trainer.release_test --no-volume --verifier=pipelinerl-verifier:50051
+      --actor=pipelinerl-actor:8080 --actor-login=/etc/pipelinerl/nats/actor-credentials --closed=pipelinerl-trainer-0.pipelinerl-trainer:50051
 - values: {networkPolicy: {hub: {cidrs: [0.0.0.0/0, '::/0', 10.0.0.0/8]}}}  # each address in the family that it is of
   NetworkPolicy/pipelinerl-actor spec:
     egress * to * ipBlock except:

@@ -26,7 +26,7 @@ NEVER_EXPIRE = replace(SETTINGS, member_ttl_s=3600)
 
 
 def trainer_settings(folder: Path, account: Path, **changes: Any) -> TrainerSettings:
-    where = {"run": RUN, "recipe": folder / "r.yaml", "instance": "t-0", "verifier": "v:1", "run_dir": folder}
+    where = {"run": RUN, "recipe": folder / "r.yaml", "instance": "t-0", "run_dir": folder}
     pod = {"pod_namespace": NAMESPACE, "service_account_dir": account, "actor_selector": SELECTOR}
     return TrainerSettings(**(where | pod | changes))
 

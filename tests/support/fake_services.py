@@ -175,7 +175,7 @@ async def trainer() -> int:
         shutil.rmtree(partial)
     write_checkpoint(run_dir, recipe, len(records))
     summary = {
-        "steps": len(records), "model_dir": SETTINGS["model_dir"], "verifier": SETTINGS["verifier"], "by": "trainer",
+        "steps": len(records), "model_dir": SETTINGS["model_dir"], "by": "trainer",
         "begun": begun, "interrupted": len(records) < total, "expected_actors": int(SETTINGS["expected_actors"]),
     }  # fmt: skip
     (run_dir / "summary.json").write_text(json.dumps(summary))
