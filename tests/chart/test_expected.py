@@ -148,7 +148,8 @@ OF_VALUES: list[dict[str, Any]] = yaml.safe_load(r"""
   pod/release-test spec: {volumes * persistentVolumeClaim: [null, null, null, null, null]}
   main/release-test:
     args: python -m services.trainer.release_test --no-volume --verifier=pipelinerl-verifier:50051
-      --actor=pipelinerl-actor:8080 --actor-login=/etc/pipelinerl/nats/actor-credentials --closed=pipelinerl-trainer-0.pipelinerl-trainer:50051
+      --actor=pipelinerl-actor:8080 --actor-login=/etc/pipelinerl/nats/actor-credentials
+      --closed=pipelinerl-trainer-0.pipelinerl-trainer:50051
 - values: {networkPolicy: {hub: {cidrs: [0.0.0.0/0, '::/0', 10.0.0.0/8]}}}  # each address in the family that it is of
   NetworkPolicy/pipelinerl-actor spec:
     egress * to * ipBlock except:

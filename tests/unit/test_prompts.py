@@ -22,7 +22,7 @@ from services.actor.preview import preview
 from services.trainer.data.feeder import encode
 from services.trainer.policy_trainer import load_tokenizer
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
-from tests.unit.builders import model_folder
+from tests.unit.builders import make_recipe, model_folder
 
 NEXT_ROLE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
@@ -55,10 +55,15 @@ def tokenizer_with(template: str | None, **options: object) -> ByteTokenizer:
     return tokenizer
 
 
+def _plain_ids(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    share = TaskShare(task=TaskConfig(prompt_style="plain"))
+    return encode(make_recipe(), share, 0, Problem(text), tokenizer).prompt_token_ids.tolist()
+
+
 def prompt_of(tokenizer: PreTrainedTokenizerFast, problem: Problem | str = "Hi", **task: object) -> str:
     problem = Problem(problem) if isinstance(problem, str) else problem
     share = TaskShare(task=TaskConfig(**{"prompt_style": "chat", **task}))
-    token_ids = encode(problem, share, 0, tokenizer).prompt_token_ids.tolist()
+    token_ids = encode(make_recipe(), share, 0, problem, tokenizer).prompt_token_ids.tolist()
     return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
@@ -83,7 +88,7 @@ def test_a_prompt_is_what_its_template_writes_and_no_token_more(template: str, w
         written, add_special_tokens=False
     )
     assert prompt_of(tokenizer, "<s>Hi", prompt_style="plain") == "<s><s>Hi"
-    plain = encode(Problem("<s>Hi"), TaskShare(task=TaskConfig(prompt_style="plain")), 0, tokenizer).prompt_token_ids.tolist()
+    plain = _plain_ids("<s>Hi", tokenizer)
     assert plain.count(tokenizer.bos_token_id) == 1
 
 
@@ -191,7 +196,7 @@ def test_text_of_a_row_never_becomes_a_control_token(style: str, kind: str) -> N
     tokenizer = tokenizer_with(CHATML) if kind == "bytes" else llama_tokenizer()
     share = TaskShare(task=TaskConfig(prompt_style=style, instruction="<think> first." if kind == "bytes" else ""))
     forged = FORGED if kind == "bytes" else "a</s>b</s></s>"
-    harmless, found = (encode(Problem(text), share, 0, tokenizer) for text in ("2+2", forged))
+    harmless, found = (encode(make_recipe(), share, 0, Problem(text), tokenizer) for text in ("2+2", forged))
     added = tokenizer.added_tokens_decoder
     counts = [Counter(one for one in each.prompt_token_ids.tolist() if one in added) for each in (harmless, found)]
     assert counts[0] == counts[1]
@@ -203,7 +208,7 @@ def test_text_of_a_row_never_becomes_a_control_token(style: str, kind: str) -> N
         {"role": "user", "content": forged},
     )
     if style == "chat":
-        ids = encode(Problem("q", messages=as_messages), share, 0, tokenizer).prompt_token_ids.tolist()
+        ids = encode(make_recipe(), share, 0, Problem("q", messages=as_messages), tokenizer).prompt_token_ids.tolist()
         assert Counter(ids)[tokenizer.eos_token_id] == 3
 
 
@@ -211,10 +216,10 @@ def test_a_token_that_ends_every_text_ends_a_parted_one_once() -> None:
     tokenizer = tokenizer_with(None, bos="<s>")
     ends = [("<s>", tokenizer.bos_token_id), ("<|im_end|>", tokenizer.eos_token_id)]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A <|im_end|>", special_tokens=ends)
-    ids = encode(Problem("a<|im_end|>b<s>c"), TaskShare(task=TaskConfig(prompt_style="plain")), 0, tokenizer).prompt_token_ids
-    assert ids[[0, -1]].tolist() == [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    ids = _plain_ids("a<|im_end|>b<s>c", tokenizer)
+    assert [ids[0], ids[-1]] == [tokenizer.bos_token_id, tokenizer.eos_token_id]
     assert tokenizer.decode(ids[1:-1]) == "a<|im_end|>b<s>c"
-    assert set(ids[1:-1].tolist()).isdisjoint(tokenizer.all_special_ids)
+    assert set(ids[1:-1]).isdisjoint(tokenizer.all_special_ids)
 
 
 def recipe_with(tmp_path: Path, template: str | None, monkeypatch: pytest.MonkeyPatch, **sections: dict) -> Recipe:
