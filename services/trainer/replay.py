@@ -136,9 +136,17 @@ def line(step: int, sha256: str, expected: str, now: Mapping[str, Any], then: Ma
     if is_experiment:
         state = "other weights" if sha256 != expected else "the same weights"
     else:
-        state = "not journaled" if not expected else "equal" if sha256 == expected else f"DIFFERS from {expected[:12]}"
+        differs = f"DIFFERS from {expected[:12]}{largest_difference(then, now)}"
+        state = "not journaled" if not expected else "equal" if sha256 == expected else differs
     shown = " ".join(f"{name} {_pair(then.get(name), now[name])}" for name in FIGURES if now.get(name) is not None)
     return f"step {step:>5}  {sha256[:12]} {state}  {shown}"
+
+
+def largest_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return a text with the figure whose relative difference is largest; "" if none can be compared. Pure."""
+    pairs = ((name, then.get(name), now.get(name)) for name in FIGURES)
+    shares = [(abs(b - a) / (abs(a) or 1.0), name) for name, a, b in pairs if a is not None and b is not None]
+    return ", in {1} by {0:.1e}".format(*max(shares)) if shares else ""
 
 
 def _pair(then: float | None, now: float) -> str:

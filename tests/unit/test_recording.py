@@ -21,7 +21,7 @@ from services.trainer.data.recording import RecordedStep, read_step, recorded_fi
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.replay import digests, nearest_start, plan_of, verdict
+from services.trainer.replay import digests, line, nearest_start, plan_of, verdict
 from tests.support.learner import EPISODES, episodes_of, group_of, model_of, sequences_of
 from tests.unit.builders import model_folder
 
@@ -172,6 +172,11 @@ def test_the_verdict_says_what_was_compared() -> None:
     assert verdict(3, [2], False).startswith("1 of 3 versions differ from the run, from version 2 on")
     assert "nothing was compared" in verdict(0, [], False)
     assert verdict(3, [2], True).startswith("an experiment")
+    then, now = {"loss": 0.0, "ess": 0.5, "kl": 1.0}, {"loss": 1e-9, "ess": 0.501, "clip_fraction": 0.1, "kl": 9.0}
+    assert line(7, "b" * 64, "a" * 64, now, then, False).startswith(
+        f"step     7  {'b' * 12} DIFFERS from {'a' * 12}, in ess by 2.0e-03"
+    )
+    assert line(7, "b" * 64, "a" * 64, now, {}, False).startswith(f"step     7  {'b' * 12} DIFFERS from {'a' * 12}  loss 1e-09")
 
 
 def test_branches_without_turns_stay_so() -> None:
