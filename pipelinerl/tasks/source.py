@@ -156,7 +156,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems that repeat a question, place of the first one, and number of those with another answer."""
+        """Number of problems that repeat a question, the first one's place, and how many of them have another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
