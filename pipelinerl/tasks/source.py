@@ -5,7 +5,7 @@ number. Held-out problems never occur in training. Rows of files or of the hub a
 held-out rows at random, because files are often sorted, and shuffles the other rows for each pass.
 
 A reasoning-gym family generates problems in blocks of `BLOCK`. The seed of a block is derived from the run's seed, the split
-and the block's number. A training problem whose question is held out is replaced by another one. A few families of release
+and the block's number. A training problem whose question is held out is replaced by another one. Some families of reasoning-gym
 0.1.25 (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder) iterate over sets. Processes generate the same
 problems of these families only with the same PYTHONHASHSEED.
 """
