@@ -222,7 +222,7 @@ def stale_reason(
     spans: tuple[VersionSpan, ...], version: int, algorithm: AlgorithmConfig, lineage: Lineage = FIRST_INCARNATION
 ) -> StaleReason | None:
     """Return why a sequence must not be trained on at policy version `version`, or None if it may be. It is stale if its lag
-    (see `max_lag_of`) is above `algorithm.max_lag`, or if a restart undid one of its versions or this run never made one."""
+    (see `max_lag_of`) is above `algorithm.max_lag`, or if one of its versions was undone by a restart or never made."""
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
         if reason is not None:
