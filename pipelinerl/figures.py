@@ -168,8 +168,8 @@ FIGURES = (
            "micro-batches and ranks) and `optimizer`. See below."),
     Figure("idle_s", "Seconds in which the weight update kept the trainer from computing: `snapshot` and `send` of `step_s`.",
            summary={"idle_s_mean": "mean"}),
-    Figure("tokens_per_s", "`trained` and `computed`: `tokens_trained` and `tokens_computed` per second of the step's "
-           "computation. (`tokens_trained_per_s` also counts the other seconds.)", "tokens_per_second",
+    Figure("tokens_per_s", "`tokens_trained` and `tokens_computed`, as `trained` and `computed`, per second of the step's "
+           "computation. (`tokens_trained_per_s` is per second of the whole step.)", "tokens_per_second",
            labels={"tokens": ("trained", "computed")}),
     Figure("mfu", "[Model FLOPs utilization](#model-flops-utilization) of the step's computation. Only if the device's peak is "
            "known, so not on a CPU.", "mfu_ratio", summary={"mfu_mean": "mean"}, weight=_COMPUTE),

@@ -505,7 +505,7 @@ def _check_tokens(tokens: Completion, kind: str, prefix: str, turns: tuple[Turn,
     end = 0
     for turn in turns:
         if not (end <= turn.start < turn.end and (num_sampled or turn.start == 0)):
-            problem = f"[{turn.start}, {turn.end}) is empty, or does not follow [0, {end}), or does not begin at 0"
+            problem = f"[{turn.start}, {turn.end}) is empty, begins before {end}, or is the first turn and does not begin at 0"
             raise MessageError(kind, f"{prefix}turns", problem)
         num_sampled, end = num_sampled + turn.end - turn.start, turn.end
     if turns and end != len(completion):

@@ -1,4 +1,4 @@
-"""Compute for an autoscaler of the actors how many of them would keep the trainer busy within the lag bound. Pure.
+"""Compute, for an autoscaler, how many actors would keep the trainer busy within the lag bound. Pure.
 
 **Consumption.** A step uses up n sequences (trained, dropped or failed) in s seconds, without waits for sequences. The trainer
 could thus consume `C = n / s` a second. C is the median over the last steps.

@@ -17,11 +17,11 @@ and not lost, and the step that uses it has not begun. A sample that has arrived
 count.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
-and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait. It falls if
-complete groups are left over by each of `limit / B + 1` steps, because the smallest number left over is a queue that only makes
-sequences older. If this queue is more than one group, the limit falls by a quarter of it. A change has taken effect when all
-groups issued before it are complete; only later steps count. When an actor leaves, the limit returns to its ceiling, because
-the actor's samples stay in flight for up to half a minute.
+and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
+caused the wait. It falls if complete groups are left over after each of `limit / B + 1` steps. Let q be the smallest number
+left over: a queue of q groups makes sequences older and feeds no step. If q > 1, the limit falls by q / 4 groups. Steps count
+only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its ceiling,
+because the actor's samples stay in flight for up to half a minute.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no longer
@@ -88,7 +88,7 @@ class IssueBounds:
         return max(0, issue_limit(self._recipe, version) - unlost)
 
     def held_by_max_lag(self, version: int, unlost: int) -> bool:
-        """Return whether `max_lag`, and not the end of the run, allows no more groups."""
+        """Return whether `max_lag`, rather than the end of the run, is why no more groups may be issued."""
         max_lag, steps = self._recipe.algorithm.max_lag, self._recipe.trainer.steps
         bounded = self._recipe.mode == "pipeline" and max_lag is not None and version + 1 + max_lag < steps
         return bounded and self.by_version(version, unlost) == 0
@@ -127,9 +127,9 @@ class IssueBounds:
         issued: int,
         oldest_open: int,
     ) -> None:
-        """Adapt the freshness limit when a step has its batch. Groups are numbered in order of issue, from 0.
+        """Adapt the freshness limit when a step has received its batch. Groups are numbered in order of issue, from 0.
 
-        `num_open`: incomplete groups; `oldest_open` is the number of the oldest. `issued`: number of the next group.
+        `num_open`: how many groups are incomplete. `oldest_open`: the oldest one's number. `issued`: the next group's number.
         `wait_share`: share of the time since the previous step in which the trainer waited for sequences. `for_max_lag`: the
         staleness bound caused this wait, which a higher limit would not shorten."""
         self.steps_begun += 1
@@ -222,7 +222,7 @@ def stale_reason(
     spans: tuple[VersionSpan, ...], version: int, algorithm: AlgorithmConfig, lineage: Lineage = FIRST_INCARNATION
 ) -> StaleReason | None:
     """Return why a sequence must not be trained on at policy version `version`, or None if it may be. It is stale if its lag
-    (see `max_lag_of`) is above `algorithm.max_lag`, or if a restart undid one of its versions or this run never made one."""
+    (see `max_lag_of`) is above `algorithm.max_lag`, or if one of its versions was undone by a restart or never made."""
     for span in spans:
         reason = lineage.reason_against(PolicyVersion(span.incarnation, span.version), newest=version)
         if reason is not None:

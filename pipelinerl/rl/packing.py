@@ -153,10 +153,10 @@ def plan_step(
 ) -> StepPlan:
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens, of which `outputs` are predicted.
 
-    The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. For one rank it is that of
-    `plan_microbatches`. `prompts` gives each sequence's prompt, which is part of its length. A micro-batch then computes a
-    prompt once for all its sequences that begin with it, except in attention. With several ranks, the cheapest plan over
-    `PIECES` is returned. Raises `FieldError` if one sequence alone exceeds the budget."""
+    The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. One rank gets the bins of
+    `plan_microbatches`. `prompts`: each sequence's prompt, which is part of its length. A micro-batch then computes a prompt
+    once for all its sequences with this prompt, except in attention. With several ranks, a plan is made for each size in
+    `PIECES`, and the cheapest is returned. Raises `FieldError` if one sequence alone exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
     if prompts is None:
@@ -188,7 +188,7 @@ class _Piece:
 
 
 def _pieces(lengths: list[int], prompts: Sequence[Prompt], most: int) -> list[_Piece]:
-    """Return pieces of one sequence, or of several that take at most `most` tokens; the longest sequences come first."""
+    """Return the sequences in pieces, longest first. A piece of several sequences takes at most `most` tokens."""
     pieces: list[_Piece] = []
     open_pieces: dict[Hashable, _Piece] = {}
     for index in _falling(lengths, range(len(lengths))):

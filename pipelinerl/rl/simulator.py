@@ -98,7 +98,7 @@ class _Group:
 
 
 _Wait = float | Callable[[], bool]
-"""What a process of the trainer waits for: a time, or a condition that is checked after each event."""
+"""A wait of a trainer's process: until a time, or until a condition holds, which is checked after each event."""
 _Process = Iterator[_Wait]
 
 
@@ -216,7 +216,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the end of this step if a sequence or version waits, else the next sequence's."""
+        """Schedule the actor's next event: the current step's end if a sequence or version waits, else a sequence's end."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)

@@ -9,8 +9,8 @@ with measured rates it is the second. All rates are completion tokens per unit o
     r_conv = 1 / (1 / r_gen + τ / N)                                                                    conventional
     r_pipe = min(U(H) · I, (N - I) / τ)                                                                 pipeline, I generators
 
-K = B · G sequences are generated in one phase; H are in progress on each generator of the pipeline. Every rate assumes that
-neither side waits.
+K = B · G sequences of mean length L̄ are generated in a phase on N accelerators, each with h_l in progress at token l. In the
+pipeline, each of I generators has H in progress. Every rate assumes that neither side waits.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 256 * 1024**2
 STOP_GRACE_S = 5.0
 CONNECTION_AGE_S = 300.0
-"""Seconds after which a client must connect again; running calls continue. It then finds new servers behind the name, and both
-sides present renewed certificates."""
+"""Seconds after which a client must connect again; running calls continue. The client then finds new servers behind the name,
+and both sides present renewed certificates."""
 _DETAILS_CHARACTERS = 300
 
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))

@@ -209,8 +209,8 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read rows under a header. The separator is the one that gives the first line the most columns, or a tab if a .tsv has one
-    there. A row's number is that of its first line, because a quoted value may span several lines."""
+    """Read rows under a header. The separator is the one that gives the first line the most columns. A .tsv with a tab in its
+    first line is separated by tabs. A row's number is that of its first line, because a quoted value may span several lines."""
     csv.field_size_limit(LONGEST_LINE)
     lines = map(_decoded, _lines(path, stream), count(1))
     reader, first = csv.reader(()), 1

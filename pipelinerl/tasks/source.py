@@ -5,7 +5,7 @@ number. Held-out problems never occur in training. Rows of files or of the hub a
 held-out rows at random, because files are often sorted, and shuffles the other rows for each pass.
 
 A reasoning-gym family generates problems in blocks of `BLOCK`. The seed of a block is derived from the run's seed, the split
-and the block's number. A training problem whose question is held out is replaced by another one. A few families of release
+and the block's number. A training problem whose question is held out is replaced by another one. Some families of reasoning-gym
 0.1.25 (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder) iterate over sets. Processes generate the same
 problems of these families only with the same PYTHONHASHSEED.
 """
@@ -156,7 +156,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems that repeat a question, place of the first one, and number of those with another answer."""
+        """Number of problems that repeat a question, the first one's place, and how many of them have another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:

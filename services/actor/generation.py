@@ -181,8 +181,8 @@ class GenerationLoop:
 
     Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits for the serving gate, which a commit
     opens, for a free slot, and for a group from the trainer's feeder. A sample holds a slot from its start until it enters the
-    finisher's bounded buffer. If the gate closes before all samples of a group have started, the others go back to PROMPTS.
-    There are H slots. With episodes there are more than H, because a waiting episode holds a slot but no place.
+    finisher's bounded buffer. If the gate closes before all samples of a group have started, the rest goes back to PROMPTS.
+    There are H slots, and more with episodes, because an episode that waits for its environment holds a slot but no place.
     """
 
     bus: Bus

@@ -3,7 +3,7 @@
 Before a version is offered, all remaining actors must serve the previous one. If an evaluation or probe holds the actors at an
 earlier version, the new version is skipped, and actors get a later one afterwards. Except in conventional mode, the next batch
 is computed while a version is sent. A single compute thread makes all calls to the model. With `actor.colocate`, the steps of a
-phase begin when the engine sleeps, and it wakes up for the version after them.
+phase begin when the engine sleeps; the engine wakes up for the version after these steps.
 
 Before the first step, the loop takes over a checkpoint and the streams from the run's previous trainer. For the next trainer it
 writes the journal, and the part of checkpoints that is not tensors.

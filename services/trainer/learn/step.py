@@ -161,7 +161,7 @@ class Learner:
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
         """Return a plan, and how many slots at its start need no backward pass because all their branches are `silent`. A slot
-        is one micro-batch per rank. The number is 0 if all branches are silent, or if several ranks would need more slots."""
+        is one micro-batch per rank. The number is 0 if all are silent, or if separating them adds slots on several ranks."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))

@@ -41,9 +41,9 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return a counter of rank 0's orders, which the first rank of each further node exports for its pod."""
+    """Return a counter of rank 0's orders, which the first rank of each other node exports for its pod."""
     return MetricSet(PREFIX, registry).counter(
-        "rank_orders_total", "Orders of rank 0 to the first rank of a further node.", {"kind": ORDERS}, unit="orders"
+        "rank_orders_total", "Orders from rank 0 that the first rank of another node executed.", {"kind": ORDERS}, unit="orders"
     )
 
 
