@@ -509,6 +509,7 @@ async def scaled(tour: Tour, actor_killed: list[int]) -> list[int]:
     began = len(tour.run.metrics())
     await tour.run.scale(1)
     await tour.run.until_members(1)
+    await tour.run.more_steps()  # scraped a few times
     return members(tour.run, began)
 
 
