@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -62,7 +62,7 @@ class RunRecords:
 
     def values(self, key: str, steps: slice = slice(None)) -> list[float]:
         """Return the finite values of a figure in these trained steps; `a.b` is key b of object a, and true counts as 1."""
-        return [value for step in self.trained[steps] if (value := number_at(step, key)) is not None]
+        return numbers_in(self.trained[steps], key)
 
     def mean(self, key: str) -> float:
         """Return the mean over the run; NaN before the third step."""
@@ -129,6 +129,10 @@ class RunRecords:
         num = sum(known.values()) if prefixes or known else counts.get(outcome) or 0
         ended = sum(counts.get(one) or 0 for one in ("trained", "dropped_stale", "dropped_filtered", "failed"))
         return num / max(ended, num, self.recipe.trainer.batch_size), max(known, key=lambda name: known[name], default="")
+
+
+def numbers_in(records: Iterable[Record], key: str) -> list[float]:
+    return [value for one in records if (value := number_at(one, key)) is not None]
 
 
 def number_at(record: Record, key: str) -> float | None:

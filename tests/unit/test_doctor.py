@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pipelinerl.commands.doctor import doctor
-from pipelinerl.doctor.findings import apply
+from pipelinerl.doctor.findings import apply, rules_of
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, quick_findings
 from pipelinerl.doctor.run_records import RunRecords
 from pipelinerl.doctor.runs import RUN_RULES, examine_run
@@ -197,7 +197,7 @@ def test_a_rule_names_its_fault_first(first: str) -> None:
 
 
 def test_every_rule_of_a_run_is_tested() -> None:
-    assert [one.id for one in RUN_RULES] == list(dict.fromkeys(name.split()[1] for name in RUNS))
+    assert list(rules_of(*RUN_RULES)) == list(dict.fromkeys(name.split()[1] for name in RUNS))
 
 
 def test_success_is_no_fault() -> None:
@@ -272,7 +272,7 @@ def test_shipped_recipes_have_no_finding(name: str) -> None:
 
 
 def test_every_rule_of_a_recipe_is_seeded() -> None:
-    known = {one.id for one in (*RECIPE_RULES, *SETTINGS_RULES)} | ADOPTED.keys()
+    known = rules_of(*RECIPE_RULES, *SETTINGS_RULES).keys() | ADOPTED.keys()
     assert known - {fault.expected for fault in RECIPE_FAULTS} == {"machine-lacks", "references-misread", "template"}
 
 
