@@ -196,7 +196,8 @@ def terms(run: RunRecords) -> Findings:
     """Examine the parts of the reward, the tasks of a mixture, and the length that rewards lead to.
 
     term-dominates (recipes.md#rewards): A term other than the answer decides who is better: 80 % of the terms' spread within
-        groups, answers below 0.9; or the format is earned, 80 % of it, and under 2 % of the answers (grave if equal).
+        groups, answers below 0.9; or most of it, and answers fall by 3 standard errors while the reward rises; or the format is
+        earned, 80 % of it, and under 2 % of the answers (grave if equal).
     format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in a run of 12 steps.
     task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: a quarter of its share; a
         mean reward of 0.
@@ -211,9 +212,12 @@ def terms(run: RunRecords) -> Findings:
         yield Finding("term-dominates", worse(not run.has_signal, 1), told, "task", fix, last)
     spread = {term: run.mean(f"term_spread.{term}") for step in run.trained for term in sorted(step.get("term_spread") or {})}
     most = max(spread, key=lambda one: spread[one], default="answer")
-    if most.partition(".")[0] != "answer" and spread[most] >= 0.8 * sum(spread.values()) > 0 and right < 0.9:
+    is_most = spread and most.partition(".")[0] != "answer"
+    is_traded = run.change(f"{name}.answer") < -3 and run.change("reward_mean") > 0
+    if is_most and ((spread[most] >= 0.8 * sum(spread.values()) > 0 and right < 0.9) or is_traded):
         field = {"format": "reward.format_weight", "overlong": "reward.overlong.penalty"}.get(most, "reward.scorer")
         told = f"spread: {', '.join(f'{one} {value:.3g}' for one, value in spread.items())}"
+        told += f"; answer {run.early(f'{name}.answer'):.3g} -> {right:.3g}" if is_traded else ""
         yield Finding("term-dominates", "warning", told, field, f"let {most} weigh less than the answer", last)
     if run.is_long and forms and reward.format_weight > 0 and not any(forms):
         told, fix = f"in no completion of {len(forms)} steps", "ask for this form in the prompt, with an example, or correct it"

@@ -23,7 +23,7 @@ from pipelinerl.recipe.model_folder import known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, files_in, named_doubts
 from pipelinerl.recipe.rehearsal import Call, answer_forms
 from pipelinerl.rl.groups import groups_per_step
-from pipelinerl.tasks.final_answer import final_answer
+from pipelinerl.tasks.final_answer import bare_answer, final_answer
 from pipelinerl.tasks.source import FileSource, Problem, Source, Split
 
 MISTAKE, LACKING, UNPAID = "recipe-mistake", "machine-lacks", "references-unpaid"
@@ -177,7 +177,7 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
     return Finding(id_, gravity, told, problem.field, problem.fix, meaning=meaning, docs=f"docs/{page}")
 
 
-_DRESSED = re.compile(r"[$€£]\s*-?\d[\d.,]*|-?\d{1,3}(,\d{3})+(\.\d+)?|-?\d[\d.,]*\s*(%|[A-Za-z]{2,12})")
+_MISSING = re.compile(r"(?i)nan|none|null|n/a|undefined")
 _CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{"role":""")
 _SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
 _DAMAGED = re.compile(r"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);")
@@ -191,10 +191,10 @@ def problems(view: SetView) -> Findings:
     columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of 8 prompts begin with their answer, have it after the text
         that the reward looks for, or end with it (a warning); or 90 % of 20 prompts or answers count the rows.
     one-answer (recipes.md#tasks): Problems have the same answer, so the policy need not read them: 95 % of 20 references; grave
-        if all.
-    references-unmatched (recipes.md#rewards): References are not what completions have as answers: a median of 8 words, or 5 %
-        of the numbers with a unit or separators if texts are compared; or 5 % of 200 earn nothing in the form of
-        reward.answer_pattern, or when tried (grave: half).
+        if all, a note from 80 %.
+    references-unmatched (recipes.md#rewards): References are not what completions have as answers: a median of 8 words, 5 % of
+        nan, none or null, or 5 % of numbers with a unit, separators or markup if texts are compared; or 5 % of 200 earn nothing
+        in the form of reward.answer_pattern, or when tried (grave: half).
     heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of a set's, compared without case,
         punctuation and spaces.
     """
@@ -207,12 +207,17 @@ def problems(view: SetView) -> Findings:
             yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
     yield from _columns(view)
     (top, count), *_ = Counter(answers).most_common(1) or [("", 0)]
-    if len(answers) >= 20 and count >= 0.95 * len(answers):
-        told, gravity = f"{count} of {len(answers)} are {top!r:.60}", worse(count, len(answers))
-        yield Finding("one-answer", gravity, told, f"{at}task.answer_field", "name the column of the answer")
+    if len(answers) >= 20 and count >= 0.8 * len(answers):
+        gravity = worse(count, len(answers)) if count >= 0.95 * len(answers) else "note"
+        told, fix = f"{count} of {len(answers)} are {top!r:.60}", "name the column of the answer, or balance the rows"
+        yield Finding("one-answer", gravity, told, f"{at}task.answer_field", fix)
     answers = answers[:200]
     lost, num = _lost_references(view, answers)
-    dressed = [one for one in answers if _DRESSED.fullmatch(one)] if "math" not in view.share.reward.scorer else []
+    dressed = [*filter(_is_dressed, answers)] if "math" not in view.share.reward.scorer else []
+    missing = [one for one in answers if _MISSING.fullmatch(one)] if len({*answers}) >= 10 else []  # else it may be a label
+    if len(missing) > 0.05 * len(answers):
+        told, fix = f"{counted(len(missing), 'answer')} such as {missing[0]!r}", "leave out these rows, which have no answer"
+        yield Finding("references-unmatched", "warning", told, f"{at}task.answer_field", fix)
     if answers and median(len(answer.split()) for answer in answers) >= 8:
         told, fix = f"such as {answers[0]!r:.200}", r"extract the final answer, as by '####\s*(.+)'"
         yield Finding("references-unmatched", "warning", told, f"{at}task.answer_pattern", fix)
@@ -244,6 +249,12 @@ def _columns(view: SetView) -> Findings:
         if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(texts)):
             shown, fix = f"it has {', '.join(texts[:4])}, ...", "is a number of the row; name another column"
             yield Finding("columns-mixed", "grave", shown, f"{view.place}{field}", fix)
+
+
+def _is_dressed(answer: str) -> bool:
+    """Return whether an answer is a number with currency, unit, separators, markup or a full stop."""
+    bare = bare_answer(answer)
+    return bare != answer.lower() and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare)) and not re.fullmatch(r"-?\d+[A-Za-z]", answer)
 
 
 def _lost_references(view: SetView, answers: list[str]) -> tuple[list[str], int]:
@@ -327,7 +338,7 @@ def rewards(view: SetView) -> Findings:
         the function is your own.
     form-unsaid (recipes.md#rewards): Nothing says in which form to answer: \boxed, the beginning of reward.answer_pattern or
         the text of format_pattern is not in the prompts, or forbidden there (grave if a small model of this package never
-        writes it); or the pattern begins with ^, and prompts ask for steps.
+        writes it); or the pattern begins with ^, and prompts ask for steps; or prompts ask for a box that it does not read.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
         form, or what a small packaged model writes (grave); or prompts ask for reasoning, and it is under 128 tokens; under
         1,024 for a model that thinks first.
@@ -388,6 +399,9 @@ def _forms(view: SetView) -> Findings:
         words = re.findall(r"[A-Za-z]{2,}", marker.lower() if ignores_case else marker) or [marker]
         if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
             yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
+    if pattern and "boxed" not in pattern and "math" not in view.share.reward.scorer and _is_said(["\\boxed"], text):
+        told, fix = rf"prompts ask for \boxed, and the reward looks for {view.marker!r}", "ask for one form, or use math"
+        yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", fix)
 
 
 def _stops(view: SetView) -> Findings:

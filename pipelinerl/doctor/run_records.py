@@ -101,9 +101,9 @@ class RunRecords:
     @cached_property
     def has_learned(self) -> bool:
         """Return whether the reward rose by 3 standard errors, or the held-out accuracy so that its intervals are separate."""
-        sets = [list((one.get("sets") or {}).values())[:1] for one in self.evaluations]
-        ends = [one["accuracy"] for of in sets for one in of if one.get("accuracy")]
-        return self.change("reward_mean") > 3 or (len(ends) > 1 and ends[-1]["low"] > ends[0]["high"])
+        accuracy = f"sets.{self.first_task.name}.accuracy"
+        lows, highs = (numbers_in(self.evaluations, f"{accuracy}.{end}") for end in ("low", "high"))
+        return self.change("reward_mean") > 3 or (len(lows) > 1 and lows[-1] > min(highs[:1], default=math.inf))
 
     @property
     def has_collapsed(self) -> bool:

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from pipelinerl.commands.doctor import doctor
-from pipelinerl.doctor.findings import apply, rules_of
+from pipelinerl.doctor.findings import rules_of
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, quick_findings
 from pipelinerl.doctor.run_records import RunRecords
-from pipelinerl.doctor.runs import RUN_RULES, examine_run
+from pipelinerl.doctor.runs import RUN_RULES, examine_run, findings_about
 from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe, recipe_names, set_value
@@ -55,7 +55,7 @@ def healthy(**changes: Any) -> RunRecords:
 
 
 def found(run: RunRecords) -> list[str]:
-    return [f"{one.gravity} {one.id}" for one in apply(RUN_RULES, run)]
+    return [f"{one.gravity} {one.id}" for one in findings_about(run)]
 
 
 def with_figures(run: RunRecords, late: Step | None = None, **figures: Any) -> RunRecords:
@@ -142,6 +142,9 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
         **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}
     ),
+    "warning term-dominates answer 0.3 -> 0.1": lambda: with_figures(
+        healthy(), {"reported": {"chain_sum": {"answer": 0.1}}}, term_spread={"answer": 0.4, "overlong": 1.0}
+    ),
     "warning term-dominates": lambda: with_figures(healthy(), term_spread={"answer": 0.1, "format": 2.0}),
     "warning format-never": lambda: with_figures(
         healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
@@ -191,7 +194,7 @@ def test_a_damaged_record_silences_only_the_rules_that_need_it() -> None:
 @pytest.mark.parametrize("first", RUNS)
 def test_a_rule_names_its_fault_first(first: str) -> None:
     gravity, id_, *words = first.split(maxsplit=2)
-    one, *_ = apply(RUN_RULES, RUNS[first]())
+    one, *_ = findings_about(RUNS[first]())
     assert (one.gravity, one.id) == (gravity, id_)
     assert all(word in one.brief for word in words)
 
@@ -204,11 +207,13 @@ def test_success_is_no_fault() -> None:
     run = with_figures(healthy(), {"equal_reward_groups": 0.95, "groups_all_right": 0.95, "entropy": 0.001, "reward_mean": 1.0})
     assert found(run) == ["note groups-all-right"]
     assert found(with_figures(healthy(), equal_reward_groups=0.8)) == [], "it still learns"
+    wild = {"sampling": {"group_size": 2, "max_tokens": 16, "temperature": 2.0}}
+    assert found(healthy(recipe=wild)) == ["note temperature"], "it learns nevertheless"
 
 
 def test_the_evidence_has_figures_a_sample_and_what_to_set() -> None:
     run = with_figures(healthy(), answers_absent=1.0, answers_missed=0.3, **STUCK)
-    one = apply(RUN_RULES, run)[0]
+    one = findings_about(run)[0]
     assert "100% of the completions; 30% contain the reference" in one.evidence
     assert (one.field, (one.sample or {})["completion"]) == ("reward.answer_pattern", "#7")
 
