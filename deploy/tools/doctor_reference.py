@@ -18,7 +18,7 @@ _KINDS = (("a recipe", RECIPE_RULES), ("settings, before and after a run", SETTI
 
 def rules() -> str:
     """Return a table with a row for each kind of rules."""
-    checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (meaning, docs) in ADOPTED.items())
+    checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (_, meaning, docs) in ADOPTED.items())
     rows = [row(("what `validate` finds", checked))]
     for kind, families in _KINDS:
         told = (f"[`{id_}`]({one.page}): {one.meaning}: {one.threshold}" for id_, one in rules_of(*families).items())

@@ -75,10 +75,9 @@ def losses(run: RunRecords) -> Findings:
     if run.undone:
         fix = "lower it to repeat fewer steps after a restart"
         yield Finding("steps-lost", "note", counted(run.undone, "step"), "checkpoint.every_steps", fix)
-    left = recipe.trainer.steps - len(steps)
-    needed_bytes = left * run.bytes_per_step + run.checkpoint_bytes
-    if run.is_running and len(steps) >= 3 and needed_bytes > run.free_bytes:
-        told = f"{run.free_bytes / 1e9:.3g} GB free, {needed_bytes / 1e9:.3g} GB needed for {counted(left, 'more step')}"
+    if run.is_running and len(steps) >= 3 and run.needed_bytes > run.free_bytes:
+        left = counted(recipe.trainer.steps - len(steps), "more step")
+        told = f"{run.free_bytes / 1e9:.3g} GB free, {run.needed_bytes / 1e9:.3g} GB needed for {left}"
         yield Finding("disk-fills", "warning", told, "checkpoint.keep", "free space, or keep fewer checkpoints")
 
 

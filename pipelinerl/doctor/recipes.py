@@ -11,7 +11,6 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
@@ -24,27 +23,31 @@ from pipelinerl.recipe.preflight import Examination, files_in, named_doubts
 from pipelinerl.recipe.rehearsal import Call, answer_forms
 from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.tasks.final_answer import bare_answer, final_answer
-from pipelinerl.tasks.source import FileSource, Problem, Source, Split
+from pipelinerl.tasks.source import Problem, Split
 
 MISTAKE, LACKING, UNPAID = "recipe-mistake", "machine-lacks", "references-unpaid"
-ADOPTED = {
-    MISTAKE: ("The recipe cannot run", "errors.md#before-a-run"),
-    UNPAID: ("The reward gives reference answers no more than an empty text", "recipes.md#rewards"),
-    "answers-empty": ("Problems have no reference answer", "recipes.md#tasks"),
-    "references-misread": ("The scorer does not read some references as answers", "recipes.md#rewards"),
-    "template": ("The chat template and the prompts do not fit", "recipes.md#chat-templates"),
-    "prompts-repeated": ("Prompts occur several times", "recipes.md#tasks"),
-    "warmup-too-long": ("The learning rate never reaches its value", "learning.md#learning-rate"),
-    "max-lag-too-small": ("The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
-    LACKING: ("This machine lacks something that the recipe needs", "errors.md#before-a-run"),
+ADOPTED: dict[str, tuple[Gravity, str, str]] = {
+    MISTAKE: ("grave", "The recipe cannot run", "errors.md#before-a-run"),
+    UNPAID: ("grave", "The reward gives reference answers no more than an empty text", "recipes.md#rewards"),
+    "answers-empty": ("warning", "Problems have no reference answer", "recipes.md#tasks"),
+    "references-misread": ("warning", "The scorer does not read some references as answers", "recipes.md#rewards"),
+    "template": ("warning", "The chat template and the prompts do not fit", "recipes.md#chat-templates"),
+    "prompts-repeated": ("warning", "Prompts occur several times", "recipes.md#tasks"),
+    "warmup-too-long": ("warning", "The learning rate never reaches its value", "learning.md#learning-rate"),
+    "max-lag-too-small": ("warning", "The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
+    LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
-"""Meanings and pages of the findings that other checks of a recipe make, by id."""
+"""Findings that other checks of a recipe make: gravity, meaning and page by id, the cause first."""
 _MOST_ROWS = 2000
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
 """Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
 _OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.()]")
+
+_STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)")
+_THINKING = re.compile(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))")
+_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
 
 
 def _literal(pattern: str) -> str:
@@ -59,99 +62,77 @@ class SetView(Settings):
 
     place: str
     share: ProblemSet
-    source: Source | None
-    num_known: int
-    """Number of held-out problems that are also trained on."""
     calls: Sequence[Call]
     """Trial calls of the reward."""
-    count: Callable[[Iterable[str]], int] | None
-    """Returns the number of tokens of the longest of some texts."""
-
-    @cached_property
-    def problems(self) -> Sequence[Problem]:
-        """First problems, if they are single questions from files."""
-        source, is_episodic = self.source, self.share.task.is_episodic
-        return source.problems[:_MOST_ROWS] if isinstance(source, FileSource) and not is_episodic else []
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """The problems' prompts."""
-        return ["\n".join(one.texts) for one in self.problems]
-
-    @cached_property
-    def references(self) -> list[str]:
-        return [answer for one in self.problems if (answer := _answer(one))]
-
-    @cached_property
-    def answers(self) -> list[str]:
-        """The right answers, taken from the references; empty if the scorer does not compare answers with references."""
-        scorer = self.share.reward.scorer
-        known = self.references if scorer in _COMPARING else []
-        return [*map(final_answer, known)] if "math" in scorer else known
-
-    @property
-    def written(self) -> str:
-        """A completion of a small model of this package; empty for other models."""
-        return _WRITTEN.get(self.recipe.model.name, "") if self.recipe.model.source == "package" else ""
-
-    @property
-    def marker(self) -> str:
-        """The text that the reward expects before the answer."""
-        return "boxed" if self.share.reward.scorer == "math_boxed" else _literal(self.share.reward.answer_pattern)
-
-    @cached_property
-    def told(self) -> str:
-        """All that tells the policy in which form to answer, with some prompts."""
-        task, source = self.share.task, None if self.share.task.is_episodic else self.source
-        shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
-        prompts = (text for problem in shown for text in problem.texts)
-        written = (task.instruction, task.system_prompt, task.prompt_template, self.recipe.model.chat_template)
-        return "\n".join((*written, *prompts))
-
-    @property
-    def asks_for_steps(self) -> re.Match[str] | None:
-        return re.search(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)", self.told)
-
-    @property
-    def thinks(self) -> bool:
-        """True if the model writes its reasoning before an answer without being asked."""
-        asked = self.recipe.model.chat_template_kwargs.get("enable_thinking")
-        named = re.search(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))", self.recipe.model.name)
-        return asked is True or (asked is None and named is not None)
-
-    def tokens(self, text: str) -> float:
-        """Return the number of tokens of a text or, without a tokenizer, a lower estimate."""
-        return self.count([text]) if self.count is not None else len(text) / 6
-
-
-_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
+    num_trained: int
+    num_heldout: int
+    num_known: int
+    """Number of problems from files that are trained on, that are held out, and that are both."""
+    texts: Sequence[str]
+    references: Sequence[str]
+    """Prompts and reference answers of the first problems, if they are single questions from files."""
+    answers: Sequence[str]
+    """The right answers, taken from the references; empty if the scorer does not compare answers with references."""
+    marker: str
+    """The text that the reward expects before the answer."""
+    told: str
+    """All that tells the policy in which form to answer, with some prompts."""
+    steps: str
+    """The words in `told` that ask for reasoning before the answer; empty if none do."""
+    thinks: bool
+    """True if the model writes its reasoning before an answer without being asked."""
+    written: str
+    """A completion of a small model of this package; empty for other models."""
+    tokens: Callable[[str], float]
+    """Returns the number of tokens of a text or, without a tokenizer, a lower estimate."""
 
 
 def _plain(problem: Problem) -> str:
     return "".join(problem.texts).lower().translate(_IGNORED)
 
 
-def _answer(problem: Problem) -> str:
-    return str(problem.reference.get("answer") or "").strip()
-
-
 def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
     """Yield the views of all sets of an examined recipe."""
+    model, count = recipe.model, None
     try:
-        parameters, count = known_parameters(recipe.model), token_counter(recipe.model)
+        parameters, count = known_parameters(model), token_counter(model)
     except (UserError, OSError):  # a mistake in the model's folder, which `examine` reports
-        parameters, count = 0, None
+        parameters = 0
+    asked, named = model.chat_template_kwargs.get("enable_thinking"), _THINKING.search(model.name)
     files = dict(files_in(examined.sources))
     held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
-    asked, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
+    plain, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
     for place in recipe.tasks_by_place.keys() & files.keys():
         kept = set(map(id, held[place]))
-        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in asked}
+        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in plain}
     for place, share in recipe.sets_by_place.items():
-        known = sum(_plain(one) in trained for one in held.get(place, ()))
-        calls = [one for one in examined.calls if one.place == place and one.status == "ok"]
-        yield SetView(recipe, parameters, place=place, share=share, source=examined.sources.get(place), num_known=known,
-                      calls=calls, count=count)  # fmt: skip
+        task, scorer, pattern, file = share.task, share.reward.scorer, share.reward.answer_pattern, files.get(place)
+        source, known = None if task.is_episodic else examined.sources.get(place), held.get(place, [])
+        problems = file.problems[:_MOST_ROWS] if file and source else []
+        references = [str(one.reference.get("answer") or "").strip() for one in problems]
+        right = [*filter(None, references)] if scorer in _COMPARING else []
+        shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
+        prompts = [text for problem in shown for text in problem.texts]
+        told = "\n".join((task.instruction, task.system_prompt, task.prompt_template, model.chat_template, *prompts))
+        yield SetView(
+            recipe=recipe,
+            parameters=parameters,
+            place=place,
+            share=share,
+            calls=[one for one in examined.calls if one.place == place and one.status == "ok"],
+            num_trained=len(file.problems) - len(known) if file and place in recipe.tasks_by_place else 0,
+            num_heldout=len(known),
+            num_known=sum(_plain(one) in trained for one in known),
+            texts=["\n".join(one.texts) for one in problems],
+            references=references,
+            answers=[*map(final_answer, right)] if "math" in scorer else right,
+            marker="boxed" if scorer == "math_boxed" else _literal(pattern),
+            told=told,
+            steps=found[0] if (found := _STEPS.search(told)) else "",
+            thinks=asked is True or (asked is None and named is not None),
+            written=_WRITTEN.get(model.name, "") if model.source == "package" else "",
+            tokens=(lambda text: count([text])) if count is not None else (lambda text: len(text) / 6),
+        )
 
 
 def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldError] = ()) -> list[Finding]:
@@ -169,10 +150,9 @@ def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
 
 def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Finding:
     """Return a finding for a problem that another check has found."""
-    gravity: Gravity = "grave" if id_ in (MISTAKE, UNPAID) else "note" if id_ == LACKING else "warning"
+    gravity, meaning, page = ADOPTED[id_]
     if id_ == UNPAID and recipe and recipe.sets_by_place[problem.field.removesuffix("reward.scorer")].reward.is_function:
         gravity = "warning"  # the function may want more than the bare answer
-    meaning, page = ADOPTED[id_]
     told = f"{problem.field} = {problem.value!r:.120}"
     return Finding(id_, gravity, told, problem.field, problem.fix, meaning=meaning, docs=f"docs/{page}")
 
@@ -227,15 +207,15 @@ def problems(view: SetView) -> Findings:
     if len(dressed) > 0.05 * len(answers):
         told, fix = f"such as {dressed[0]!r:.80}", "use math, which compares values, or bare numbers"
         yield Finding("references-unmatched", "warning", told, f"{at}reward.scorer", fix)
-    held = view.source.num_heldout if view.source else 0
-    if view.num_known > 0.05 * held:
+    if view.num_known > 0.05 * view.num_heldout:
+        told = f"{view.num_known} of {counted(view.num_heldout, 'problem')}"
         fix = "take them out of the training data, which the accuracy now repeats"
-        yield Finding("heldout-trained-on", "warning", f"{view.num_known} of {counted(held, 'problem')}", f"{at}task.path", fix)
+        yield Finding("heldout-trained-on", "warning", told, f"{at}task.path", fix)
 
 
 def _columns(view: SetView) -> Findings:
     """Yield the findings `columns-mixed`."""
-    rows = [(text.strip(), answer) for text, one in zip(view.texts, view.problems, strict=True) if (answer := _answer(one))]
+    rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
     marker, least = re.escape(view.marker), max(8, 0.9 * len(view.texts))
     told = [text for text, answer in rows
             if text.startswith(answer) or (marker and re.search(rf"{marker}\W*{re.escape(answer)}(?!\w)", text))]  # fmt: skip
@@ -244,10 +224,10 @@ def _columns(view: SetView) -> Findings:
         gravity = worse(len(told), least)  # if they only end with it, the task may be to repeat the last word
         shown = f"prompts such as {(told + ends)[0]!r:.200}"
         yield Finding("columns-mixed", gravity, shown, f"{view.place}task.prompt_field", "leave the answer out")
-    for field, texts in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
-        numbers = [int(found[1]) for text in texts if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
-        if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(texts)):
-            shown, fix = f"it has {', '.join(texts[:4])}, ...", "is a number of the row; name another column"
+    for field, column in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
+        numbers = [int(found[1]) for text in column if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
+        if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(column)):
+            shown, fix = f"it has {', '.join(column[:4])}, ...", "is a number of the row; name another column"
             yield Finding("columns-mixed", "grave", shown, f"{view.place}{field}", fix)
 
 
@@ -257,7 +237,7 @@ def _is_dressed(answer: str) -> bool:
     return bare != answer.lower() and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare)) and not re.fullmatch(r"-?\d+[A-Za-z]", answer)
 
 
-def _lost_references(view: SetView, answers: list[str]) -> tuple[list[str], int]:
+def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
     """Return the references that no completion earns anything with, and the number of those examined. Patterns are tried on
     completions in their form; if that form is not known, the trial calls count."""
     pattern = view.share.reward.answer_pattern
@@ -316,11 +296,10 @@ def texts(view: SetView) -> Findings:
         told = f"{len(cut)} end after {longest} characters, as with {cut[0][-40:]!r}"
         yield Finding("texts-damaged", "warning", told, f"{at}task.path", "give whole prompts")
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
-    source, is_trained = view.source, at in view.recipe.tasks_by_place
-    num = len(source.problems) - source.num_heldout if isinstance(source, FileSource) and is_trained else 0
-    times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, num)
-    if num > 0 and times >= 100:
-        told, fix = f"{counted(num, 'problem')}, each {times:.0f} times", "add some, or watch the held-out accuracy"
+    times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, view.num_trained)
+    if view.num_trained > 0 and times >= 100:
+        told = f"{counted(view.num_trained, 'problem')}, each {times:.0f} times"
+        fix = "add some, or watch the held-out accuracy"
         yield Finding("problems-few", "note", told, f"{at}task.path", fix)
     if task.heldout_problems == 1:
         yield Finding("evaluation-blind", "note", "an accuracy of 0 or 1", f"{at}task.heldout_problems", "hold out 32 or more")
@@ -365,14 +344,13 @@ def rewards(view: SetView) -> Findings:
         fix = "check its default, or the problem's tests"
         yield Finding("empty-paid", gravity, f"it earns {paid:g}", f"{at}reward.scorer", fix)
     yield from _forms(view)
-    asks, written = view.asks_for_steps, [f"{view.marker} {one}" for one in view.answers[:64]]
-    written = [view.written] if view.written else written
+    written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
     lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
     if (middle := median(lengths)) > limit:
         told, fix = f"{middle:.0f} tokens, such as {written[0]!r:.80}", f"use {2 * math.ceil(max(lengths))} or more"
         yield Finding("max-tokens-small", "grave", told, field, fix)
-    if limit < (needed := 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if asks else 0):
-        told = f"the prompt says {asks[0]!r}" if asks else "the model thinks first"
+    if limit < (needed := 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0):
+        told = f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"
         yield Finding("max-tokens-small", "warning", told, field, f"use {4 * needed}")
     yield from _stops(view)
     yield from _judge(view)
@@ -391,7 +369,7 @@ def _forms(view: SetView) -> Findings:
         yield Finding("form-unsaid", "grave", f"the model writes {view.written!r}", field, "use the shipped recipe's")
     if task.is_episodic or view.is_toy:
         return
-    if re.match(r"\^|\\A", pattern) and view.asks_for_steps:
+    if re.match(r"\^|\\A", pattern) and view.steps:
         yield Finding("form-unsaid", "warning", pattern, field, "leave out its ^, as steps come first")
     text = view.told.lower() if (ignores_case := pattern.startswith("(?i)")) else view.told
     field = f"{view.place}task.{'system_prompt' if task.prompt_style == 'chat' else 'instruction'}"

@@ -41,8 +41,8 @@ class RunRecords:
     is_running: bool = False
     is_young: bool = False
     free_bytes: float = math.inf
-    bytes_per_step: float = 0.0
-    checkpoint_bytes: int = 0
+    needed_bytes: float = 0.0
+    """Bytes that its files will grow by until the end, and one more checkpoint."""
     last_error: str = ""
     """Last line with an error in the logs of a run without a step."""
 
@@ -160,8 +160,7 @@ def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, 
         is_running=is_running,
         is_young=not (summary or is_running) and time.time() - run_dir.recipe.stat().st_mtime < YOUNG_S,
         free_bytes=free_bytes(folder),
-        bytes_per_step=sum(grown) / max(1, len(steps)),
-        checkpoint_bytes=run_dir.checkpoint_bytes(),
+        needed_bytes=run_dir.checkpoint_bytes() + sum(grown) * (recipe.trainer.steps / max(1, len(steps)) - 1),
         last_error="" if is_running or steps else _last_error(folder / "logs"),
     )
 

@@ -96,7 +96,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "grave run-failed": lambda: healthy(summary={"error": "actor-0 died"}),
     "grave run-failed CUDA": lambda: replace(healthy(last_error="trainer: CUDA error"), steps=[], samples=[]),
     "note steps-lost": lambda: healthy(undone=3),
-    "warning disk-fills": lambda: healthy(is_running=True, free_bytes=1e9, checkpoint_bytes=2 * 10**9),
+    "warning disk-fills": lambda: healthy(is_running=True, free_bytes=1e9, needed_bytes=2e9),
     "grave model-broken": lambda: replace(
         healthy(), samples=[sample(number, step=1, tokens=["!"] * 40) for number in range(8)]
     ),
