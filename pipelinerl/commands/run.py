@@ -104,7 +104,8 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     modules = modules_beside(recipe, find_recipe(args.recipe))
     with importable(modules):
         examined = check_environment(recipe, args.reward_rows)
-        doubtful = [*doubts(recipe, examined), *(one.brief for one in quick_findings(recipe, examined))]
+        doubtful = [str(one) for _, one in doubts(recipe, examined)]
+        doubtful += [one.brief for one in quick_findings(recipe, examined)]
     numbered, placement, gpus = placed_here(recipe, args.placement)
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
@@ -148,7 +149,7 @@ def resume(
     _check_steps(run_dir, new.trainer.steps, version)
     modules = modules_beside(new, find_recipe(recipe)) if recipe else None
     with importable(modules or (run_dir.modules if run_dir.modules.is_dir() else None)):
-        warnings = [f"warning: {doubt}" for doubt in doubts(new, check_environment(new, reward_rows))]
+        warnings = [f"warning: {doubt}" for _, doubt in doubts(new, check_environment(new, reward_rows))]
     run_dir.check_space(RESUME, checkpoint_bytes(new, known_parameters(new.model)))
     run_dir.keep_modules(modules)
     for name in ("logs", "addresses"):

@@ -81,7 +81,7 @@ def validate(args: argparse.Namespace) -> int:
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
         print(printable(f"  {name:<11}  {value}"))
-    warnings, lacking = [*doubts(recipe, examined), *warned], list(examined.problems)
+    warnings, lacking = [*(one for _, one in doubts(recipe, examined)), *warned], list(examined.problems)
     try:
         placed_here(recipe)
     except FieldError as problem:

@@ -19,7 +19,7 @@ from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
-from pipelinerl.recipe.preflight import Examination, files_in, named_doubts
+from pipelinerl.recipe.preflight import Examination, doubts, files_in
 from pipelinerl.recipe.rehearsal import Call, answer_forms
 from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.tasks.final_answer import bare_answer, final_answer
@@ -138,8 +138,8 @@ def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
 def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldError] = ()) -> list[Finding]:
     """Return all findings about a recipe, the cause first. `problems`: further mistakes, such as too little memory."""
     found = [(LACKING if isinstance(one, Lacking) else MISTAKE, one) for one in (*examined.problems, *problems)]
-    doubts = {(id_, one.field): (id_, one) for id_, one in reversed([*named_doubts(recipe, examined)])}  # the first of a kind
-    found = sorted([*found, *reversed(doubts.values())], key=lambda one: [*ADOPTED].index(one[0]))
+    kinds = {(id_, one.field): (id_, one) for id_, one in reversed([*doubts(recipe, examined)])}  # the first of each kind
+    found = sorted([*found, *reversed(kinds.values())], key=lambda one: [*ADOPTED].index(one[0]))
     return ranked([*(adopted(id_, problem, recipe) for id_, problem in found), *quick_findings(recipe, examined)])
 
 

@@ -162,13 +162,8 @@ def examine(recipe: Recipe, reward_rows: int = 0, *, prompts: bool = False) -> E
     return examined
 
 
-def doubts(recipe: Recipe, examined: Examination) -> Iterator[FieldError]:
-    """Yield warnings about settings that are probably wrong but may be intended."""
-    yield from (doubt for _, doubt in named_doubts(recipe, examined))
-
-
-def named_doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
-    """Yield the warnings of `doubts`, each with the name of its kind, which `pipelinerl doctor` explains."""
+def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
+    """Yield warnings about settings that are probably wrong but may be intended, each after its kind (docs/doctor.md)."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
         fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; lower it"

@@ -20,7 +20,7 @@ from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import load_recipe, recipe_names, set_value
 from pipelinerl.recipe.preflight import Examination
-from tests.support.seeded_faults import HEALTHY_RECIPES, RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
+from tests.support.seeded_faults import HEALTHY_RECIPES, RECIPE, RECIPE_FAULTS, ROWS, RecipeFault, Row
 from tests.unit.builders import make_recipe
 
 Step = dict[str, Any]
@@ -110,7 +110,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         replace(healthy(), samples=[sample(number, prompt="<think>\n", completion="Well,") for number in range(10)]), **FLAT
     ),
     "grave completions-identical": lambda: with_figures(healthy(), identical_groups=1.0, **STUCK),
-    "grave answers-absent contain the reference": lambda: with_figures(
+    "grave answers-absent 100% of the completions; 30% contain the reference); reward.answer_pattern": lambda: with_figures(
         healthy(), answers_absent=1.0, answers_missed=0.3, **{**STUCK, "equal_reward_groups": 0.5}
     ),
     "grave answers-absent": lambda: with_figures(healthy(), answers_absent=1.0, answers_missed=0.0, **STUCK),
@@ -197,6 +197,7 @@ def test_a_rule_names_its_fault_first(first: str) -> None:
     one, *_ = findings_about(RUNS[first]())
     assert (one.gravity, one.id) == (gravity, id_)
     assert all(word in one.brief for word in words)
+    assert "contain the reference" not in first or (one.sample or {})["completion"] == "#7"
 
 
 def test_every_rule_of_a_run_is_tested() -> None:
@@ -211,13 +212,6 @@ def test_success_is_no_fault() -> None:
     assert found(healthy(recipe=wild)) == ["note temperature"], "it learns nevertheless"
 
 
-def test_the_evidence_has_figures_a_sample_and_what_to_set() -> None:
-    run = with_figures(healthy(), answers_absent=1.0, answers_missed=0.3, **STUCK)
-    one = findings_about(run)[0]
-    assert "100% of the completions; 30% contain the reference" in one.evidence
-    assert (one.field, (one.sample or {})["completion"]) == ("reward.answer_pattern", "#7")
-
-
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
     recipe = deepcopy(RECIPE)
     for name, value in changes.items():
@@ -225,47 +219,43 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
     return recipe
 
 
-def judge(
-    tmp_path: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tried: int
-) -> Any:
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "seeded.yaml").write_text(yaml.safe_dump(recipe))
-    args = argparse.Namespace(
-        subject=str(tmp_path / "seeded.yaml"), overrides=[], gpu_memory=None, reward_rows=tried, json=True
-    )
-    code, told = doctor(args), json.loads(capsys.readouterr().out)
-    assert code == any(one["gravity"] == "grave" for one in told["findings"])
-    findings = [one for one in told["findings"] if one["id"] != "machine-lacks"]
-    return [one for one in findings if one["gravity"] != "note"] or findings
+Judge = Callable[[dict[str, Any], list[Row], int], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Judge:
+    """Returns the findings about `RECIPE` with changes; notes only if there is nothing else."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+    def judged(changes: dict[str, Any], rows: list[Row], tried: int) -> list[dict[str, Any]]:
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (tmp_path / "seeded.yaml").write_text(yaml.safe_dump(changed(changes)))
+        subject = str(tmp_path / "seeded.yaml")
+        args = argparse.Namespace(subject=subject, overrides=[], gpu_memory=None, reward_rows=tried, json=True)
+        code, told = doctor(args), json.loads(capsys.readouterr().out)
+        assert code == any(one["gravity"] == "grave" for one in told["findings"])
+        findings = [one for one in told["findings"] if one["id"] != "machine-lacks"]
+        return [one for one in findings if one["gravity"] != "note"] or findings
+
+    return judged
 
 
 @pytest.mark.parametrize("fault", RECIPE_FAULTS, ids=lambda fault: fault.name)
-def test_a_seeded_fault_of_a_recipe_is_the_first_finding(
-    fault: RecipeFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    first, *_ = judge(tmp_path, changed(fault.changes), fault.rows(ROWS), capsys, 12 if fault.tried else 0)
+def test_a_seeded_fault_of_a_recipe_is_the_first_finding(fault: RecipeFault, judge: Judge) -> None:
+    first, *_ = judge(fault.changes, fault.rows(ROWS), 12 if fault.tried else 0)
     assert first["id"] == fault.expected, first
 
 
 @pytest.mark.parametrize("name", HEALTHY_RECIPES)
-def test_a_recipe_without_a_fault_has_no_finding(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+def test_a_recipe_without_a_fault_has_no_finding(name: str, judge: Judge) -> None:
     changes, rows = HEALTHY_RECIPES[name]
-    assert judge(tmp_path, changed(changes), rows(ROWS), capsys, 12) == []
+    assert judge(changes, rows(ROWS), 12) == []
 
 
-def test_a_reward_beside_the_recipe_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+def test_a_reward_beside_the_recipe_is_found(judge: Judge, tmp_path: Path) -> None:
     text = "def score(item):\n    return float(item.answer == item.reference['answer'])\n"
     (tmp_path / "own_reward.py").write_text(text)
-    assert judge(tmp_path, changed({"reward.scorer": "own_reward:score"}), ROWS, capsys, 12) == []
+    assert judge({"reward.scorer": "own_reward:score"}, ROWS, 12) == []
     (tmp_path / "seeded.yaml").rename(tmp_path / "recipe.yaml")
     args = argparse.Namespace(subject=str(tmp_path), overrides=[], gpu_memory=None, reward_rows=2, json=False)
     assert doctor(args) == 0  # a folder of `pipelinerl init` is no run
