@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -106,4 +107,6 @@ def worse(value: float, grave: float) -> Gravity:
 
 
 def percent(share: float) -> str:
+    if math.isnan(share):
+        return "unknown"
     return f"{share:.0%}" if share in (0, 1) or 0.01 <= share <= 0.99 else f"{share:.2%}"

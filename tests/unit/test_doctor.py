@@ -167,6 +167,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "note bottleneck commit-bound": lambda: with_figures(healthy(), **SLOW),
     "note bottleneck verifier-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **WAITS),
     "note bottleneck actor-bound": lambda: with_figures(healthy(), **WAITS),
+    "note bottleneck actors busy unknown": lambda: with_figures(healthy(), actor_busy_fraction=None, **SLOW),
     "note bottleneck The trainer keeps the actors waiting (trainer-bound": lambda: with_figures(
         healthy(recipe={"model": CPU | {"dtype": "bfloat16"}}), actor_busy_fraction=0.1, **BUSY
     ),
