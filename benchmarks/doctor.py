@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.result_files import write_result
 from pipelinerl.doctor import failures, learning, lessons
+from pipelinerl.doctor.findings import rules_of
 from pipelinerl.doctor.runs import examine_run
 from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.run_summary import read_jsonl
@@ -81,7 +82,7 @@ def matrix(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if it names the cause first or, of a healthy run, finds nothing grave."""
     known = {"settings": SETTINGS_RULES, "lost data": failures.RULES, "lengths, answers, rewards": lessons.RULES,
              "numerics, policy, speed": learning.RULES}  # fmt: skip
-    kinds = {rule.id: kind for kind, rules in known.items() for rule in rules}
+    kinds = {id_: kind for kind, families in known.items() for id_ in rules_of(*families)}
     rows = []
     for kind in (*known, "none: a healthy run"):
         runs = [one for one in results if kinds.get(next(iter(one["expected"]), ""), "none: a healthy run") == kind]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from deploy.tools.generated import GeneratedPart, row
 from pipelinerl.doctor import failures, learning, lessons
+from pipelinerl.doctor.findings import rules_of
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES
 from pipelinerl.doctor.settings import SETTINGS_RULES
 
@@ -17,10 +18,10 @@ _KINDS = (("a recipe", RECIPE_RULES), ("settings, before and after a run", SETTI
 
 def rules() -> str:
     """Return a table with a row for each kind of rules."""
-    checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (meaning, docs) in ADOPTED.items())
+    checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (_, meaning, docs) in ADOPTED.items())
     rows = [row(("what `validate` finds", checked))]
-    for kind, kept in _KINDS:
-        told = (f"[`{one.id}`]({one.docs.removeprefix('docs/')}): {': '.join(one.told)}" for one in kept)
+    for kind, families in _KINDS:
+        told = (f"[`{id_}`]({one.page}): {one.meaning}: {one.threshold}" for id_, one in rules_of(*families).items())
         rows.append(row((kind, "<br>".join(told))))
     return "\n".join(["| rules about | id: meaning: threshold |\n|---|---|", *rows])
 

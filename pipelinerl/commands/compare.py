@@ -23,9 +23,8 @@ from string import ascii_uppercase as LETTERS
 from typing import Any
 
 from pipelinerl.commands.run_folder import one_line, table
-from pipelinerl.doctor.findings import apply
 from pipelinerl.doctor.run_records import RunRecords, number_at, records_in
-from pipelinerl.doctor.runs import RUN_RULES
+from pipelinerl.doctor.runs import findings_about
 from pipelinerl.errors import FieldError, as_unicode
 from pipelinerl.figures import FIGURES
 from pipelinerl.local.ending import report_html, reward_ends
@@ -150,7 +149,7 @@ def readable_steps(records: RunRecords) -> dict[int, Record]:
 
 
 def results_of(records: RunRecords, steps: Mapping[int, Record]) -> dict[str, str]:
-    summary, found = summary_from_metrics(records.recipe, [dict(one) for one in steps.values()]), apply(RUN_RULES, records)
+    summary, found = summary_from_metrics(records.recipe, [dict(one) for one in steps.values()]), findings_about(records)
     counts = ", ".join(f"{gravity} {count}" for gravity, count in Counter(one.gravity for one in found).items())
     wall_s = max((number_at(one, "time_s") or 0.0 for one in steps.values()), default=0.0) or None
     error, interrupted = records.summary.get("error"), records.summary.get("interrupted")

@@ -9,9 +9,8 @@ import argparse
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.commands.validate import gib_of, memory_of, model_of
 from pipelinerl.doctor.findings import GRAVITIES, Finding
@@ -24,6 +23,9 @@ from pipelinerl.recipe.preflight import examine
 from pipelinerl.run_dir import NAMED_IN, RunDir
 from pipelinerl.service.logs import printable
 
+_SHOWN = ("step", "prompt", "completion", "reference", "answer", "reason", "reward", "tokens")
+"""Keys of a sample that are shown."""
+
 
 def doctor(args: argparse.Namespace) -> int:
     """Return the exit code: 0 without a grave finding, 1 with one. Raises `UserError` for wrong arguments."""
@@ -33,8 +35,9 @@ def doctor(args: argparse.Namespace) -> int:
             if value:
                 raise FieldError(option, value, "applies only to a recipe; leave it out for a run")
     findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args, folder)
-    told = {"subject": args.subject, "kind": "run" if is_run else "recipe", "findings": [one.to_json() for one in findings]}
-    print(json.dumps(told, indent=2, default=str) if args.json else printable("\n".join(_lines(args.subject, findings))))
+    told = [one.to_json() | {"sample": one.sample and {key: one.sample.get(key) for key in _SHOWN}} for one in findings]
+    data = {"subject": args.subject, "kind": "run" if is_run else "recipe", "findings": told}
+    print(json.dumps(data, indent=2, default=str) if args.json else printable("\n".join(_lines(args.subject, findings))))
     return 1 if any(one.gravity == "grave" for one in findings) else 0
 
 
@@ -51,19 +54,18 @@ def _of_recipe(args: argparse.Namespace, subject: Path) -> list[Finding]:
     return findings_of(recipe, examine(recipe, args.reward_rows, modules_beside(recipe, find_recipe(named))), problems)
 
 
-def _lines(subject: str, findings: Sequence[Finding]) -> list[str]:
+def _lines(subject: str, findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield a heading, and a paragraph for each finding. A sample is shown once."""
     counts = Counter(one.gravity for one in findings)
     told = [f"{counts[one]} grave" if one == "grave" else counted(counts[one], one) for one in GRAVITIES if counts[one]]
-    lines, shown = [f"{subject}: {', '.join(told) or 'nothing found'}"], list[Any]()
-    for one in findings:
-        lines += _block(one, {} if one.sample in shown else one.sample or {})
-        shown.append(one.sample)
-    return lines
-
-
-def _block(one: Finding, sample: Mapping[str, Any]) -> list[str]:
-    rows = [("evidence", one.evidence), ("set", f"{one.field}: {one.fix}"), ("see", one.docs)]
-    rows += [(name, f"{value!r}"[-200:]) for name, value in sample.items() if value]
+    yield f"{subject}: {', '.join(told) or 'nothing found'}"
     wrap = textwrap.TextWrapper(110, subsequent_indent=" " * 12, break_on_hyphens=False).wrap
-    return ["", f"{one.gravity.upper()}  {one.id}: {one.meaning}",
-            *(line for name, text in rows for line in wrap(f"  {name:<11}{text}"))]  # fmt: skip
+    shown = list[object]()
+    for one in findings:
+        rows = [("evidence", one.evidence), ("set", f"{one.field}: {one.fix}"), ("see", one.docs)]
+        if one.sample and one.sample not in shown:
+            rows += [(key, f"{value!r}"[-200:]) for key in _SHOWN if (value := one.sample.get(key))]
+        shown.append(one.sample)
+        yield f"\n{one.gravity.upper()}  {one.id}: {one.meaning}"
+        for name, text in rows:
+            yield from wrap(f"  {name:<11}{text}")

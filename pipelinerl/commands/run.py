@@ -28,7 +28,7 @@ from pipelinerl.local.runner import LocalRun
 from pipelinerl.recipe import loading
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import known_parameters
-from pipelinerl.recipe.preflight import check_environment, named_doubts
+from pipelinerl.recipe.preflight import check_environment, doubts
 from pipelinerl.rl.memory import checkpoint_bytes
 from pipelinerl.rl.placement import Placement
 from pipelinerl.run_dir import MOST_ACTORS, RunDir, create_run_dir, find_run, read_json, state_to_resume, write_json
@@ -80,7 +80,7 @@ def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -
     recipe = loading.load_recipe(args.recipe, overrides)
     modules = loading.modules_beside(recipe, loading.find_recipe(args.recipe))
     examined = check_environment(recipe, args.reward_rows, modules)
-    doubtful = [*(one for _, one in named_doubts(recipe, examined)), *(one.brief for one in quick_findings(recipe, examined))]
+    doubtful = [*(one for _, one in doubts(recipe, examined)), *(one.brief for one in quick_findings(recipe, examined))]
     numbered, placement, gpus = placed_here(recipe, args.placement)
     first = checkpoint_bytes(recipe, known_parameters(recipe.model))
     run_dir = create_run_dir(recipe.name, datetime.now(), args.name, args.run_dir, first_checkpoint_bytes=first)
@@ -127,7 +127,7 @@ def resume(
         raise FieldError("trainer.steps", steps, f"{what}; raise it: --set trainer.steps={2 * taken}")
     modules = loading.modules_beside(new, loading.find_recipe(recipe)) if recipe else None
     examined = check_environment(new, reward_rows, modules or (run_dir.modules if run_dir.modules.is_dir() else None))
-    warnings = [f"warning: {doubt}" for _, doubt in named_doubts(new, examined)]
+    warnings = [f"warning: {doubt}" for _, doubt in doubts(new, examined)]
     run_dir.check_space(RESUME, checkpoint_bytes(new, known_parameters(new.model)))
     run_dir.keep_modules(modules)
     for name in ("logs", "addresses"):

@@ -21,7 +21,7 @@ from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import NATS, Recipe
 from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, modules_beside, parse_yaml, understood
 from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
-from pipelinerl.recipe.preflight import Examination, examine, files_in, named_doubts
+from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
 from pipelinerl.rl import placement
 from pipelinerl.rl.memory import (
@@ -74,7 +74,7 @@ def validate(args: argparse.Namespace) -> int:
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
     for name, value in [*outline(recipe), *data, *memory]:
         print(printable(f"  {name:<11}  {value}"))
-    warnings, lacking = [*(one for _, one in named_doubts(recipe, examined)), *warned], list(examined.problems)
+    warnings, lacking = [*(one for _, one in doubts(recipe, examined)), *warned], list(examined.problems)
     try:
         placed_here(recipe)
     except FieldError as problem:

@@ -1,16 +1,23 @@
 """Findings of the doctor, and rules that make them. Pure.
 
-A rule looks at one thing and is silent unless its threshold is passed. The threshold is stated in the rule's docstring, which
-docs/doctor.md shows. Wrong accusations are worse than silence, so thresholds leave room, and rules wait for enough steps.
+A family of rules is a generator of findings over a view: a problem set of a recipe, or the records of a run. Its docstring
+lists its rules in the order of causes, with page, meaning and threshold. To add a rule, add it there and yield what it finds.
+Wrong accusations are worse than silence, so thresholds leave room, and rules wait for enough steps.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.rules import value_at
 
 log = logging.getLogger(__name__)
 Gravity = Literal["grave", "warning", "note"]
@@ -19,24 +26,18 @@ GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 
 
 @dataclass(frozen=True)
-class Found:
-    """A rule's result if it found something. `evidence` holds the figures, `field` names the setting to change, and `fix` gives
-    the new value and the reason. `sample` holds parts of a line of samples.jsonl that show the problem."""
+class Finding:
+    """What a rule found. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do about it.
+    `sample` is a line of samples.jsonl that shows the problem. `apply` adds the rule's page as `docs`, its meaning unless the
+    finding has one, and the present value of a number to `fix`."""
 
+    id: str
     gravity: Gravity
     evidence: str
     field: str
     fix: str
     sample: Mapping[str, Any] | None = None
     meaning: str = ""
-    """What is wrong; empty if the rule's docstring says it."""
-
-
-@dataclass(frozen=True)
-class Finding(Found):
-    """A rule's `id`, with its page in `docs`, and what it found."""
-
-    id: str = ""
     docs: str = ""
 
     @property
@@ -44,59 +45,54 @@ class Finding(Found):
         return f"{self.meaning} ({self.evidence}); {self.field}: {self.fix}"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the finding without its sample."""
+        return {name: value for name, value in vars(self).items() if name != "sample"}
 
 
-Verdict = Found | Literal[False] | None
-"""What a rule returns: what it found, or a false value."""
-Check = Callable[[Any], Verdict]
+Findings = Iterator[Finding]
+Family = Callable[[Any], Findings]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule over a view: settings, a problem set of a recipe, or the records of a run. `docs`: its page."""
-
-    check: Check
-    docs: str
-
-    @property
-    def id(self) -> str:
-        return self.check.__name__.replace("_", "-")
-
-    @property
-    def told(self) -> tuple[str, str]:
-        """Meaning and threshold, which the docstring of `check` holds, with a colon between them."""
-        meaning, _, threshold = " ".join((inspect.getdoc(self.check) or "").split()).partition(": ")
-        return meaning, threshold
+class Rule(NamedTuple):
+    page: str
+    meaning: str
+    threshold: str
 
 
-def add_to(rules: list[Rule]) -> Callable[[str], Callable[[Check], Check]]:
-    """Return a decorator that adds a rule to a list. It takes the rule's page in docs."""
-
-    def rule(docs: str) -> Callable[[Check], Check]:
-        def added(check: Check) -> Check:
-            rules.append(Rule(check, f"docs/{docs}"))
-            return check
-
-        return added
-
-    return rule
+def rules_of(*families: Family) -> dict[str, Rule]:
+    """Return the rules in the docstrings of families, such as `some-id (page.md#part): meaning: threshold`, by id."""
+    text = "\n\n".join(inspect.getdoc(one) or "" for one in families)
+    found = re.findall(r"(?ms)^([\w-]+) \((\S+)\): (.+?):\s(.+?)(?=\n+\S|\Z)", text)
+    return {id_: Rule(page, *(" ".join(part.split()) for part in told)) for id_, page, *told in found}
 
 
-def apply(rules: Iterable[Rule], *views: Any) -> list[Finding]:
-    """Return what each rule finds in the first view in which it finds something, ranked. A rule that fails, as on damaged
-    records, is logged and finds nothing."""
-    found = ((rule, next((one for view in views if (one := _checked(rule, view))), None)) for rule in rules)
-    told = (({**vars(one), "meaning": one.meaning or rule.told[0]}, rule) for rule, one in found if one)
-    return ranked(Finding(**one, id=rule.id, docs=rule.docs) for one, rule in told)
+def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
+    """Return what each rule finds first in the views, ranked. Each view has a recipe."""
+    found = list[Finding]()
+    for family in families:
+        first = {one.id: one for view in reversed(views) for one in reversed([*_readable(family, view)])}
+        for id_, rule in rules_of(family).items():
+            if one := first.pop(id_, None):
+                fix = f"{_now(views[0].recipe, one.field)}{one.fix}"
+                found.append(replace(one, fix=fix, meaning=one.meaning or rule.meaning, docs=f"docs/{rule.page}"))
+        assert not first, f"{family.__name__} does not list {[*first]}"
+    return ranked(found)
 
 
-def _checked(rule: Rule, view: Any) -> Found | None:
+def _readable(family: Family, view: Any) -> Findings:
+    """Yield the findings up to a rule that fails, as on damaged records."""
     try:
-        return rule.check(view) or None
+        yield from family(view)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        log.warning("rule %s cannot read these records: %r", rule.id, error)
-        return None
+        log.warning("rules of %s cannot read these records: %r", family.__name__, error)
+
+
+def _now(recipe: Recipe, field: str) -> str:
+    """Return the beginning of a fix that tells the present value of a field; empty if it is no number."""
+    with suppress(AttributeError, LookupError):
+        if isinstance(value := value_at(recipe, field), int | float):
+            return f"is {value:,}; " if isinstance(value, int) else f"is {value:g}; "
+    return ""
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
@@ -111,4 +107,6 @@ def worse(value: float, grave: float) -> Gravity:
 
 
 def percent(share: float) -> str:
+    if math.isnan(share):
+        return "unknown"
     return f"{share:.0%}" if share in (0, 1) or 0.01 <= share <= 0.99 else f"{share:.2%}"

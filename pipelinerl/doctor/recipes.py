@@ -11,42 +11,43 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
-from pipelinerl.doctor.findings import Finding, Found, Gravity, Rule, Verdict, add_to, apply, percent, ranked, worse
+from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, percent, ranked, worse
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
-from pipelinerl.recipe.preflight import Examination, files_in, named_doubts
+from pipelinerl.recipe.preflight import Examination, doubts, files_in
 from pipelinerl.recipe.rehearsal import Call, answer_forms
 from pipelinerl.rl.groups import groups_per_step
-from pipelinerl.tasks.final_answer import final_answer
+from pipelinerl.tasks.final_answer import bare_answer, final_answer
 from pipelinerl.tasks.source import Problem, Split
 
 MISTAKE, LACKING, UNPAID = "recipe-mistake", "machine-lacks", "references-unpaid"
-ADOPTED = {
-    MISTAKE: ("The recipe cannot run", "errors.md#before-a-run"),
-    UNPAID: ("The reward gives reference answers no more than an empty text", "recipes.md#rewards"),
-    "answers-empty": ("Problems have no reference answer", "recipes.md#tasks"),
-    "references-misread": ("The scorer does not read some references as answers", "recipes.md#rewards"),
-    "template": ("The chat template and the prompts do not fit", "recipes.md#chat-templates"),
-    "prompts-repeated": ("Prompts occur several times", "recipes.md#tasks"),
-    "warmup-too-long": ("The learning rate never reaches its value", "learning.md#learning-rate"),
-    "max-lag-too-small": ("The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
-    LACKING: ("This machine lacks something that the recipe needs", "errors.md#before-a-run"),
+ADOPTED: dict[str, tuple[Gravity, str, str]] = {
+    MISTAKE: ("grave", "The recipe cannot run", "errors.md#before-a-run"),
+    UNPAID: ("grave", "The reward gives reference answers no more than an empty text", "recipes.md#rewards"),
+    "answers-empty": ("warning", "Problems have no reference answer", "recipes.md#tasks"),
+    "references-misread": ("warning", "The scorer does not read some references as answers", "recipes.md#rewards"),
+    "template": ("warning", "The chat template and the prompts do not fit", "recipes.md#chat-templates"),
+    "prompts-repeated": ("warning", "Prompts occur several times", "recipes.md#tasks"),
+    "warmup-too-long": ("warning", "The learning rate never reaches its value", "learning.md#learning-rate"),
+    "max-lag-too-small": ("warning", "The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
+    LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
-"""Meanings and pages of the findings that other checks of a recipe make, by id."""
-RECIPE_RULES: list[Rule] = []
-rule = add_to(RECIPE_RULES)
+"""Findings that other checks of a recipe make: gravity, meaning and page by id, the cause first."""
 _MOST_ROWS = 2000
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
 """Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
 _OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.()]")
+
+_STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)")
+_THINKING = re.compile(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))")
+_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
 
 
 def _literal(pattern: str) -> str:
@@ -57,79 +58,33 @@ def _literal(pattern: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SetView(Settings):
-    """A problem set of a recipe."""
+    """A problem set of an examined recipe."""
 
     place: str
     share: ProblemSet
-    problems: Sequence[Problem]
-    """First problems, if they are single questions from files."""
-    prompts: str
-    """Texts of some prompts."""
-    num_trained: int
-    """Number of problems from files that are trained on; 0 for other sets."""
-    heldout_known: tuple[int, int]
-    """Number of held-out problems that are also trained on, and of all held-out problems."""
     calls: Sequence[Call]
     """Trial calls of the reward."""
-    count: Callable[[Iterable[str]], int] | None
-    """Returns the number of tokens of the longest of some texts."""
-
-    def found(self, gravity: Gravity, evidence: str, field: str, fix: str) -> Found:
-        return Found(gravity, evidence, f"{self.place}{field}", fix)
-
-    @property
-    def limit_field(self) -> str:
-        return "max_tokens" if self.place else "sampling.max_tokens"
-
-    @property
-    def written(self) -> str:
-        """A completion of a small model of this package; empty for other models."""
-        return _WRITTEN.get(self.recipe.model.name, "") if self.recipe.model.source == "package" else ""
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """The problems' prompts."""
-        return ["\n".join(one.texts) for one in self.problems]
-
-    @cached_property
-    def references(self) -> list[str]:
-        return [answer for one in self.problems if (answer := str(one.reference.get("answer") or "").strip())]
-
-    @cached_property
-    def answers(self) -> list[str]:
-        """The right answers, taken from the references; empty if the scorer does not compare answers with references."""
-        scorer = self.share.reward.scorer
-        known = self.references if scorer in _COMPARING else []
-        return [*map(final_answer, known)] if "math" in scorer else known
-
-    @property
-    def marker(self) -> str:
-        """The text that the reward expects before the answer."""
-        return "boxed" if self.share.reward.scorer == "math_boxed" else _literal(self.share.reward.answer_pattern)
-
-    @property
-    def told(self) -> str:
-        """All that tells the policy in which form to answer."""
-        task, template = self.share.task, self.recipe.model.chat_template
-        return "\n".join((task.instruction, task.system_prompt, task.prompt_template, template, self.prompts))
-
-    @property
-    def asks_for_steps(self) -> re.Match[str] | None:
-        return re.search(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)", self.told)
-
-    @property
-    def thinks(self) -> bool:
-        """True if the model writes its reasoning before an answer without being asked."""
-        asked = self.recipe.model.chat_template_kwargs.get("enable_thinking")
-        named = re.search(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))", self.recipe.model.name)
-        return asked is True or (asked is None and named is not None)
-
-    def tokens(self, text: str) -> float:
-        """Return the number of tokens of a text or, without a tokenizer, a lower estimate."""
-        return self.count([text]) if self.count is not None else len(text) / 6
-
-
-_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
+    num_trained: int
+    num_heldout: int
+    num_known: int
+    """Number of problems from files that are trained on, that are held out, and that are both."""
+    texts: Sequence[str]
+    references: Sequence[str]
+    """Prompts and reference answers of the first problems, if they are single questions from files."""
+    answers: Sequence[str]
+    """The right answers, taken from the references; empty if the scorer does not compare answers with references."""
+    marker: str
+    """The text that the reward expects before the answer."""
+    told: str
+    """All that tells the policy in which form to answer, with some prompts."""
+    steps: str
+    """The words in `told` that ask for reasoning before the answer; empty if none do."""
+    thinks: bool
+    """True if the model writes its reasoning before an answer without being asked."""
+    written: str
+    """A completion of a small model of this package; empty for other models."""
+    tokens: Callable[[str], float]
+    """Returns the number of tokens of a text or, without a tokenizer, a lower estimate."""
 
 
 def _plain(problem: Problem) -> str:
@@ -138,105 +93,151 @@ def _plain(problem: Problem) -> str:
 
 def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
     """Yield the views of all sets of an examined recipe."""
+    model, count = recipe.model, None
     try:
-        parameters, count = known_parameters(recipe.model), token_counter(recipe.model)
+        parameters, count = known_parameters(model), token_counter(model)
     except (UserError, OSError):  # a mistake in the model's folder, which `examine` reports
-        parameters, count = 0, None
-    sources, files, tasks = examined.sources, dict(files_in(examined.sources)), recipe.tasks_by_place
+        parameters = 0
+    asked, named = model.chat_template_kwargs.get("enable_thinking"), _THINKING.search(model.name)
+    files = dict(files_in(examined.sources))
     held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
-    asked, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
-    for place in tasks.keys() & files.keys():
+    plain, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
+    for place in recipe.tasks_by_place.keys() & files.keys():
         kept = set(map(id, held[place]))
-        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in asked}
+        trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in plain}
     for place, share in recipe.sets_by_place.items():
-        source, file = None if share.task.is_episodic else sources.get(place), files.get(place)
+        task, scorer, pattern, file = share.task, share.reward.scorer, share.reward.answer_pattern, files.get(place)
+        source, known = None if task.is_episodic else examined.sources.get(place), held.get(place, [])
+        problems = file.problems[:_MOST_ROWS] if file and source else []
+        references = [str(one.reference.get("answer") or "").strip() for one in problems]
+        right = [*filter(None, references)] if scorer in _COMPARING else []
         shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
+        prompts = [text for problem in shown for text in problem.texts]
+        told = "\n".join((task.instruction, task.system_prompt, task.prompt_template, model.chat_template, *prompts))
         yield SetView(
             recipe=recipe,
             parameters=parameters,
             place=place,
             share=share,
-            problems=file.problems[:_MOST_ROWS] if file and source else [],
-            prompts="\n".join(text for problem in shown for text in problem.texts),
-            num_trained=len(file.problems) - file.num_heldout if file and place in tasks else 0,
-            heldout_known=(sum(_plain(one) in trained for one in held.get(place, ())), len(held.get(place, ()))),
             calls=[one for one in examined.calls if one.place == place and one.status == "ok"],
-            count=count,
+            num_trained=len(file.problems) - len(known) if file and place in recipe.tasks_by_place else 0,
+            num_heldout=len(known),
+            num_known=sum(_plain(one) in trained for one in known),
+            texts=["\n".join(one.texts) for one in problems],
+            references=references,
+            answers=[*map(final_answer, right)] if "math" in scorer else right,
+            marker="boxed" if scorer == "math_boxed" else _literal(pattern),
+            told=told,
+            steps=found[0] if (found := _STEPS.search(told)) else "",
+            thinks=asked is True or (asked is None and named is not None),
+            written=_WRITTEN.get(model.name, "") if model.source == "package" else "",
+            tokens=(lambda text: count([text])) if count is not None else (lambda text: len(text) / 6),
         )
 
 
 def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldError] = ()) -> list[Finding]:
     """Return all findings about a recipe, the cause first. `problems`: further mistakes, such as too little memory."""
     found = [(LACKING if isinstance(one, Lacking) else MISTAKE, one) for one in (*examined.problems, *problems)]
-    doubts = {(id_, one.field): (id_, one) for id_, one in reversed([*named_doubts(recipe, examined)])}  # the first of a kind
-    found = sorted([*found, *reversed(doubts.values())], key=lambda one: [*ADOPTED].index(one[0]))
+    kinds = {(id_, one.field): (id_, one) for id_, one in reversed([*doubts(recipe, examined)])}  # the first of each kind
+    found = sorted([*found, *reversed(kinds.values())], key=lambda one: [*ADOPTED].index(one[0]))
     return ranked([*(adopted(id_, problem, recipe) for id_, problem in found), *quick_findings(recipe, examined)])
 
 
 def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
     """Return the findings of the rules alone. This takes a fraction of a second after the examination."""
-    views = [*_views(recipe, examined)]
-    return ranked([*apply(RECIPE_RULES, *views), *apply(SETTINGS_RULES, *views)])
+    return apply((*RECIPE_RULES, *SETTINGS_RULES), *_views(recipe, examined))
 
 
 def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Finding:
     """Return a finding for a problem that another check has found."""
-    gravity: Gravity = "grave" if id_ in (MISTAKE, UNPAID) else "note" if id_ == LACKING else "warning"
+    gravity, meaning, page = ADOPTED[id_]
     if id_ == UNPAID and recipe and recipe.sets_by_place[problem.field.removesuffix("reward.scorer")].reward.is_function:
         gravity = "warning"  # the function may want more than the bare answer
-    meaning, docs = ADOPTED[id_]
     told = f"{problem.field} = {problem.value!r:.120}"
-    return Finding(gravity, told, problem.field, problem.fix, id=id_, meaning=meaning, docs=f"docs/{docs}")
+    return Finding(id_, gravity, told, problem.field, problem.fix, meaning=meaning, docs=f"docs/{page}")
 
 
-# --- problems ---------------------------------------------------------------------------------------------------------------
+_MISSING = re.compile(r"(?i)nan|none|null|n/a|undefined")
+_CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{"role":""")
+_SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
+_DAMAGED = re.compile(r"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);")
 
 
-@rule("recipes.md#tasks")
-def prompts_fill_context(view: SetView) -> Verdict:
-    """Prompts leave no room for an answer: the longest one reaches model.max_context; grave if the median one does."""
-    limit, texts = view.recipe.model.max_context, sorted(view.texts, key=len)
-    middle, longest = (view.tokens(text) for text in (texts[len(texts) // 2], texts[-1])) if texts else (0, 0)
-    fix = f"is {limit:,}; raise it, or leave long problems out of {view.place}task.path"
-    told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
-    return longest >= limit and Found(worse(middle, limit), told, "model.max_context", fix)
+def problems(view: SetView) -> Findings:
+    """Examine prompts and references.
+
+    prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context;
+        grave if the median one does.
+    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of 8 prompts begin with their answer, have it after the text
+        that the reward looks for, or end with it (a warning); or 90 % of 20 prompts or answers count the rows.
+    one-answer (recipes.md#tasks): Problems have the same answer, so the policy need not read them: 95 % of 20 references; grave
+        if all, a note from 80 %.
+    references-unmatched (recipes.md#rewards): References are not what completions have as answers: a median of 8 words, 5 % of
+        nan, none or null, or 5 % of numbers with a unit, separators or markup if texts are compared; or 5 % of 200 earn nothing
+        in the form of reward.answer_pattern, or when tried (grave: half).
+    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of a set's, compared without case,
+        punctuation and spaces.
+    """
+    at, answers, limit = view.place, view.answers, view.recipe.model.max_context
+    if texts := sorted(view.texts, key=len):
+        middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
+        if longest >= limit:
+            told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
+            fix = f"raise it, or leave long problems out of {at}task.path"
+            yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
+    yield from _columns(view)
+    (top, count), *_ = Counter(answers).most_common(1) or [("", 0)]
+    if len(answers) >= 20 and count >= 0.8 * len(answers):
+        gravity = worse(count, len(answers)) if count >= 0.95 * len(answers) else "note"
+        told, fix = f"{count} of {len(answers)} are {top!r:.60}", "name the column of the answer, or balance the rows"
+        yield Finding("one-answer", gravity, told, f"{at}task.answer_field", fix)
+    answers = answers[:200]
+    lost, num = _lost_references(view, answers)
+    dressed = [*filter(_is_dressed, answers)] if "math" not in view.share.reward.scorer else []
+    missing = [one for one in answers if _MISSING.fullmatch(one)] if len({*answers}) >= 10 else []  # else it may be a label
+    if len(missing) > 0.05 * len(answers):
+        told, fix = f"{counted(len(missing), 'answer')} such as {missing[0]!r}", "leave out these rows, which have no answer"
+        yield Finding("references-unmatched", "warning", told, f"{at}task.answer_field", fix)
+    if answers and median(len(answer.split()) for answer in answers) >= 8:
+        told, fix = f"such as {answers[0]!r:.200}", r"extract the final answer, as by '####\s*(.+)'"
+        yield Finding("references-unmatched", "warning", told, f"{at}task.answer_pattern", fix)
+    if len(lost) > 0.05 * num:
+        told, fix = f"{percent(len(lost) / num)} of {num}, such as {lost[0]!r:.80}", "must find it; or correct the references"
+        yield Finding("references-unmatched", worse(len(lost), num / 2), told, f"{at}reward.answer_pattern", fix)
+    if len(dressed) > 0.05 * len(answers):
+        told, fix = f"such as {dressed[0]!r:.80}", "use math, which compares values, or bare numbers"
+        yield Finding("references-unmatched", "warning", told, f"{at}reward.scorer", fix)
+    if view.num_known > 0.05 * view.num_heldout:
+        told = f"{view.num_known} of {counted(view.num_heldout, 'problem')}"
+        fix = "take them out of the training data, which the accuracy now repeats"
+        yield Finding("heldout-trained-on", "warning", told, f"{at}task.path", fix)
 
 
-@rule("recipes.md#tasks")
-def columns_mixed(view: SetView) -> Verdict:
-    """A wrong column is read: 90 % of 8 prompts begin with their answer, have it after the text that the reward looks for, or
-    end with it (a warning); or 90 % of 20 prompts or answers count the rows."""
-    pairs = zip(view.texts, (str(one.reference.get("answer") or "").strip() for one in view.problems), strict=True)
-    rows = [(text.strip(), answer) for text, answer in pairs if answer]
+def _columns(view: SetView) -> Findings:
+    """Yield the findings `columns-mixed`."""
+    rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
     marker, least = re.escape(view.marker), max(8, 0.9 * len(view.texts))
     told = [text for text, answer in rows
             if text.startswith(answer) or (marker and re.search(rf"{marker}\W*{re.escape(answer)}(?!\w)", text))]  # fmt: skip
     ends = [text for text, answer in rows if re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
     if max(len(told), len(ends)) >= least:
-        gravity: Gravity = "grave" if len(told) >= least else "warning"  # a task may be to repeat the last word
-        return view.found(gravity, f"prompts such as {(told + ends)[0]!r:.200}", "task.prompt_field", "leave the answer out")
-    for field, texts in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
-        numbers = [int(found[1]) for text in texts if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
-        if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(texts)):
-            return view.found(
-                "grave", f"it has {', '.join(texts[:4])}, ...", field, "is a number of the row; name another column"
-            )
-    return None
+        gravity = worse(len(told), least)  # if they only end with it, the task may be to repeat the last word
+        shown = f"prompts such as {(told + ends)[0]!r:.200}"
+        yield Finding("columns-mixed", gravity, shown, f"{view.place}task.prompt_field", "leave the answer out")
+    for field, column in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
+        numbers = [int(found[1]) for text in column if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
+        if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(column)):
+            shown, fix = f"it has {', '.join(column[:4])}, ...", "is a number of the row; name another column"
+            yield Finding("columns-mixed", "grave", shown, f"{view.place}{field}", fix)
 
 
-@rule("recipes.md#tasks")
-def one_answer(view: SetView) -> Verdict:
-    """Problems have the same answer, so the policy need not read them: 95 % of 20 references; grave if all."""
-    (top, count), *_ = Counter(view.answers).most_common(1) or [("", 0)]
-    num, told = len(view.answers), f"{count} of {len(view.answers)} are {top!r:.60}"
-    is_bad = num >= 20 and count >= 0.95 * num
-    return is_bad and view.found(worse(count, num), told, "task.answer_field", "name the column of the answer")
+def _is_dressed(answer: str) -> bool:
+    """Return whether an answer is a number with currency, unit, separators, markup or a full stop."""
+    bare = bare_answer(answer)
+    return bare != answer.lower() and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare)) and not re.fullmatch(r"-?\d+[A-Za-z]", answer)
 
 
-_DRESSED = re.compile(r"[$€£]\s*-?\d[\d.,]*|-?\d{1,3}(,\d{3})+(\.\d+)?|-?\d[\d.,]*\s*(%|[A-Za-z]{2,12})")
-
-
-def _lost_references(view: SetView, answers: list[str]) -> tuple[list[str], int]:
+def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
     """Return the references that no completion earns anything with, and the number of those examined. Patterns are tried on
     completions in their form; if that form is not known, the trial calls count."""
     pattern = view.share.reward.answer_pattern
@@ -253,125 +254,106 @@ def _lost_references(view: SetView, answers: list[str]) -> tuple[list[str], int]
     return (lost, len(tried)) if len(lost) < len(tried) else ([], 0)  # `references-unpaid` reports that all earn nothing
 
 
-@rule("recipes.md#rewards")
-def references_unmatched(view: SetView) -> Verdict:
-    """References are not what completions have as answers: a median of 8 words, or 5 % of the numbers with a unit or separators
-    if texts are compared; or 5 % of 200 earn nothing in the form of reward.answer_pattern, or when tried (grave: half)."""
-    answers = view.answers[:200]
-    lost, num = _lost_references(view, answers)
-    dressed = [one for one in answers if _DRESSED.fullmatch(one)] if "math" not in view.share.reward.scorer else []
-    if answers and median(len(answer.split()) for answer in answers) >= 8:
-        told, fix = f"such as {answers[0]!r:.200}", r"extract the final answer, as by '####\s*(.+)'"
-        return view.found("warning", told, "task.answer_pattern", fix)
-    if len(lost) > 0.05 * num:
-        told, fix = f"{percent(len(lost) / num)} of {num}, such as {lost[0]!r:.80}", "must find it; or correct the references"
-        return view.found(worse(len(lost), num / 2), told, "reward.answer_pattern", fix)
-    fix = "use math, which compares values, or bare numbers"
-    return len(dressed) > 0.05 * len(answers) and view.found("warning", f"such as {dressed[0]!r:.80}", "reward.scorer", fix)
+def texts(view: SetView) -> Findings:
+    """Examine templates, damaged texts and the numbers of problems.
 
-
-@rule("recipes.md#evaluation")
-def heldout_trained_on(view: SetView) -> Verdict:
-    """Held-out problems are also trained on: 5 % of a set's, compared without case, punctuation and spaces."""
-    known, num = view.heldout_known
-    told, fix = f"{known} of {counted(num, 'problem')}", "take them out of the training data, which the accuracy now repeats"
-    return known > 0.05 * num and view.found("warning", told, "task.path", fix)
-
-
-@rule("recipes.md#chat-templates")
-def template_unused(view: SetView) -> Verdict:
-    """An instruction-tuned model gets prompts without its chat template: its name has instruct, chat, it or thinking, or it is
-    smollm2, and the prompts are plain. Or model.chat_template has neither add_generation_prompt nor assistant."""
-    model, task = view.recipe.model, view.share.task
+    template-unused (recipes.md#chat-templates): An instruction-tuned model gets prompts without its chat template: its name has
+        instruct, chat, it or thinking, or it is smollm2, and the prompts are plain. Or model.chat_template has neither
+        add_generation_prompt nor assistant.
+    template-twice (recipes.md#chat-templates): Prompts spell parts of a chat template, which the model reads as plain text:
+        half of the prompts, or a field.
+    texts-damaged (recipes.md#tasks): Prompts are damaged: 5 % have characters of a wrong encoding or of HTML, or 10 to 90 % are
+        cut at the same length.
+    problems-few (recipes.md#tasks): Few problems are trained on very often, so that the policy may learn them by heart: each
+        100 times, a note.
+    evaluation-blind (recipes.md#evaluation): Evaluations say nothing: their interval exceeds both the run's length and 100
+        steps, or they have one problem; a note.
+    """
+    at, model, task, texts = view.place, view.recipe.model, view.share.task, view.texts
     if model.chat_template and not re.search("add_generation_prompt|assistant", model.chat_template):
         fix = "end it with the assistant's first tokens if add_generation_prompt"
-        return Found("warning", f"{model.chat_template!r:.80}", "model.chat_template", fix)
+        yield Finding("template-unused", "warning", f"{model.chat_template!r:.80}", "model.chat_template", fix)
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])", model.name.rpartition("/")[2])
     is_tuned = model.source == "smollm2" or (model.source != "package" and tuned)
-    fix = "is plain; use chat, or a base model"
-    is_bad = is_tuned and task.prompt_style == "plain" and not task.is_episodic
-    return is_bad and view.found("warning", model.name or model.source, "task.prompt_style", fix)
-
-
-_CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{"role":""")
-_SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
-
-
-@rule("recipes.md#chat-templates")
-def template_twice(view: SetView) -> Verdict:
-    """Prompts spell parts of a chat template, which the model reads as plain text: half of the prompts, or a field."""
-    task, texts = view.share.task, view.texts
+    if is_tuned and task.prompt_style == "plain" and not task.is_episodic:
+        told, fix = model.name or model.source, "is plain; use chat, or a base model"
+        yield Finding("template-unused", "warning", told, f"{at}task.prompt_style", fix)
     fix = "leave it out; prompt_style: chat writes it"
     for name in ("system_prompt", "instruction", "prompt_template"):
         if found := _CONTROL.search(getattr(task, name)):
-            return view.found("warning", repr(found[0]), f"task.{name}", fix)
+            yield Finding("template-twice", "warning", repr(found[0]), f"{at}task.{name}", fix)
     patterns = (_CONTROL, _SPEAKER) if task.prompt_style == "chat" else (_CONTROL,)
     spelled = [found[0] for text in texts if (found := next(filter(None, (one.search(text) for one in patterns)), None))]
-    told = f"{', '.join(spelled[:1])!r} in {counted(len(spelled), 'prompt')}"
-    return len(spelled) >= max(1, len(texts) / 2) and view.found("warning", told, "task.path", fix)
-
-
-_DAMAGED = re.compile(r"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);")
-
-
-@rule("recipes.md#tasks")
-def texts_damaged(view: SetView) -> Verdict:
-    """Prompts are damaged: 5 % have characters of a wrong encoding or of HTML, or 10 to 90 % are cut at the same length."""
-    texts, longest = view.texts, max(map(len, view.texts), default=0)
-    odd = [found[0] for text in texts if (found := _DAMAGED.search(text))]
+    if len(spelled) >= max(1, len(texts) / 2):
+        told = f"{spelled[0]!r} in {counted(len(spelled), 'prompt')}"
+        yield Finding("template-twice", "warning", told, f"{at}task.path", fix)
+    odd, longest = [found[0] for text in texts if (found := _DAMAGED.search(text))], max(map(len, texts), default=0)
     cut = [text for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
     if len(odd) > 0.05 * len(texts):
         told, fix = f"{odd[0]!r} in {counted(len(odd), 'prompt')}", "write the file again, as UTF-8 and without entities"
-        return view.found("warning", told, "task.path", fix)
-    told, fix = f"{len(cut)} end after {longest} characters, as with {cut[0][-40:]!r}" if cut else "", "give whole prompts"
-    return 0.9 * len(texts) >= len(cut) >= max(5, 0.1 * len(texts)) and view.found("warning", told, "task.path", fix)
-
-
-@rule("recipes.md#tasks")
-def problems_few(view: SetView) -> Verdict:
-    """Few problems are trained on very often, so that the policy may learn them by heart: each 100 times, a note."""
-    groups, num = view.recipe.trainer.steps * groups_per_step(view.recipe) / len(view.recipe.mixture), view.num_trained
-    told, fix = f"{counted(num, 'problem')}, each {groups / max(1, num):.0f} times", "add some, or watch the held-out accuracy"
-    return num > 0 and groups >= 100 * num and view.found("note", told, "task.path", fix)
-
-
-@rule("recipes.md#evaluation")
-def evaluation_blind(view: SetView) -> Verdict:
-    """Evaluations say nothing: their interval exceeds both the run's length and 100 steps, or they have one problem; a note."""
+        yield Finding("texts-damaged", "warning", told, f"{at}task.path", fix)
+    if 0.9 * len(texts) >= len(cut) >= max(5, 0.1 * len(texts)):
+        told = f"{len(cut)} end after {longest} characters, as with {cut[0][-40:]!r}"
+        yield Finding("texts-damaged", "warning", told, f"{at}task.path", "give whole prompts")
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
-    if view.share.task.heldout_problems == 1:
-        return view.found("note", "an accuracy of 0 or 1", "task.heldout_problems", "hold out 32 or more")
-    fix = f"use {max(1, steps // 10)}, or 0 for the first and last only"
-    return every > max(steps, 100) and Found("note", f"{every} of {steps} steps", "evaluation.every_steps", fix)
+    times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, view.num_trained)
+    if view.num_trained > 0 and times >= 100:
+        told = f"{counted(view.num_trained, 'problem')}, each {times:.0f} times"
+        fix = "add some, or watch the held-out accuracy"
+        yield Finding("problems-few", "note", told, f"{at}task.path", fix)
+    if task.heldout_problems == 1:
+        yield Finding("evaluation-blind", "note", "an accuracy of 0 or 1", f"{at}task.heldout_problems", "hold out 32 or more")
+    if every > max(steps, 100):
+        fix = f"use {max(1, steps // 10)}, or 0 for the first and last only"
+        yield Finding("evaluation-blind", "note", f"{every} of {steps} steps", "evaluation.every_steps", fix)
 
 
-# --- rewards and answers ----------------------------------------------------------------------------------------------------
+def rewards(view: SetView) -> Findings:
+    r"""Examine rewards, and the form and length of answers.
 
-
-@rule("recipes.md#rewards")
-def terms_outweigh(view: SetView) -> Verdict:
-    """Another term outweighs the answer: format_weight below 0, or of reward.correct or more; an overlong penalty of twice it,
-    or for half of max_tokens. Or any text earns the format term."""
-    reward, overlong = view.share.reward, view.share.reward.overlong
-    right, tokens, limit = reward.correct, overlong.buffer_tokens, view.share.max_tokens
-    checks = (
+    terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight below 0, or of reward.correct or more;
+        an overlong penalty of twice it, or for half of max_tokens. Or any text earns the format term.
+    empty-paid (recipes.md#rewards): An empty completion earns a reward: half of reward.correct in a trial call; a warning if
+        the function is your own.
+    form-unsaid (recipes.md#rewards): Nothing says in which form to answer: \boxed, the beginning of reward.answer_pattern or
+        the text of format_pattern is not in the prompts, or forbidden there (grave if a small model of this package never
+        writes it); or the pattern begins with ^, and prompts ask for steps; or prompts ask for a box that it does not read.
+    max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
+        form, or what a small packaged model writes (grave); or prompts ask for reasoning, and it is under 128 tokens; under
+        1,024 for a model that thinks first.
+    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave:
+        half), in reward.answer_pattern (grave), in the instructions before the answer, or it is blank or one character, and
+        prompts ask for steps.
+    judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
+        {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks.
+    """
+    at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
+    tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty
+    for is_bad, told, name, fix in (
         (not 0 <= reward.format_weight < right, f"{reward.format_weight:g}", "format_weight", f"use {right / 10:g}"),
         (reward.format_pattern and re.fullmatch(reward.format_pattern, "", re.DOTALL), "it matches an empty text",
          "format_pattern", "name what must be there"),
-        (tokens and overlong.penalty > 2 * right, f"{overlong.penalty:g}", "overlong.penalty", f"use {right:g}"),
+        (tokens and penalty > 2 * right, f"{penalty:g}", "overlong.penalty", f"use {right:g}"),
         (tokens > limit / 2, f"{tokens} of {limit} tokens", "overlong.buffer_tokens", f"use {limit // 4}"),
-    )  # fmt: skip
-    return next((view.found("warning", told, f"reward.{name}", fix) for is_bad, told, name, fix in checks if is_bad), None)
-
-
-@rule("recipes.md#rewards")
-def empty_paid(view: SetView) -> Verdict:
-    """An empty completion earns a reward: half of reward.correct in a trial call; a warning if the function is your own."""
-    paid = [one.reward for one in view.calls if not one.completion]
-    gravity: Gravity = "warning" if view.share.reward.is_function else "grave"
-    fix = "check its default, or the problem's tests"
-    is_bad = bool(paid) and min(paid) >= 0.5 * view.share.reward.correct
-    return is_bad and view.found(gravity, f"it earns {min(paid):g}", "reward.scorer", fix)
+    ):  # fmt: skip
+        if is_bad:
+            yield Finding("terms-outweigh", "warning", told, f"{at}reward.{name}", fix)
+    paid = min((one.reward for one in view.calls if not one.completion), default=-math.inf)
+    if paid >= 0.5 * right:
+        gravity: Gravity = "warning" if reward.is_function else "grave"
+        fix = "check its default, or the problem's tests"
+        yield Finding("empty-paid", gravity, f"it earns {paid:g}", f"{at}reward.scorer", fix)
+    yield from _forms(view)
+    written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
+    lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
+    if (middle := median(lengths)) > limit:
+        told, fix = f"{middle:.0f} tokens, such as {written[0]!r:.80}", f"use {2 * math.ceil(max(lengths))} or more"
+        yield Finding("max-tokens-small", "grave", told, field, fix)
+    if limit < (needed := 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0):
+        told = f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"
+        yield Finding("max-tokens-small", "warning", told, field, f"use {4 * needed}")
+    yield from _stops(view)
+    yield from _judge(view)
 
 
 def _is_said(words: list[str], text: str) -> bool:
@@ -380,46 +362,28 @@ def _is_said(words: list[str], text: str) -> bool:
     return all(word in re.sub(forbidden, "", text) for word in words)
 
 
-@rule("recipes.md#rewards")
-def form_unsaid(view: SetView) -> Verdict:
-    r"""Nothing says in which form to answer: \boxed, the beginning of reward.answer_pattern or the text of format_pattern is
-    not in the prompts, or forbidden there (grave if a small model of this package never writes it); or the pattern begins with
-    ^, and prompts ask for steps."""
-    pattern, task = view.share.reward.answer_pattern, view.share.task
+def _forms(view: SetView) -> Findings:
+    """Yield the findings `form-unsaid`."""
+    pattern, task, field = view.share.reward.answer_pattern, view.share.task, f"{view.place}reward.answer_pattern"
     if view.written and not re.search(pattern, view.written):
-        return view.found("grave", f"the model writes {view.written!r}", "reward.answer_pattern", "use the shipped recipe's")
+        yield Finding("form-unsaid", "grave", f"the model writes {view.written!r}", field, "use the shipped recipe's")
     if task.is_episodic or view.is_toy:
-        return None
-    if re.match(r"\^|\\A", pattern) and view.asks_for_steps:
-        return view.found("warning", pattern, "reward.answer_pattern", "leave out its ^, as steps come first")
+        return
+    if re.match(r"\^|\\A", pattern) and view.steps:
+        yield Finding("form-unsaid", "warning", pattern, field, "leave out its ^, as steps come first")
     text = view.told.lower() if (ignores_case := pattern.startswith("(?i)")) else view.told
+    field = f"{view.place}task.{'system_prompt' if task.prompt_style == 'chat' else 'instruction'}"
     for marker in (view.marker, _literal(view.share.reward.format_pattern)):
         words = re.findall(r"[A-Za-z]{2,}", marker.lower() if ignores_case else marker) or [marker]
         if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
-            field = "task.system_prompt" if task.prompt_style == "chat" else "task.instruction"
-            return view.found("warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
-    return None
+            yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
+    if pattern and "boxed" not in pattern and "math" not in view.share.reward.scorer and _is_said(["\\boxed"], text):
+        told, fix = rf"prompts ask for \boxed, and the reward looks for {view.marker!r}", "ask for one form, or use math"
+        yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", fix)
 
 
-@rule("learning.md#truncated-completions")
-def max_tokens_small(view: SetView) -> Verdict:
-    """Answers do not fit into max_tokens: half of the references in their form, or what a small packaged model writes (grave);
-    or prompts ask for reasoning, and it is under 128 tokens; under 1,024 for a model that thinks first."""
-    limit, asks = view.share.max_tokens, view.asks_for_steps
-    written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
-    lengths = [*map(view.tokens, written)] or [0]
-    if (middle := median(lengths)) > limit:
-        told, fix = f"{middle:.0f} tokens, such as {written[0]!r:.80}", f"is {limit}; use {2 * math.ceil(max(lengths))} or more"
-        return view.found("grave", told, view.limit_field, fix)
-    needed = 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if asks else 0
-    told = f"the prompt says {asks[0]!r}" if asks else "the model thinks first"
-    return limit < needed and view.found("warning", told, view.limit_field, f"is {limit}; use {4 * needed}")
-
-
-@rule("recipes.md#tasks")
-def stop_cuts_answers(view: SetView) -> Verdict:
-    """A stop text ends completions before the answer: it is in 5 % of the references (grave: half), in reward.answer_pattern
-    (grave), in the instructions before the answer, or it is blank or one character, and prompts ask for steps."""
+def _stops(view: SetView) -> Findings:
+    """Yield the findings `stop-cuts-answers`."""
     marker, pattern = view.marker, re.sub(r"\\(\W)", r"\1", view.share.reward.answer_pattern)
     before = f"{view.share.task.instruction}\n{view.share.task.system_prompt}"
     before = before.partition(marker)[0] if marker else before
@@ -430,23 +394,23 @@ def stop_cuts_answers(view: SetView) -> Verdict:
         why = ("it occurs in right answers" if cut > 0.05 else "the prompt asks for steps" if is_short
                else "the prompt tells the policy to write it before the answer" if bare and bare in before else "")  # fmt: skip
         if why:
-            return Found(worse(cut, 0.5), f"{stop!r}: {why}", "sampling.stop", "leave it out")
-    return None
+            yield Finding("stop-cuts-answers", worse(cut, 0.5), f"{stop!r}: {why}", "sampling.stop", "leave it out")
 
 
-@rule("recipes.md#another-model-as-judge")
-def judge_misled(view: SetView) -> Verdict:
-    """The judge cannot mark well: its template has neither {prompt} nor {reference}, does not ask for the form of the pattern,
-    or gives another highest mark than full_marks."""
+def _judge(view: SetView) -> Findings:
+    """Yield the findings `judge-misled`."""
     if (judge := view.share.reward.judge) is None:
-        return None
-    words = re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
+        return
+    at, words = f"{view.place}reward.judge", re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
     marks = [float(one) for one in re.findall(r"(?i)(?:\d\s*(?:to|-|–)|out of)\s*(\d+)", judge.template)]
-    told, field, fix = "it has neither", "template", "add the problem, {prompt}, or {reference}"
-    if re.search(r"\{(prompt|reference)\}", judge.template):
-        told, fix = f"the pattern is {judge.pattern!r}", "ask for this form, with an example"
-        if not words or _is_said(words, judge.template.lower()):
-            told, field, fix = f"{judge.full_marks:g}", "full_marks", f"the template says {max(marks, default=0):g}; use that"
-            if not marks or judge.full_marks in marks:
-                return None
-    return view.found("warning", told, f"reward.judge.{field}", fix)
+    if not re.search(r"\{(prompt|reference)\}", judge.template):
+        yield Finding("judge-misled", "warning", "it has neither", f"{at}.template", "add {prompt} or {reference}")
+    if words and not _is_said(words, judge.template.lower()):
+        fix = "ask for this form, with an example"
+        yield Finding("judge-misled", "warning", f"the pattern is {judge.pattern!r}", f"{at}.template", fix)
+    if marks and judge.full_marks not in marks:
+        fix = f"the template says {max(marks):g}; use that"
+        yield Finding("judge-misled", "warning", f"{judge.full_marks:g}", f"{at}.full_marks", fix)
+
+
+RECIPE_RULES = (problems, texts, rewards)

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,8 +41,8 @@ class RunRecords:
     is_running: bool = False
     is_young: bool = False
     free_bytes: float = math.inf
-    bytes_per_step: float = 0.0
-    checkpoint_bytes: int = 0
+    needed_bytes: float = 0.0
+    """Bytes that its files will grow by until the end, and one more checkpoint."""
     last_error: str = ""
     """Last line with an error in the logs of a run without a step."""
 
@@ -62,7 +62,7 @@ class RunRecords:
 
     def values(self, key: str, steps: slice = slice(None)) -> list[float]:
         """Return the finite values of a figure in these trained steps; `a.b` is key b of object a, and true counts as 1."""
-        return [value for step in self.trained[steps] if (value := number_at(step, key)) is not None]
+        return numbers_in(self.trained[steps], key)
 
     def mean(self, key: str) -> float:
         """Return the mean over the run; NaN before the third step."""
@@ -101,9 +101,9 @@ class RunRecords:
     @cached_property
     def has_learned(self) -> bool:
         """Return whether the reward rose by 3 standard errors, or the held-out accuracy so that its intervals are separate."""
-        sets = [list((one.get("sets") or {}).values())[:1] for one in self.evaluations]
-        ends = [one["accuracy"] for of in sets for one in of if one.get("accuracy")]
-        return self.change("reward_mean") > 3 or (len(ends) > 1 and ends[-1]["low"] > ends[0]["high"])
+        accuracy = f"sets.{self.first_task.name}.accuracy"
+        lows, highs = (numbers_in(self.evaluations, f"{accuracy}.{end}") for end in ("low", "high"))
+        return self.change("reward_mean") > 3 or (len(lows) > 1 and lows[-1] > min(highs[:1], default=math.inf))
 
     @property
     def has_collapsed(self) -> bool:
@@ -131,6 +131,10 @@ class RunRecords:
         return num / max(ended, num, self.recipe.trainer.batch_size), max(known, key=lambda name: known[name], default="")
 
 
+def numbers_in(records: Iterable[Record], key: str) -> list[float]:
+    return [value for one in records if (value := number_at(one, key)) is not None]
+
+
 def number_at(record: Record, key: str) -> float | None:
     value: Any = record
     for name in key.split("."):
@@ -156,8 +160,7 @@ def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, 
         is_running=is_running,
         is_young=not (summary or is_running) and time.time() - run_dir.recipe.stat().st_mtime < YOUNG_S,
         free_bytes=free_bytes(folder),
-        bytes_per_step=sum(grown) / max(1, len(steps)),
-        checkpoint_bytes=run_dir.checkpoint_bytes(),
+        needed_bytes=run_dir.checkpoint_bytes() + sum(grown) * (recipe.trainer.steps / max(1, len(steps)) - 1),
         last_error="" if is_running or steps else _last_error(folder / "logs"),
     )
 

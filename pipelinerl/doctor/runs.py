@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from pipelinerl.doctor import failures, learning, lessons
 from pipelinerl.doctor.findings import Finding, apply, ranked
-from pipelinerl.doctor.run_records import Reasons, records_in
+from pipelinerl.doctor.run_records import Reasons, RunRecords, records_in
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
@@ -26,6 +27,11 @@ def examine_run(
     file = RunDir(folder, "").recipe
     if recipe is None and not file.is_file():
         raise FieldError("RUN", str(folder), "has no recipe.yaml: give the folder of a run, or a recipe")
-    run = records_in(folder, recipe or recipe_of_run(file), reasons, is_running=is_running)
-    settings = [] if run.has_learned else apply(SETTINGS_RULES, Settings(run.recipe))
+    return findings_about(records_in(folder, recipe or recipe_of_run(file), reasons, is_running=is_running))
+
+
+def findings_about(run: RunRecords) -> list[Finding]:
+    """Return the findings about a run. Those about the settings of a run that has learned are only notes."""
+    settings = apply(SETTINGS_RULES, Settings(run.recipe))
+    settings = [replace(one, gravity="note") for one in settings] if run.has_learned else settings
     return ranked([*settings, *apply(RUN_RULES, run)])

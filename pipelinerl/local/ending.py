@@ -60,7 +60,7 @@ def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequenc
     data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
     if findings is None:
         findings = examine_run(run_dir, recipe, is_running=bool(living_names(RunDir(run_dir, ""))))
-    found = [one.to_json() | {"sample": None} for one in findings]
+    found = [one.to_json() for one in findings]
     changes = recipe_changes_of(run_dir)
     return report_html({**data, "starts": trainer_starts(run_dir), "changes": changes, "findings": found})
 

@@ -152,7 +152,7 @@ def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *
     return examined
 
 
-def named_doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
+def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
     """Yield warnings about settings that are probably wrong but may be intended, each with the name of its kind, which
     `pipelinerl doctor` explains."""
     trainer = recipe.trainer

@@ -12,15 +12,15 @@ import pytest
 import yaml
 
 from pipelinerl.commands.doctor import doctor
-from pipelinerl.doctor.findings import apply
+from pipelinerl.doctor.findings import rules_of
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, quick_findings
 from pipelinerl.doctor.run_records import RunRecords
-from pipelinerl.doctor.runs import RUN_RULES, examine_run
+from pipelinerl.doctor.runs import RUN_RULES, examine_run, findings_about
 from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import known_recipes, load_recipe, set_value
 from pipelinerl.recipe.preflight import Examination
-from tests.support.seeded_faults import HEALTHY_RECIPES, RECIPE, RECIPE_FAULTS, ROWS, RecipeFault
+from tests.support.seeded_faults import HEALTHY_RECIPES, RECIPE, RECIPE_FAULTS, ROWS, RecipeFault, Row
 from tests.unit.builders import make_recipe
 
 Step = dict[str, Any]
@@ -55,7 +55,7 @@ def healthy(**changes: Any) -> RunRecords:
 
 
 def found(run: RunRecords) -> list[str]:
-    return [f"{one.gravity} {one.id}" for one in apply(RUN_RULES, run)]
+    return [f"{one.gravity} {one.id}" for one in findings_about(run)]
 
 
 def with_figures(run: RunRecords, late: Step | None = None, **figures: Any) -> RunRecords:
@@ -96,7 +96,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "grave run-failed": lambda: healthy(summary={"error": "actor-0 died"}),
     "grave run-failed CUDA": lambda: replace(healthy(last_error="trainer: CUDA error"), steps=[], samples=[]),
     "note steps-lost": lambda: healthy(undone=3),
-    "warning disk-fills": lambda: healthy(is_running=True, free_bytes=1e9, checkpoint_bytes=2 * 10**9),
+    "warning disk-fills": lambda: healthy(is_running=True, free_bytes=1e9, needed_bytes=2e9),
     "grave model-broken": lambda: replace(
         healthy(), samples=[sample(number, step=1, tokens=["!"] * 40) for number in range(8)]
     ),
@@ -110,7 +110,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         replace(healthy(), samples=[sample(number, prompt="<think>\n", completion="Well,") for number in range(10)]), **FLAT
     ),
     "grave completions-identical": lambda: with_figures(healthy(), identical_groups=1.0, **STUCK),
-    "grave answers-absent contain the reference": lambda: with_figures(
+    "grave answers-absent 100% of the completions; 30% contain the reference); reward.answer_pattern": lambda: with_figures(
         healthy(), answers_absent=1.0, answers_missed=0.3, **{**STUCK, "equal_reward_groups": 0.5}
     ),
     "grave answers-absent": lambda: with_figures(healthy(), answers_absent=1.0, answers_missed=0.0, **STUCK),
@@ -142,6 +142,9 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
         **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}
     ),
+    "warning term-dominates answer 0.3 -> 0.1": lambda: with_figures(
+        healthy(), {"reported": {"chain_sum": {"answer": 0.1}}}, term_spread={"answer": 0.4, "overlong": 1.0}
+    ),
     "warning term-dominates": lambda: with_figures(healthy(), term_spread={"answer": 0.1, "format": 2.0}),
     "warning format-never": lambda: with_figures(
         healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
@@ -164,6 +167,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "note bottleneck commit-bound": lambda: with_figures(healthy(), **SLOW),
     "note bottleneck verifier-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **WAITS),
     "note bottleneck actor-bound": lambda: with_figures(healthy(), **WAITS),
+    "note bottleneck actors busy unknown": lambda: with_figures(healthy(), actor_busy_fraction=None, **SLOW),
     "note bottleneck The trainer keeps the actors waiting (trainer-bound": lambda: with_figures(
         healthy(recipe={"model": CPU | {"dtype": "bfloat16"}}), actor_busy_fraction=0.1, **BUSY
     ),
@@ -191,26 +195,22 @@ def test_a_damaged_record_silences_only_the_rules_that_need_it() -> None:
 @pytest.mark.parametrize("first", RUNS)
 def test_a_rule_names_its_fault_first(first: str) -> None:
     gravity, id_, *words = first.split(maxsplit=2)
-    one, *_ = apply(RUN_RULES, RUNS[first]())
+    one, *_ = findings_about(RUNS[first]())
     assert (one.gravity, one.id) == (gravity, id_)
     assert all(word in one.brief for word in words)
+    assert "contain the reference" not in first or (one.sample or {})["completion"] == "#7"
 
 
 def test_every_rule_of_a_run_is_tested() -> None:
-    assert [one.id for one in RUN_RULES] == list(dict.fromkeys(name.split()[1] for name in RUNS))
+    assert list(rules_of(*RUN_RULES)) == list(dict.fromkeys(name.split()[1] for name in RUNS))
 
 
 def test_success_is_no_fault() -> None:
     run = with_figures(healthy(), {"equal_reward_groups": 0.95, "groups_all_right": 0.95, "entropy": 0.001, "reward_mean": 1.0})
     assert found(run) == ["note groups-all-right"]
     assert found(with_figures(healthy(), equal_reward_groups=0.8)) == [], "it still learns"
-
-
-def test_the_evidence_has_figures_a_sample_and_what_to_set() -> None:
-    run = with_figures(healthy(), answers_absent=1.0, answers_missed=0.3, **STUCK)
-    one = apply(RUN_RULES, run)[0]
-    assert "100% of the completions; 30% contain the reference" in one.evidence
-    assert (one.field, (one.sample or {})["completion"]) == ("reward.answer_pattern", "#7")
+    wild = {"sampling": {"group_size": 2, "max_tokens": 16, "temperature": 2.0}}
+    assert found(healthy(recipe=wild)) == ["note temperature"], "it learns nevertheless"
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
@@ -220,47 +220,43 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
     return recipe
 
 
-def judge(
-    tmp_path: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], tried: int
-) -> Any:
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "seeded.yaml").write_text(yaml.safe_dump(recipe))
-    args = argparse.Namespace(
-        subject=str(tmp_path / "seeded.yaml"), overrides=[], gpu_memory=None, reward_rows=tried, json=True
-    )
-    code, told = doctor(args), json.loads(capsys.readouterr().out)
-    assert code == any(one["gravity"] == "grave" for one in told["findings"])
-    findings = [one for one in told["findings"] if one["id"] != "machine-lacks"]
-    return [one for one in findings if one["gravity"] != "note"] or findings
+Judge = Callable[[dict[str, Any], list[Row], int], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Judge:
+    """Returns the findings about `RECIPE` with changes; notes only if there is nothing else."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+    def judged(changes: dict[str, Any], rows: list[Row], tried: int) -> list[dict[str, Any]]:
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (tmp_path / "seeded.yaml").write_text(yaml.safe_dump(changed(changes)))
+        subject = str(tmp_path / "seeded.yaml")
+        args = argparse.Namespace(subject=subject, overrides=[], gpu_memory=None, reward_rows=tried, json=True)
+        code, told = doctor(args), json.loads(capsys.readouterr().out)
+        assert code == any(one["gravity"] == "grave" for one in told["findings"])
+        findings = [one for one in told["findings"] if one["id"] != "machine-lacks"]
+        return [one for one in findings if one["gravity"] != "note"] or findings
+
+    return judged
 
 
 @pytest.mark.parametrize("fault", RECIPE_FAULTS, ids=lambda fault: fault.name)
-def test_a_seeded_fault_of_a_recipe_is_the_first_finding(
-    fault: RecipeFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    first, *_ = judge(tmp_path, changed(fault.changes), fault.rows(ROWS), capsys, 12 if fault.tried else 0)
+def test_a_seeded_fault_of_a_recipe_is_the_first_finding(fault: RecipeFault, judge: Judge) -> None:
+    first, *_ = judge(fault.changes, fault.rows(ROWS), 12 if fault.tried else 0)
     assert first["id"] == fault.expected, first
 
 
 @pytest.mark.parametrize("name", HEALTHY_RECIPES)
-def test_a_recipe_without_a_fault_has_no_finding(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+def test_a_recipe_without_a_fault_has_no_finding(name: str, judge: Judge) -> None:
     changes, rows = HEALTHY_RECIPES[name]
-    assert judge(tmp_path, changed(changes), rows(ROWS), capsys, 12) == []
+    assert judge(changes, rows(ROWS), 12) == []
 
 
-def test_a_reward_beside_the_recipe_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+def test_a_reward_beside_the_recipe_is_found(judge: Judge, tmp_path: Path) -> None:
     text = "def score(item):\n    return float(item.answer == item.reference['answer'])\n"
     (tmp_path / "own_reward.py").write_text(text)
-    assert judge(tmp_path, changed({"reward.scorer": "own_reward:score"}), ROWS, capsys, 12) == []
+    assert judge({"reward.scorer": "own_reward:score"}, ROWS, 12) == []
     (tmp_path / "seeded.yaml").rename(tmp_path / "recipe.yaml")
     args = argparse.Namespace(subject=str(tmp_path), overrides=[], gpu_memory=None, reward_rows=2, json=False)
     assert doctor(args) == 0  # a folder of `pipelinerl init` is no run
@@ -272,7 +268,7 @@ def test_shipped_recipes_have_no_finding(name: str) -> None:
 
 
 def test_every_rule_of_a_recipe_is_seeded() -> None:
-    known = {one.id for one in (*RECIPE_RULES, *SETTINGS_RULES)} | ADOPTED.keys()
+    known = rules_of(*RECIPE_RULES, *SETTINGS_RULES).keys() | ADOPTED.keys()
     assert known - {fault.expected for fault in RECIPE_FAULTS} == {"machine-lacks", "references-misread", "template"}
 
 

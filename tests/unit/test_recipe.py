@@ -29,7 +29,7 @@ from pipelinerl.recipe.loading import (
     recipe_from_data,
     recipe_yaml,
 )
-from pipelinerl.recipe.preflight import Examination, check_environment, examine, named_doubts
+from pipelinerl.recipe.preflight import Examination, check_environment, doubts, examine
 from pipelinerl.recipe.rehearsal import Call, unearned
 from pipelinerl.tasks.source import Problem
 from tests.unit.builders import model_folder
@@ -497,12 +497,12 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n".join(rows))
     task = {"source": "jsonl", "path": str(tmp_path / "p.jsonl"), "heldout_problems": 1}
     recipe = recipe_from_data(minimal(task=task, trainer={"steps": 3, "warmup_steps": 4}), "x")
-    warmup, repeated, empty = (str(one) for _, one in named_doubts(recipe, examine(recipe)))
+    warmup, repeated, empty = (str(one) for _, one in doubts(recipe, examine(recipe)))
     assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps (3), so the rate never reaches 1e-06")
     assert "p.jsonl': has 1 repeated prompt (1 with another answer), the first in line 3; they are left out" in repeated
     assert "p.jsonl': has 1 empty answer, the first in line 2; leave such lines out, because reward.scorer = 'task'" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
-    assert list(named_doubts(fine, Examination())) == []
+    assert list(doubts(fine, Examination())) == []
 
 
 def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
@@ -622,7 +622,7 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
     assert {completion for completion, reward in plain.items() if reward} == {f"\\boxed{{{one}}}" for one in right}
     assert {r"\boxed{-2\sqrt{3}}", r"\boxed{3}", r"\boxed{(4, 3)}", ""} < plain.keys()
     assert r"<answer>\boxed{x = 5}</answer>" in {call.completion for call in of_set["tagged"]}
-    doubted = [str(one) for _, one in named_doubts(recipe, found)]
+    doubted = [str(one) for _, one in doubts(recipe, found)]
     doubts_by_set = [[line for line in doubted if f"task {name}: " in line] for name in ("plain", "tagged", "digit")]
     for told in doubts_by_set[:2]:
         said = r"the \w+ answer.* of line \d (?:cannot be scored|earns \d|is prose)"

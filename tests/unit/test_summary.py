@@ -179,7 +179,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert "pipelinerl doctor" not in text
     assert f"checkpoint         {tmp_path}/checkpoint" in text
     note, grave = (
-        Finding(gravity, "all of 3 steps", "reward.scorer", "check it", id="x", meaning="Bad") for gravity in ("note", "grave")
+        Finding("x", gravity, "all of 3 steps", "reward.scorer", "check it", meaning="Bad") for gravity in ("note", "grave")
     )
     told = closing_lines(summary_from_metrics(recipe(), records()), run, Ending(75.0), [grave, note])
     assert [line for line in told if line not in lines] == [

@@ -265,7 +265,7 @@ class Recorder:
         except Exception:
             log.exception("the run could not be examined; training goes on")
         else:
-            self._findings = [one.to_json() | {"sample": None} for one in found]
+            self._findings = [one.to_json() for one in found]
 
     def _page_state(self) -> dict[str, Any]:
         status, run = self.status(), self._view()
