@@ -114,8 +114,8 @@ def start(
 
 
 def _scorer(reward: Reward) -> tuple[str, dict[str, str]]:
-    """Return the value of `reward.scorer` for a function or a path, and the text of the file to put beside the recipe, by the
-    file's name. A function that the verifier can import needs no file. Raises `FieldError`."""
+    """Return the value of `reward.scorer`, and the files to put beside the recipe as {name: text}. A scorer's name and a
+    function that the verifier can import need no file. Raises `FieldError`."""
     if isinstance(reward, str):
         file, colon, name = reward.rpartition(":")
         if not file.endswith(".py"):

@@ -138,8 +138,8 @@ FIGURES = (
     Figure("tokens_computed", "Number of tokens that the model computed. A prompt shared by sequences of a micro-batch counts "
            "once; the last token of a completion does not count.", summary={"tokens_per_s.computed": "rate"},
            weight=_COMPUTE),
-    Figure("microbatches", "Number of micro-batches in the step. Each has one forward pass, and a backward pass unless all its "
-           "advantages are 0."),
+    Figure("microbatches", "Number of micro-batches in the step. Each has a forward pass. It has a backward pass, too, "
+           "unless the trainer finds that it adds nothing to the gradient: all advantages 0, and no KL or entropy term."),
     Figure("packing_fill", "`tokens_computed` / (`microbatches` × `trainer.tokens_per_microbatch`).", "packing_fill_ratio"),
     Figure("completion_tokens_mean", "Mean number of sampled tokens per sequence of the step, over all its turns and branches.",
            "completion_length_tokens", on_page=True),

@@ -353,10 +353,10 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
 
 
 def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str]]:
-    """Return the sequences in flight that are lost, and those whose group the trainer will publish.
+    """Return the sequences in flight that are lost, and those whose group the trainer may still publish.
 
-    Both kinds are missing from the streams and from the newest checkpoint. A running trainer may be about to publish the
-    newest group, and a trainer that starts publishes every missing group.
+    Both kinds are missing from the streams and from the newest checkpoint. A running trainer may not have published its
+    newest group yet. A restarted trainer publishes every group that is missing.
     """
     lost: list[str] = []
     waiting: list[str] = []
@@ -455,7 +455,7 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     if failed:
         yield f"{failed} of {len(audit.findings)} checks FAILED"
     else:
-        told = f"all checks that were made passed; {skipped} of {len(audit.findings)} checks were skipped"
+        told = f"every check that ran passed; skipped: {skipped} of {len(audit.findings)}"
         yield told if skipped else "everything adds up"
 
 

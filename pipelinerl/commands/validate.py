@@ -110,7 +110,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             in_chat = task.prompt_style == "chat"
             shared = (task.instruction, task.system_prompt if in_chat else "")
             longest = count("\n".join((*shared, *problem.texts)) for problem in source.problems)
-            tokens = f", the longest prompt of {longest:,} tokens{' without the chat template' if in_chat else ''}"
+            tokens = f"; longest prompt {longest:,} tokens{' (without the chat template)' if in_chat else ''}"
             if longest >= limit:
                 fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context ({limit})"
                 warnings.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))

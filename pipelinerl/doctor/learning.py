@@ -1,4 +1,4 @@
-"""Rules about the numbers of training, and about what a run waits for. Pure."""
+"""Rules about a run's training figures, such as ESS and entropy, and about its waiting times. Pure."""
 
 from __future__ import annotations
 

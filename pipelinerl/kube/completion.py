@@ -116,7 +116,7 @@ async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
         log.exception("cannot make the report of the run")
         return
     if len(report) > MOST_REPORT_BYTES:
-        log.error("the report has %d compressed bytes, too many for a Secret; it is only on the volume", len(report))
+        log.error("the compressed report has %d bytes, too many for a Secret, so only the volume has it", len(report))
     elif report:
         await client.patch_secret(f"{settings.release}-report", {REPORT: report})
 

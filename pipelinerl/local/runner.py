@@ -117,7 +117,7 @@ class LocalRun:
     """Limits of restarts. Each service gets a copy."""
     placement: Placement | None = None
     page_port: int | None = 0
-    """Described in `ServiceLaunches`, like `placement`."""
+    """`ServiceLaunches` describes this field and `placement`."""
     metrics_port: int = 0
     """Port of /metrics and /targets on this machine; 0 = any free port."""
     refresh_s: float = _REFRESH_S
@@ -236,8 +236,8 @@ class LocalRun:
             free, needed = free_bytes(self.run_dir.path), self.reserve_bytes + next_bytes
             if free < needed:
                 raise ServiceError(
-                    f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, but the next checkpoint needs "
-                    f"{needed / 1e6:,.0f} MB, so the run ends now; free some space and resume it"
+                    f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, but the run needs "
+                    f"{needed / 1e6:,.0f} MB for a checkpoint and a reserve, so it ends now; free some space and resume it"
                 )
             await asyncio.sleep(_DISK_S)
 

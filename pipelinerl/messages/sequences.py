@@ -554,7 +554,7 @@ def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
 
 @contextmanager
 def building(kind: str) -> Iterator[None]:
-    """Turn protobuf's error for a value out of range or a text that is not Unicode into `MessageError`."""
+    """Raise `MessageError` instead of the error that protobuf raises for a value out of range or for invalid Unicode."""
     try:
         yield
     except ValueError as error:
@@ -616,4 +616,4 @@ def check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
 def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:
     """Check that the array is [tokens] with this little-endian dtype."""
     if array.ndim != 1 or (array.dtype is not dtype and array.dtype != dtype):
-        raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}, not {dtype} and [tokens]")
+        raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}; give one dimension of {dtype}")

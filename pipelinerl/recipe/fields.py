@@ -620,8 +620,8 @@ class WeightUpdateConfig(Section):
     """Transport of weights. `auto`: `nccl` if the trainer has a GPU, else `gloo`. `nccl` needs a GPU for every rank of trainer
     and actors; `gloo` copies through host memory. `log`: actors read versions from `weights.log`, each at its own speed."""
     log: Changeable[str] = ""
-    """Where versions are also kept as differences (docs/weight-log.md): `nats`, or the URL of a folder, such as
-    s3://bucket/weights. Empty = nowhere, or `nats` with `backend: log`."""
+    """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
+    such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
     """Versions in `weights.log` between two that are kept whole. An announcement names all."""
     keep_versions: Changeable[bool] = False

@@ -214,7 +214,7 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         elif call.status == "bad_reference":
             told = f"cannot be scored ({call.message})"
         elif call.reward < share.reward.correct:
-            told = f"{earned}; write the answer alone, as LaTeX, after #### or in a box, or change reward.answer_pattern"
+            told = f"{earned}; give only the answer, or put it after #### or into \\boxed{{}}, or change reward.answer_pattern"
         elif len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
             fix = "remove this problem, or set task.answer_field"
             told = f"is prose, which no policy would repeat ({call.answer!r:.80}); {fix}"

@@ -159,7 +159,7 @@ class SequenceTracker:
         """Samples of open groups that have arrived."""
 
     def issue(self, group: PromptGroup) -> None:
-        """Count a group as issued. Raises `LedgerViolation` if it was issued before."""
+        """Count a group as issued. Raises `LedgerViolation` if one of its sequences is still in flight."""
         self.ledger.issue(group.sequence_id(index) for index in range(group.num_samples))
         self.open_groups[group.group_id] = OpenGroup(group.num_samples)
         self.issued_groups += 1
@@ -311,7 +311,7 @@ MEANINGS = {
     "reward_bad_reference": "the problem's reference lacks a value that the scorer needs",
     "reward_unknown_task": "the verifier's recipe does not have this task",
     "episode_timeout": "the episode took longer than task.episode_timeout_s, or its environment than task.answer_timeout_s",
-    "episode_crashed": "the environment or agent raised an exception, died or failed, which was not the policy's fault",
+    "episode_crashed": "the environment or agent raised an exception or failed otherwise, and the policy was not at fault",
     "episode_out_of_memory": "the episode needed more than reward.memory_mib",
     "episode_bad_reward": "the episode's reward or a metric is not finite, or the reward exceeds reward.max_abs",
     "episode_bad_reference": "the problem's reference lacks a value that the episode needs",

@@ -44,7 +44,7 @@ IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768,
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well; engines need milliseconds around each step."""
 _MOST_SPLITS = 4096
-"""Approximate maximum of the actor counts that are tried."""
+"""About how many different numbers of actors are tried at most."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 """Limits of a simulation's version spans and sequences. Of a larger system, only a part is simulated."""
 

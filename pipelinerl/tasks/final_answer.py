@@ -19,7 +19,7 @@ _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(
 """Text around a number that may leave its value unchanged, such as brackets, a division by 1, or the factorial of 2."""
 
 FOUND_NONE = "reward.answer_pattern found no answer"
-"""The reward's explanation of a completion without an answer."""
+"""The reason that a reward gives for 0 if a completion has no answer."""
 
 
 def occurs(reference: str, text: str) -> bool:

@@ -95,7 +95,7 @@ class Family:
     unit: str
     labels: Labels
     buckets: Sequence[float] = ()
-    """Inclusive upper edges of a histogram's buckets, without that of the last bucket, infinity."""
+    """Inclusive upper edges of a histogram's buckets. That of the last bucket, infinity, is left out."""
 
 
 class RunRegistry(CollectorRegistry):

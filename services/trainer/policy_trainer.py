@@ -75,7 +75,7 @@ class PolicyTrainer:
         self._version: int | None = None
         """Version of the weights; None before this process's first step."""
         self._snapshot: Snapshot | None = None
-        """Of the current weights, if there is one."""
+        """Copy of the current weights; None if none has been made yet."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
 
@@ -198,9 +198,9 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
-    """Return this rank's learner for the model in folder (or hub id) `source`, with the state in folder `resume`, which only
-    rank 0 passes. All ranks must call this. `revision`: revision of the pod template; empty outside Kubernetes. Raises
-    `FieldError`, `ServiceError` if ranks differ in pipelinerl version, recipe or revision, and the errors of `restore`."""
+    """Return this rank's learner. All ranks must call this. `source`: folder or hub id of the model. `resume`: folder of the
+    state to continue from; only rank 0 passes it. `revision`: revision of the pod template; empty outside Kubernetes. Raises
+    `ServiceError` if ranks differ in pipelinerl version, recipe or revision; also `FieldError`, and what `restore` raises."""
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)

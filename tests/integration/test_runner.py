@@ -275,7 +275,9 @@ async def test_a_run_ends_in_order_before_its_disk_is_full(tmp_path: Path) -> No
         await run.until_step(5)
         run.local.reserve_bytes = 10**18
         ending = await task
-    assert re.search(r"MB free, but the next checkpoint needs 1,000,000,000,000 MB, so the run ends now", str(ending.error))
+    assert re.search(
+        r"MB free, but the run needs 1,000,000,000,000 MB for a checkpoint and a reserve, so it ends now", str(ending.error)
+    )
     assert (ending.exit_code, dict(ending.restarts)) == (1, {})
     assert json.loads(run.dir.summary.read_text())["interrupted"], "the trainer was told to stop, and wrote what it had"
 

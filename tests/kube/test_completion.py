@@ -79,7 +79,7 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
             assert not running.done()
             stop.set()
             await running
-        assert ("too many for a Secret; it is only on the volume" in caplog.text) is (mode == "release" and not most_bytes)
+        assert ("too many for a Secret, so only the volume has it" in caplog.text) is (mode == "release" and not most_bytes)
         caplog.clear()
     assert phases == ["Running", "Running"]  # who waits for the end may remove the release
     assert (tmp_path / "report.html").exists() is (mode != "keep")

@@ -245,14 +245,14 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     file = "task={source: jsonl, path: sums.jsonl, heldout_problems: 2, instruction: Answer shortly}"
     code, printed, _ = pipelinerl("validate", "there.yaml", "--set", file)
     assert code == 0
-    assert "sums.jsonl: 3 problems, 2 held out, the longest prompt of 8 tokens\n" in printed
+    assert "sums.jsonl: 3 problems, 2 held out; longest prompt 8 tokens\n" in printed
     assert "has 1 repeated prompt, the first in line 4; they are left out" in printed
     assert "reference    line 1: '1'\n" in printed
     (workplace / "parts").mkdir()
     for name, kept in (("0.jsonl", rows[:2]), ("1.jsonl", rows[2:3]), ("2.jsonl", [])):
         (workplace / "parts" / name).write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     _, told, _ = pipelinerl("validate", "there.yaml", "--set", file.replace("sums.jsonl", "parts"))
-    assert "parts: 3 .jsonl files, 3 problems, 2 held out, the longest prompt of 8 tokens\n" in told
+    assert "parts: 3 .jsonl files, 3 problems, 2 held out; longest prompt 8 tokens\n" in told
     assert "task.path = 'parts': no problem comes from 1 file, such as parts/2.jsonl; check whether any is missing" in told
     assert "rewards      task: reference answers (1) earn 1; empty ones (1) earn 0; " in printed
     for pattern, found, earned in (

@@ -166,5 +166,7 @@ def _load_weights(source: str, hf_config: PretrainedConfig, config: ModelConfig,
     model, report = loaded
     if report["missing_keys"] or report["mismatched_keys"]:
         lacking = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-        raise FieldError("model.name", source, f"weights are missing or of another shape: {', '.join(lacking[:3])}")
+        raise FieldError(
+            "model.name", source, f"weights are missing or differ from config.json's shapes: {', '.join(lacking[:3])}"
+        )
     return model

@@ -154,7 +154,7 @@ class MembershipMetrics:
         self.evictions = metrics.counter("evictions_total", text, {"reason": causes}, unit="actors")
         text = "How often a joining actor began to serve, in an epoch or after a side group."
         self.joins = metrics.counter("joins_total", text, unit="actors")
-        text = "Time in which a side group brought an actor to the served version."
+        text = "Time that a side group took to bring an actor to the served version."
         self.join_seconds = metrics.histogram("join_seconds", text, SECONDS)
         text = "Time from the first to the last byte of a version, measured at the trainer."
         self._transfer = metrics.histogram("weight_update_transfer_seconds", text, SECONDS)
