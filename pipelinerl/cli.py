@@ -253,11 +253,9 @@ def _replay(parser: argparse.ArgumentParser) -> None:
 
 def _rollback(parser: argparse.ArgumentParser) -> None:
     _example(parser, "pipelinerl rollback runs/try --to 40", "pipelinerl run --resume runs/try")
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run with `record: true` that does not run now")
-    parser.add_argument(
-        "--to", metavar="VERSION", type=int, required=True,
-        help="version from which to continue; without a checkpoint, it is computed from the recorded steps",
-    )  # fmt: skip
+    _add(parser, "run RUN", "folder of a run with `record: true` that does not run now", Path)
+    version = "version from which to continue; without a checkpoint, it is computed from the recorded steps"
+    _add(parser, "--to VERSION", version, int, required=True)
 
 
 def _dead_letters(parser: argparse.ArgumentParser) -> None:
