@@ -106,7 +106,7 @@ RUN_FAULTS = (
     RunFault("format-never", "no completion has the form that the format term wants", ("format-never",),
              ("reward.format_pattern='<think>.*</think>.*'", "reward.format_weight=0.2"), steps=16),
     RunFault("easy", "the model solves everything already", ("groups-all-right",),
-             ("task.config={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}", "task.heldout_problems=64")),
+             ("task.config={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}", "task.heldout_problems=64"), steps=80),
     RunFault("kl-huge", "the KL term keeps the policy where it is", ("penalty-dominates",), ("algorithm.kl_coefficient=100",),
              steps=20),
     RunFault("weight-decay", "weight decay shrinks the weights to nothing", ("optimizer-settings",),
