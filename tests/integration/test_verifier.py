@@ -27,7 +27,7 @@ from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.verifier.confinement import children, descendants
-from services.verifier.sandbox import confinement_missing, strongest_means
+from services.verifier.sandbox import confinement_missing
 from tests.support.certificates import Authority
 from tests.support.chat_endpoint import endpoint
 from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
@@ -188,7 +188,9 @@ async def test_honest_programs_are_scored_among_hostile_ones(tmp_path: Path, num
                 expected = [float(index % 4 == 0) for index in range(start, start + len(scored))]
                 assert [(status_name(each.status), each.reward) for each in scored] == [("ok", value) for value in expected]
         assert surroundings.untouched
-        assert await sample(running.address, f'sandbox{{code="programs",means="{strongest_means()}"}}') == 1
+        # A process with one thread finds the means, as in the verifier.
+        means = subprocess.run([sys.executable, "-m", "services.verifier.sandbox"], capture_output=True, text=True, check=True)
+        assert await sample(running.address, f'sandbox{{code="programs",means="{means.stdout.strip()}"}}') == 1
 
 
 # --- misdeeds
