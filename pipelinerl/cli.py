@@ -134,11 +134,8 @@ def _submit(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--release NAME", "name of the release and of the run (default: the recipe's name)")
     values = "file with values of the chart, which override those that this command sets (repeatable)"
     _add(parser, "--values FILE", values, Path, action="append", default=[])
-    _add(
-        parser,
-        "--watch",
-        "show the run, fetch its report and checkpoint at its end, and remove the release and its volume claims",
-    )
+    watch = "show the run, fetch its report and checkpoint at its end, and remove the release and its volume claims"
+    _add(parser, "--watch", watch)
     _add(parser, "--attach RELEASE", "do as --watch with a release that was submitted before")
     _add(parser, "--keep", "remove nothing after the results were fetched")
     _add(parser, "--output DIR", "folder for the results (default: runs/<name>)", Path)

@@ -372,7 +372,7 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
-        """If cached folders that a service needs were removed, make them anew. Raises `ServiceError` if that fails."""
+        """Make the cached folders that services need again if they were removed. Raises `ServiceError` if that fails."""
         async with self._making_model:  # Several services may start at once.
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)

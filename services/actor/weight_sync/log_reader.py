@@ -17,7 +17,7 @@ from pipelinerl.transfer.stores import LogStore
 from pipelinerl.transfer.weight_log import Replica
 from pipelinerl.v1.control_pb2 import Commit, Published
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
+from services.actor.weight_sync.client import WeightUpdateClient
 from services.actor.weight_sync.gate import ServingGate
 
 STAGE_WITHIN_S = 3600.0
@@ -63,7 +63,7 @@ class LogReader:
             await retry_forever(
                 self._serve_newest,
                 "serve a version of the weight log",
-                retried=lambda error: isinstance(error, TransferError) and not isinstance(error, CommitFailed),
+                retried=lambda error: isinstance(error, TransferError),
                 backoff=BACKOFF,
             )
 
@@ -91,8 +91,7 @@ class LogReader:
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
                 await self._swap(commit, trace_of(span))
             except TransferError as error:
-                if not isinstance(error, CommitFailed):
-                    await self._failed(commit, version.number, error)
+                await self._failed(commit, version.number, error)
                 raise
 
     async def _fetched(self, replica: Replica, published: Published) -> Path:
