@@ -43,8 +43,6 @@ def submit(args: argparse.Namespace) -> int:
         if not file.is_file() or "," in str(file):
             raise FieldError("--values", str(file), "no such file, or a comma in its name, at which Helm splits it")
     release = Release(name, _client(args), args.output, recipe.trainer.steps if recipe else 0)
-    if args.attach:
-        release.left = release.goes_on
     try:
         return asyncio.run(_submit(args, recipe, release, folder))
     except KeyboardInterrupt:
@@ -73,11 +71,11 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
                 release.display.note(printable("\n".join([f"submitting {release.name}", *understood(args.overrides)])))
                 release.left = f"a part of it may be installed; remove it before you submit it again: {release.removing}"
                 await submission.install(release, _chart(args.chart), args.values, chart_values(recipe, release.name))
-                release.left = release.goes_on
-            if recipe is not None and not args.watch:
-                told = f"submitted {release.name}; its pods stay until its results are fetched\n{release.goes_on}"
-                release.display.note(told)
-                return 0
+                if not args.watch:
+                    told = f"submitted {release.name}; its pods stay until its results are fetched\n{release.goes_on}"
+                    release.display.note(told)
+                    return 0
+            release.left = release.goes_on
             submission.check_folder(folder, (await submission.look(release)).uid)  # before hours of watching
             seen = await submission.watch(release)
             release.state.stopping = True  # from here on, every phase is shown
@@ -112,11 +110,11 @@ def _chart(given: str | None) -> str:
 def runs(args: argparse.Namespace) -> int:
     """List the runs of a namespace. Raises `KubeError`, which names a missing permission."""
 
-    async def listed() -> tuple[list[Object], list[Object]]:
+    async def listed() -> list[Object]:
         async with _client(args) as client:
-            return await submission.run_states(client), await client.items(LIST_SETS, RUNS)
+            return [*await client.items(LIST_SETS, RUNS), *await submission.run_states(client)]
 
-    rows = rows_of(*asyncio.run(listed()), datetime.now(UTC))
+    rows = rows_of(asyncio.run(listed()), datetime.now(UTC))
     if args.json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -126,11 +124,11 @@ def runs(args: argparse.Namespace) -> int:
     return 0
 
 
-def rows_of(states: list[Object], sets: list[Object], now: datetime) -> list[dict[str, Any]]:
-    """Return one row for each release, the newest first: its name, its age and what its run publishes, as text. `states`: the
-    ConfigMaps of runs. `sets`: the StatefulSets of trainers, which also exist for runs that publish nothing. Pure."""
+def rows_of(found: list[Object], now: datetime) -> list[dict[str, Any]]:
+    """Return one row for each release, the newest first: its name, its age and what its run publishes, as text. `found`: the
+    trainers' StatefulSets, which also exist for runs that publish nothing, and then the ConfigMaps of runs. Pure."""
     rows = []
-    for release, item in {labels_of(item).get(INSTANCE, ""): item for item in (*sets, *states)}.items():
+    for release, item in {labels_of(item).get(INSTANCE, ""): item for item in found}.items():
         data = (item.get("data") or {}) if name_of(item).endswith(STATE) else {}
         age = now - datetime.fromisoformat(item["metadata"]["creationTimestamp"])
         rows.append({**data, "release": release, "age_s": round(age.total_seconds())})

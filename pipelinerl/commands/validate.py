@@ -10,6 +10,7 @@ import argparse
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,8 @@ def chart_problems(file: Path, recipe: Recipe) -> list[FieldError]:
     """Return the problems of the chart's values in a file. Raises `FieldError` if the file has no values of this chart."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-        claim, nats = values["trainer"]["persistence"], values["nats"]
-        full = None if claim.get("existingClaim") else volume_problem(recipe, claim["size"])
-        small = log_problem(recipe, nats["weightsMaxGib"]) if recipe.weights.log_place == NATS else None
-        of_trainer = [full, small, host_problem(recipe, values["trainer"])] if values["trainer"]["enabled"] else []
-        return checks.problems(values, recipe) + [problem for problem in of_trainer if problem]
+        sizes = size_problems(recipe, values) if values["trainer"]["enabled"] else ()
+        return [*checks.problems(values, recipe), *sizes]
     except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         fix = f"cannot be read as chart values ({first_line(error)}); give values.yaml of the ConfigMap RELEASE-validation"
         raise FieldError("--chart-values", str(file), fix) from error
@@ -191,49 +189,33 @@ def gib_of(text: str) -> float:
     return float(found[1]) * (1.0 if found[2].lower() == "gib" else 1e9 / 2**30)
 
 
-def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
-    """Return why the model and its checkpoints do not fit on the trainer's volume of this size. None if they do, or if neither
-    the model's files nor its name on the hub tell its size. (A number in a path may mean anything.)"""
-    unknown = FieldError("trainer.persistence.size", size, "is empty; set the size of the volume, such as 500Gi")
-    if (model := _known_model(recipe)) is None:
-        return None if size else unknown
+def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldError]:
+    """Yield a problem for each size in the chart's values that is too small for the recipe's model: the trainer's volume, the
+    weight log in NATS, and the memory of rank 0's pod (docs/training.md). If neither the model's files nor its name on the hub
+    tell its size, the volume only needs a size. (A number in a path may mean anything.)"""
+    trainer, log_gib, model = values["trainer"], values["nats"]["weightsMaxGib"], None
+    size = None if trainer["persistence"].get("existingClaim") else trainer["persistence"]["size"]
+    with suppress(FieldError):
+        model = model_of(recipe, None) if recipe.model.source == "hub" or known_parameters(recipe.model) else None
+    if model is None:
+        if size == "":
+            yield FieldError("trainer.persistence.size", size, "is empty; set the size of the volume, such as 500Gi")
+        return
     keep, each = recipe.checkpoint.keep, checkpoint_bytes(recipe, int(model.parameters))
     needed = (keep + 1) * each + model.weights_bytes
-    if size and needed <= checks.quantity(size):
-        return None
-    why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
-    return FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
-
-
-def log_problem(recipe: Recipe, max_gib: float) -> FieldError | None:
-    """Return why the weight log in NATS cannot hold the whole versions that it keeps; None if it can, or if the model's size is
-    unknown."""
-    needed = 3 * model.weights_bytes if (model := _known_model(recipe)) else 0
-    if needed <= max_gib * GIB:
-        return None
-    fix = f"cannot hold the three whole versions that the weight log keeps; give at least {needed / GIB:,.0f}"
-    return FieldError("nats.weightsMaxGib", max_gib, f"{fix} and enlarge nats.persistence.size, or set recipe.set.weights.log")
-
-
-def host_problem(recipe: Recipe, trainer: Mapping[str, Any]) -> FieldError | None:
-    """Return why the pod of rank 0 lacks memory for copies of the weights and a checkpoint (docs/training.md). None if it does
-    not, or if the model's size or the limit is unknown. `trainer`: the chart's values."""
-    limit, model = ((trainer["resources"] or {}).get("limits") or {}).get("memory"), _known_model(recipe)
-    if limit is None or model is None:
-        return None
+    if size is not None and needed > checks.quantity(size or 0):
+        why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
+        yield FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
+    if recipe.weights.log_place == NATS and (log_bytes := 3 * model.weights_bytes) > log_gib * GIB:
+        fix = f"cannot hold the three whole versions that the weight log keeps; give at least {log_bytes / GIB:,.0f}"
+        fix += " and enlarge nats.persistence.size, or set recipe.set.weights.log"
+        yield FieldError("nats.weightsMaxGib", log_gib, fix)
+    limit = ((trainer["resources"] or {}).get("limits") or {}).get("memory")
     export, copies = model.weights_bytes / GIB, host_copies_gib(recipe, model)
-    states = (checkpoint_bytes(recipe, int(model.parameters)) / GIB - export) / trainer["nodes"]
-    if (needed := export + states + copies) * GIB <= checks.quantity(limit):
-        return None
-    fix = f"cannot hold copies of the weights to send ({copies:,.0f}Gi), with those of weights.log, and a checkpoint"
-    return FieldError("trainer.resources.limits.memory", limit, f"{fix}; give more than {needed:,.0f}Gi")
-
-
-def _known_model(recipe: Recipe) -> Model | None:
-    try:
-        return model_of(recipe, None) if recipe.model.source == "hub" or known_parameters(recipe.model) else None
-    except FieldError:
-        return None
+    needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
+    if limit is not None and needed_gib * GIB > checks.quantity(limit):
+        fix = f"cannot hold copies of the weights to send ({copies:,.0f}Gi), with those of weights.log, and a checkpoint"
+        yield FieldError("trainer.resources.limits.memory", limit, f"{fix}; give more than {needed_gib:,.0f}Gi")
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:

@@ -15,9 +15,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import NATS, Recipe
 
 Values = Mapping[str, Any]
-_UNITS = {unit: Decimal(f"1e{power}") for unit, power in zip("numkMGTPE", (-9, -6, -3, 3, 6, 9, 12, 15, 18), strict=True)}
-_UNITS |= {"": Decimal(1)} | {f"{unit}i": Decimal(1024**power) for power, unit in enumerate("KMGTPE", 1)}
-_QUANTITY = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)")
+_QUANTITY = re.compile(r"(\d*\.?\d+(?:[eE][+-]?\d+)?|\d+\.)(?:([KMGTPE])i|([numkMGTPE]?))", re.ASCII)
 _PORT = re.compile(r"[a-z]+://[^/]*:([0-9]+)(?:/|$)")
 _ALLOWED = "(also if a policy of your own already allows this)"
 
@@ -30,20 +28,21 @@ def problems(values: Values, recipe: Recipe) -> list[FieldError]:
 def quantity(text: str | float) -> Decimal:
     """Return a quantity of Kubernetes, such as 24Gi, 500m or 1e3, as a number. Raises `ValueError` for any other text."""
     found = _QUANTITY.fullmatch(str(text))
-    if found is None or found[2] not in _UNITS:
+    if found is None:
         raise ValueError(f"{text!r} is no quantity of Kubernetes")
-    return Decimal(found[1]) * _UNITS[found[2]]
+    base, unit = (Decimal(1024), found[2].lower()) if found[2] else (Decimal(1000), found[3] or " ")
+    return Decimal(found[1]) * base ** ("num kMGTPE".index(unit) - 3)
 
 
 def _limits(values: Values, defaults: Values, path: str = "") -> Iterator[FieldError]:
     for name, part in values.items():
         at = f"{path}{name}"
         if isinstance(part, Mapping) and name.lower().endswith("resources"):
-            limits = {resource: (f"defaultLimits.{resource}", limit) for resource, limit in defaults.items()}
-            limits |= {resource: (f"{at}.limits.{resource}", limit) for resource, limit in (part.get("limits") or {}).items()}
+            given = part.get("limits") or {}
             for resource, request in (part.get("requests") or {}).items():
-                field, limit = limits.get(resource, ("", request))
+                limit = {**defaults, **given}.get(resource, request)
                 if quantity(request) > quantity(limit):
+                    field = f"{f'{at}.limits' if resource in given else 'defaultLimits'}.{resource}"
                     less = f"is less than {at}.requests.{resource} = {request}, which Kubernetes refuses"
                     yield FieldError(field, limit, f"{less}; raise the limit, or lower the request")
         elif isinstance(part, Mapping):

@@ -8,7 +8,6 @@ API refuses the token. Apart from that, only an insistent client repeats calls, 
 from __future__ import annotations
 
 import asyncio
-import base64
 import importlib
 import json
 import logging
@@ -69,11 +68,8 @@ EXECUTE = Permission("pods/exec", "get, create", method="connect_get_namespaced_
 FORWARD = Permission("pods/portforward", "get, create", method="connect_get_namespaced_pod_portforward")
 """From Kubernetes 1.35 on, a websocket needs both verbs."""
 _GROUPS = {"": "CoreV1Api", "apps": "AppsV1Api", "batch": "BatchV1Api", ASK_RIGHTS.group: "AuthorizationV1Api"}
-_MERGE = "application/merge-patch+json"
 _CHUNK_BYTES = 64 * 1024
 _MOST_ERROR_BYTES = 2000
-_STDOUT, _STDERR, _ERROR = 1, 2, 3
-"""Channels of a command: the first byte of each message."""
 _DATA = 0
 """Channel of a port. The first message of each channel repeats the port's number."""
 
@@ -130,42 +126,31 @@ class KubeClient:
 
     async def patch_config(self, name: str, data: Mapping[str, str | None]) -> dict[str, str]:
         """Set these keys of a ConfigMap, remove those whose value is None, and keep the others. Return all keys and values."""
-        raw = await self._ask(PATCH_CONFIG, name=name, body={"data": dict(data)}, _content_type=_MERGE)
-        return dict(raw.get("data") or {})
+        return (await self.call(PATCH_CONFIG, name=name, body={"data": {**data}})).get("data") or {}
 
-    async def patch_secret(self, name: str, data: Mapping[str, bytes]) -> None:
-        """Set these keys of a Secret, which holds at most 1 MiB, and keep the others."""
-        body = {"data": {key: base64.b64encode(value).decode() for key, value in data.items()}}
-        await self._ask(PATCH_REPORT, name=name, body=body, _content_type=_MERGE)
-
-    async def count_actors(self, name: str) -> int:
-        """Return the wanted replicas of a Deployment."""
-        return int((await self._ask(COUNT_ACTORS, name=name))["spec"].get("replicas", 0))  # the API leaves a zero out
-
-    async def scale(self, permission: Permission, name: str, replicas: int) -> None:
-        """Scale the object `name` like `kubectl scale`. `permission`: the one to scale objects of its kind."""
-        await self._ask(permission, name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
+    async def scale(self, permission: Permission, name: str, replicas: int | None = None) -> int:
+        """Scale the object `name` like `kubectl scale`, or read its scale, and return its replicas. `permission`: to do so."""
+        body = {} if replicas is None else {"body": {"spec": {"replicas": replicas}}}
+        return int((await self.call(permission, name=name, **body))["spec"].get("replicas", 0))  # the API leaves a zero out
 
     async def may(self, permission: Permission, name: str = "") -> bool:
         """Return whether the ServiceAccount has this permission in its namespace, for object `name` or, if empty, for all."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
-        raw = await self._ask(ASK_RIGHTS, body=body)
+        raw = await self.call(ASK_RIGHTS, body=body)
         return bool((raw.get("status") or {}).get("allowed"))
 
-    async def list_pods(self, selector: str) -> tuple[list[Object], str]:
-        """Return the pods, and the resource version from which a watch can follow their changes."""
-        raw = await self._ask(LIST_PODS, label_selector=selector)
-        return list(raw.get("items") or ()), str((raw.get("metadata") or {}).get("resourceVersion", ""))
+    async def items(self, permission: Permission, selector: str) -> list[Object]:
+        """Return the objects that this permission lists."""
+        return (await self.call(permission, label_selector=selector)).get("items") or []
 
     async def watch_pods(self, selector: str, resource_version: str) -> ClientResponse:
         """Return the open response of a watch, with one change after `resource_version` in each line. The caller closes it."""
         options = {"label_selector": selector, "resource_version": resource_version, "watch": True, "timeout_seconds": WATCH_S}
         with as_kube_error(WATCH_PODS):
-            async with asyncio.timeout(self._request_s):
-                limit_s = WATCH_S + self._request_s  # a dead connection ends then, too
-                return await self._respond(WATCH_PODS, **options, _request_timeout=limit_s)
+            async with asyncio.timeout(self._request_s):  # a dead connection ends when the watch should have ended
+                return await self._respond(WATCH_PODS, **options, _request_timeout=WATCH_S + self._request_s)
 
     async def _load_account(self, configuration: Any) -> None:
         """Read the server's address and CA, and the account's token."""
@@ -183,7 +168,12 @@ class KubeClient:
             self._api = self._api or client.ApiClient(configuration)
         return self._api
 
-    async def _ask(self, permission: Permission, **arguments: Any) -> Object:
+    async def call(self, permission: Permission, **arguments: Any) -> Object:
+        """Return the answer to the call of this permission. `arguments`: of the library's method; a `body` is merged into the
+        object `name` if the verb is patch."""
+        if permission.verb == "patch":
+            arguments["_content_type"] = "application/merge-patch+json"
+
         async def once() -> Object:
             with as_kube_error(permission):
                 response = await self._respond(permission, **arguments, _request_timeout=self._request_s)
@@ -232,34 +222,28 @@ class PersonClient(KubeClient):
 
         await load_kube_config(context=self.context or None, client_configuration=configuration)
 
-    async def items(self, permission: Permission, selector: str) -> list[dict[str, Any]]:
-        """Return the objects that this permission lists, as JSON."""
-        return list((await self._ask(permission, label_selector=selector)).get("items") or ())
-
     async def delete(self, listing: Permission, selector: str) -> None:
         """Delete each object that `listing` finds, and then what depends on it. A volume goes when no pod uses it any more."""
         deletion = replace(listing, verb="delete", method=listing.method.replace("list", "delete", 1))
         for item in await self.items(listing, selector):
-            await self._ask(deletion, name=name_of(item), propagation_policy="Background")
-
-    async def secret(self, name: str) -> dict[str, bytes]:
-        raw = await self._ask(GET_SECRET, name=name)
-        return {key: base64.b64decode(value) for key, value in (raw.get("data") or {}).items()}
+            await self.call(deletion, name=name_of(item), propagation_policy="Background")
 
     async def execute(self, pod: str, container: str, command: Sequence[str]) -> AsyncIterator[bytes]:
         """Execute a command and yield its output. Raises `ServiceError` if it fails, `KubeError` if the connection ends before
         the command does."""
+        from kubernetes.aio.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
+
         errors, options = b"", {"container": container, "command": [*command], "stdout": True, "stderr": True}
         async with self._connect(EXECUTE, pod, **options) as socket:
             async for message in socket:
                 if message.type is not WSMsgType.BINARY or not message.data:
                     break
                 channel, data = message.data[0], message.data[1:]
-                if channel == _STDOUT and data:
+                if channel == STDOUT_CHANNEL and data:
                     yield data
-                elif channel == _STDERR:
+                elif channel == STDERR_CHANNEL:
                     errors = (errors + data)[-_MOST_ERROR_BYTES:]
-                elif channel == _ERROR:
+                elif channel == ERROR_CHANNEL:
                     ended = json.loads(data)
                     if ended.get("status") == "Success":
                         return
@@ -274,15 +258,13 @@ class PersonClient(KubeClient):
 
         async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                async with self._connect(FORWARD, pod, ports=str(port)) as socket:
-                    sending = asyncio.create_task(_send(reader, socket))
-                    try:
-                        await _receive(socket, writer)
-                    finally:
-                        sending.cancel()
-            except (KubeError, ClientError, OSError) as error:  # the caller connects again
-                log.debug("the connection to %s ended: %s", pod, error)
-                refused.extend([error] if isinstance(error, KubeError) and error.denied else [])
+                async with self._connect(FORWARD, pod, ports=str(port)) as socket, asyncio.TaskGroup() as tasks:
+                    sending = tasks.create_task(_send(reader, socket))
+                    await _receive(socket, writer)
+                    sending.cancel()
+            except* (KubeError, ClientError, OSError) as ended:  # the caller connects again
+                log.debug("the connection to %s ended: %s", pod, ended.exceptions)
+                refused.extend(error for error in ended.exceptions if isinstance(error, KubeError) and error.denied)
             finally:
                 writer.close()
 
@@ -380,8 +362,8 @@ class PodWatch:
     def __init__(self, client: KubeClient, selector: str, on_end: Callable[[PodEnd], None], *, without: str) -> None:
         self._client, self._selector, self._on_end = client, selector, on_end
         self._action = f"watch the pods {selector} ({without})"
-        self._pods: dict[str, Object] = {}  # by uid
-        self._reported: dict[str, bool] = {}  # by uid: whether it was still running then
+        self._pods: dict[str, tuple[Object, bool | None]] = {}
+        """Pods by uid, with whether each was still running when its end was reported; None = not reported."""
 
     async def run(self) -> None:
         while True:
@@ -390,34 +372,29 @@ class PodWatch:
             )
             with closing(response):
                 async for kind, pod in _changes(response):
-                    (self._deleted if kind == "DELETED" else self._present)(pod)
+                    self._changed(pod, is_gone=kind == "DELETED")
             await asyncio.sleep(BACKOFF.first_s)
 
     async def _open(self) -> ClientResponse:
-        pods, version = await self._client.list_pods(self._selector)
-        listed = {pod["metadata"]["uid"] for pod in pods}
-        for pod in [pod for uid, pod in self._pods.items() if uid not in listed]:
-            self._deleted(pod)  # it ended between two watches
-        for pod in pods:
-            self._present(pod)
-        return await self._client.watch_pods(self._selector, version)
+        found = await self._client.call(LIST_PODS, label_selector=self._selector)
+        listed = {pod["metadata"]["uid"] for pod in found.get("items") or ()}
+        for pod in [pod for uid, (pod, _) in self._pods.items() if uid not in listed]:
+            self._changed(pod, is_gone=True)  # it ended between two watches
+        for pod in found.get("items") or ():
+            self._changed(pod)
+        return await self._client.watch_pods(self._selector, found["metadata"]["resourceVersion"])
 
-    def _present(self, pod: Object) -> None:
-        uid, status, terminating = pod["metadata"]["uid"], pod.get("status") or {}, "deletionTimestamp" in pod["metadata"]
-        self._pods[uid] = pod
-        ended = status.get("phase") in ENDED_PHASES
-        if not (ended or terminating) or self._reported.get(uid) in (False, not ended):
-            return
-        why = f" ({status['reason']})" if status.get("reason") else ""
-        reason = f"its pod is in phase {status['phase']}{why}" if ended else "its pod is being deleted"
-        self._reported[uid] = not ended
-        self._on_end(PodEnd(name_of(pod), uid, reason, still_running=not ended))
-
-    def _deleted(self, pod: Object) -> None:
-        uid = pod["metadata"]["uid"]
-        self._pods.pop(uid, None)
-        reported = self._reported.pop(uid, None)
-        if reported is not False:
-            final = "deletionTimestamp" in pod["metadata"] or reported is not None
-            reason = "its pod was deleted" if final else "its pod was deleted, or relabelled"
-            self._on_end(PodEnd(name_of(pod), uid, reason, still_running=False, final=final))
+    def _changed(self, pod: Object, *, is_gone: bool = False) -> None:
+        uid, status = pod["metadata"]["uid"], pod.get("status") or {}
+        _, reported = self._pods.pop(uid, (pod, None))
+        running = not is_gone and status.get("phase") not in ENDED_PHASES
+        ending = "deletionTimestamp" in pod["metadata"] or reported is not None
+        is_new = (ending or not running) and reported not in (False, running)
+        if not is_gone:
+            self._pods[uid] = (pod, running if is_new else reported)
+        if is_new:
+            why = f" ({status['reason']})" if status.get("reason") else ""
+            reason = "is being deleted" if running else "was deleted" if is_gone else f"is in phase {status['phase']}{why}"
+            final = ending or not is_gone
+            reason += "" if final else ", or relabelled"
+            self._on_end(PodEnd(name_of(pod), uid, f"its pod {reason}", still_running=running, final=final))

@@ -11,6 +11,7 @@ publish progress are not repeated.
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -18,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from pathlib import Path
 
 from pipelinerl.errors import UserError
-from pipelinerl.kube.client import SCALE_ACTORS, SCALE_TRAINER, KubeClient, KubeError, in_cluster
+from pipelinerl.kube.client import COUNT_ACTORS, PATCH_REPORT, SCALE_ACTORS, SCALE_TRAINER, KubeClient, KubeError, in_cluster
 from pipelinerl.local.ending import SAMPLES_READ, report_of, write_report
 from pipelinerl.service.lifecycle import sole_error
 from pipelinerl.service.settings import TrainerSettings
@@ -45,7 +46,7 @@ async def run_goes_on(settings: TrainerSettings, version: int) -> None:
         state, name = f"{settings.release}-run", f"{settings.release}-actor"
         published = await client.patch_config(state, _phase(settings, RUNNING, version))
         if actors := int(published.get(_ACTORS) or 0):
-            if await client.count_actors(name) == 0:  # otherwise Helm has already set the number
+            if await client.scale(COUNT_ACTORS, name) == 0:  # otherwise Helm has already set the number
                 await client.scale(SCALE_ACTORS, name, actors)
             await client.patch_config(state, {_ACTORS: None})
 
@@ -71,7 +72,7 @@ async def complete(
             return
         state, actor, frees = f"{settings.release}-run", f"{settings.release}-actor", settings.on_completion != "keep"
         await client.patch_config(state, progress)
-        if frees and (actors := await client.count_actors(actor)):
+        if frees and (actors := await client.scale(COUNT_ACTORS, actor)):
             await client.patch_config(state, {_ACTORS: str(actors)})
             await client.scale(SCALE_ACTORS, actor, 0)
         if frees:
@@ -98,14 +99,11 @@ async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
         raise
 
 
-def packed_report(run_dir: Path) -> bytes:
-    """Return a run's report, compressed, with as many samples as fit. Even without samples it may exceed `MOST_REPORT_BYTES`.
-    Raises what `report_of` raises."""
-    for samples in (SAMPLES_READ, 4, 1, 0):
-        packed = gzip.compress(report_of(run_dir, samples).encode())
-        if len(packed) <= MOST_REPORT_BYTES:
-            break
-    return packed
+def packed_report(run_dir: Path) -> bytes | None:
+    """Return a run's report, compressed, with as many samples as fit; None if it does not even fit without samples. Raises what
+    `report_of` raises."""
+    reports = (gzip.compress(report_of(run_dir, samples).encode()) for samples in (SAMPLES_READ, 4, 1, 0))
+    return next((report for report in reports if len(report) <= MOST_REPORT_BYTES), None)
 
 
 async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
@@ -115,10 +113,11 @@ async def _keep_report(client: KubeClient, settings: TrainerSettings) -> None:
     except Exception:  # bad records must not keep GPUs allocated
         log.exception("cannot make the report of the run")
         return
-    if len(report) > MOST_REPORT_BYTES:
-        log.error("the compressed report has %d bytes, too many for a Secret, so only the volume has it", len(report))
+    if report is None:
+        log.error("the report has over %d bytes, too many for a Secret, so only the volume has it", MOST_REPORT_BYTES)
     elif report:
-        await client.patch_secret(f"{settings.release}-report", {REPORT: report})
+        body = {"data": {REPORT: base64.b64encode(report).decode()}}
+        await client.call(PATCH_REPORT, name=f"{settings.release}-report", body=body)
 
 
 def _cluster(settings: TrainerSettings, *, insists: bool = True) -> AbstractAsyncContextManager[KubeClient | None]:
@@ -126,8 +125,6 @@ def _cluster(settings: TrainerSettings, *, insists: bool = True) -> AbstractAsyn
     return nullcontext() if client is None else client
 
 
-def _phase(
-    settings: TrainerSettings, phase: str, version: int | None = None, reason: str | None = None
-) -> dict[str, str | None]:
-    state = {"phase": phase, "run": settings.run, "reason": reason, "revision": settings.revision or None}
+def _phase(settings: TrainerSettings, phase: str, version: int | None = None, reason: str = "") -> dict[str, str | None]:
+    state = {"phase": phase, "run": settings.run, "reason": reason or None, "revision": settings.revision or None}
     return state if version is None else state | {"policyVersion": str(version)}

@@ -59,23 +59,21 @@ def page_app(trainer: str, report: Path) -> FastAPI:
     return app
 
 
-async def serve(host: str, port: int, trainer: str, report: Path, names: list[str]) -> None:
+async def serve(host: str, trainer: str, report: Path, names: list[str]) -> None:
     app = guard_hosts(page_app(trainer, report), {*LOCAL_NAMES, *names}, PROBED)
     with stop_event() as stop:
-        async with serve_http(app, host, port, names=names):
+        async with serve_http(app, host, 8080, names=names):
             await stop.wait()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.kube.page", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--host", default="0.0.0.0", help="interface to listen on")
-    parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--trainer", required=True, metavar="HOST:PORT", help="the trainer's HTTP server")
     parser.add_argument("--report", required=True, type=Path, metavar="FILE", help="report.html.gz; the file may appear later")
     parser.add_argument("--names", default="", help="host names under which browsers reach this server, separated by commas")
     args = parser.parse_args()
-    names = [name for name in args.names.split(",") if name]
-    return exit_code(lambda: asyncio.run(serve(args.host, args.port, args.trainer, args.report, names)))
+    return exit_code(lambda: asyncio.run(serve(args.host, args.trainer, args.report, args.names.split(","))))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Nothing is removed before every file is here with its size.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 import shlex
@@ -44,10 +45,6 @@ STATE = "-run"
 _LOOK_S, _LAST_STEPS_S, _GIVE_UP_S = 2.0, 5.0, 600.0
 """Seconds between two looks or two tries to fetch, after the end for the last metrics, and until a stuck fetch is given up."""
 _GRPC_PORT = 50051
-_RECONNECTS = [("grpc.max_reconnect_backoff_ms", 5000)]
-_HOOKS = (kube.LIST_JOBS, kube.LIST_CONFIGS, kube.LIST_ACCOUNTS)
-"""Kinds of the chart's check, whose objects Helm keeps if it fails."""
-_HELM_FIX = "install Helm 3.14 or newer (https://helm.sh/docs/intro/install) and put it on PATH"
 
 
 class Release:
@@ -78,10 +75,7 @@ class Release:
 
 
 async def helm(release: Release, *arguments: str, text: str = "") -> str:
-    """Return the output of Helm, which gets `text` as input. Raises `ServiceError` with Helm's message, or `UserError` if there
-    is no Helm."""
-    if shutil.which("helm") is None:
-        raise UserError(f"helm was not found: {_HELM_FIX}")
+    """Return the output of Helm, which gets `text` as input. Raises `ServiceError` with Helm's message."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec("helm", *arguments, *release.options, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
@@ -97,10 +91,10 @@ async def helm(release: Release, *arguments: str, text: str = "") -> str:
 
 async def check_helm(release: Release) -> None:
     """Raise `UserError` unless Helm is there and new enough."""
-    version = (await helm(release, "version", "--short")).strip()
+    version = (await helm(release, "version", "--short")).strip() if shutil.which("helm") else "not on PATH"
     found = re.match(r"v(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) < (3, 14):
-        raise UserError(f"helm is {version}, which is too old: {_HELM_FIX}")
+        raise UserError(f"helm is {version}: install Helm 3.14 or newer (https://helm.sh/docs/intro/install)")
 
 
 async def check_absent(release: Release) -> None:
@@ -152,7 +146,7 @@ async def install(release: Release, chart: str, files: Sequence[Path], values: M
         refused, left = "; ".join(await reasons(f",{COMPONENT}=validation")), "nothing is left installed"
         await remove(release)
         try:
-            for kind in _HOOKS:
+            for kind in (kube.LIST_JOBS, kube.LIST_CONFIGS, kube.LIST_ACCOUNTS):  # of the chart's check, which Helm keeps
                 await release.client.delete(kind, selector)
         except KubeError as denied:
             left = f"only the Job of the chart's check is left ({denied})"
@@ -292,9 +286,11 @@ async def watch(release: Release) -> Look:
 async def _channel(release: Release, seen: Look, target: str) -> Channel:
     """Open a channel with the trainer's own certificates, which its callers may use, or without TLS if it has none."""
     volumes = {volume["name"]: volume for volume in (seen.trainer or {})["spec"].get("volumes") or ()}
-    secret = await release.client.secret(volumes["tls"]["secret"]["secretName"]) if "tls" in volumes else {}
-    certificates = Certificates(secret[CERTIFICATE], secret[KEY], secret[CA]) if secret else None
-    return open_channel(target, certificates, f"{seen.prefix}-trainer", _RECONNECTS)
+    certificates = None
+    if "tls" in volumes:
+        secret = await release.client.call(kube.GET_SECRET, name=volumes["tls"]["secret"]["secretName"])
+        certificates = Certificates(*(base64.b64decode(secret["data"][name]) for name in (CERTIFICATE, KEY, CA)))
+    return open_channel(target, certificates, f"{seen.prefix}-trainer", [("grpc.max_reconnect_backoff_ms", 5000)])
 
 
 # --- fetching ---------------------------------------------------------------------------------------------------------
@@ -340,13 +336,12 @@ async def _fetch_all(release: Release, seen: Look, folder: Path) -> None:
     if lacking := _NEEDED - {name.partition("/")[0] for name in files}:
         raise ServiceError(f"the run's folder in the trainer's pod lacks {', '.join(sorted(lacking))}")
     check_folder(folder, seen.uid)
-    done, total = 0, sum(size for size, _ in files.values())
+    total = sum(size for size, _ in files.values())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
     (folder / _MARK).write_text(seen.uid)
     if total - _bytes_in(folder) > shutil.disk_usage(folder).free:
         raise ServiceError(f"the results have {total / 1e9:,.1f} GB, for which the disk of {folder} has no room")
     for name, (size, target) in files.items():
-        release.show(f"fetching {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as file:
             if file.tell() != size:
@@ -354,12 +349,11 @@ async def _fetch_all(release: Release, seen: Look, folder: Path) -> None:
                     file.write(data)
                     if file.tell() > size:
                         break
-                    if file.tell() % _SHOWN_BYTES < len(data):
-                        release.show(f"fetching {name}: {(done + file.tell()) / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+                    if file.tell() % _SHOWN_BYTES <= len(data):
+                        release.show(f"fetching {name}: {_bytes_in(folder) / 1e6:,.0f} of {total / 1e6:,.0f} MB")
         if (found := target.stat().st_size) != size:
             target.unlink()
             raise ServiceError(f"{name} has {found:,} bytes instead of {size:,}")
-        done += size
 
 
 def check_folder(folder: Path, installation: str = "") -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipelinerl.bus.jetstream import connect
 from pipelinerl.errors import PipelineRLError, ServiceError
-from pipelinerl.kube.client import COMPLETION, TRAINER, in_cluster
+from pipelinerl.kube.client import COMPLETION, LIST_PODS, TRAINER, in_cluster
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.settings import TrainerSettings, read_settings, split_host_port
@@ -103,7 +103,7 @@ async def check_rights(settings: TrainerSettings) -> str:
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"
     async with kube:
-        pods, _ = await kube.list_pods(settings.actor_selector)
+        pods = await kube.items(LIST_PODS, settings.actor_selector)
         needed = dict.fromkeys(TRAINER, "") | {
             permission: f"{settings.release}-{OBJECTS[permission.resource]}"
             for permission in (COMPLETION[settings.on_completion] if settings.release else ())

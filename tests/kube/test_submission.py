@@ -156,11 +156,11 @@ async def test_without_helm_the_error_says_how_to_get_it(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert await pipelinerl(*SUBMIT) == 2
-    assert "helm was not found: install Helm 3.14 or newer" in capsys.readouterr().err
+    assert "helm is not on PATH: install Helm 3.14 or newer" in capsys.readouterr().err
     (tmp_path / "helm").write_text(f"#!{sys.executable}\nprint('v3.9.1')\n")
     (tmp_path / "helm").chmod(0o755)
     assert await pipelinerl(*SUBMIT) == 2
-    assert "helm is v3.9.1, which is too old" in capsys.readouterr().err
+    assert "helm is v3.9.1: install Helm 3.14 or newer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ async def test_a_right_that_is_missing_is_named(
 # --- fetching
 
 
-FINISHED_RUN = Look("own-pipelinerl", {"run": "volume"}, [])
+FINISHED_RUN = Look("own-pipelinerl", {"run": "volume"}, [], uid="u 4")
 
 
 @pytest.fixture
@@ -513,7 +513,7 @@ def test_runs_are_listed_with_what_is_known_of_them() -> None:
     full = {"run": "a", "phase": "Running", "step": "3", "steps": "8", "heldoutAccuracy": "0.5", "lag": "1.25"}
     states = [item("a-run", "a", "2026-01-01T00:00:00Z", **full), item("b-run", "b", "2026-01-01T01:00:00Z", lag="?")]
     sets = [item(f"{name}-trainer", name, "2026-01-01T00:00:00Z") for name in ("a", "silent")]
-    rows = rows_of(states, sets, datetime(2026, 1, 1, 2, tzinfo=UTC))
+    rows = rows_of([*sets, *states], datetime(2026, 1, 1, 2, tzinfo=UTC))
     assert rows == [
         {"release": "b", "age_s": 3600, "lag": "?"},
         {"release": "a", "age_s": 7200, **full},
