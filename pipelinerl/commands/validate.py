@@ -210,7 +210,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         fix = f"cannot hold the three whole versions that the weight log keeps; give at least {log_bytes / GIB:,.0f}"
         fix += " and enlarge nats.persistence.size, or set recipe.set.weights.log"
         yield FieldError("nats.weightsMaxGib", log_gib, fix)
-    limit = ((trainer["resources"] or {}).get("limits") or {}).get("memory")
+    limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
     export, copies = model.weights_bytes / GIB, host_copies_gib(recipe, model)
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
     if limit is not None and needed_gib * GIB > checks.quantity(limit):

@@ -30,8 +30,8 @@ def quantity(text: str | float) -> Decimal:
     found = _QUANTITY.fullmatch(str(text))
     if found is None:
         raise ValueError(f"{text!r} is no quantity of Kubernetes")
-    base, unit = (Decimal(1024), found[2].lower()) if found[2] else (Decimal(1000), found[3] or " ")
-    return Decimal(found[1]) * base ** ("num kMGTPE".index(unit) - 3)
+    unit = (found[2] or found[3] or " ").replace("K", "k")
+    return Decimal(found[1]) * Decimal(1024 if found[2] else 1000) ** ("num kMGTPE".index(unit) - 3)
 
 
 def _limits(values: Values, defaults: Values, path: str = "") -> Iterator[FieldError]:
@@ -89,7 +89,7 @@ def _blocked(values: Values, recipe: Recipe) -> Iterator[FieldError]:
     called: list[tuple[str, str, int]] = []
     if not nats["enabled"] and policy["nats"].get("cidrs") and not policy.get("extraEgress"):
         called += [("nats", f"nats.url = {url}", 4222) for url in nats["url"].split(",")]
-    if (endpoint := tracing["endpoint"]) and policy["tracing"].get("to"):
+    if (endpoint := tracing.get("endpoint")) and policy["tracing"].get("to"):
         default = 443 if endpoint.startswith("https:") or tracing["protocol"] == "grpc" else 80
         called.append(("tracing", f"tracing.endpoint = {endpoint}", default))
     for name, where, default in called:

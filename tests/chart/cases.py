@@ -106,12 +106,12 @@ nats-3:
     nats: {replicas: 3}
     trainer: {page: {enabled: true, ingress: {enabled: true, host: runs.example.com, annotations: {auth: x}}}}
 nats-no-login: {cpu: true, values: {nats: {auth: {enabled: false}, persistence: {enabled: false}}}}
-two-nodes: {values: {trainer: {nodes: 2, gpus: 8, persistence: {existingClaim: shared}}}}
+two-nodes: {values: {trainer: {nodes: 2, gpus: 8, persistence: {existingClaim: shared, accessMode: ReadWriteMany}}}}
 group:
   values:
     recipe: {name: smollm2}
     kueue: {queue: rl}
-    trainer: {nodes: 2, expectedActors: 3, persistence: {existingClaim: shared}}
+    trainer: {nodes: 2, expectedActors: 3, persistence: {existingClaim: shared, accessMode: ReadWriteMany}}
     actor: {resourceClaims: [{name: gpu, resourceClaimTemplateName: h100}]}
 keda:
   values:

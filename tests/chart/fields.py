@@ -8,7 +8,8 @@ import functools
 import re
 from collections.abc import Iterator
 
-from pipelinerl.kube.checks import quantity
+from kubernetes.utils.quantity import parse_quantity
+
 from tests.chart.rendering import Object
 
 MODES = {"configMap", "secret", "projected", "downwardAPI"}
@@ -83,12 +84,12 @@ def problems(item: Object, before: Object | None = None) -> Iterator[str]:
     for container in [*pod.get("initContainers", []), *pod.get("containers", [])]:
         requests, limits = (container.get("resources", {}).get(side) or {} for side in ("requests", "limits"))
         for name in requests.keys() & limits.keys():
-            if quantity(requests[name]) > quantity(limits[name]):
+            if parse_quantity(requests[name]) > parse_quantity(limits[name]):
                 at = f"containers[{container['name']}].resources.requests.{name}"
                 yield f"{at}: Invalid value: {requests[name]!r}: must be less than or equal to the limit of {limits[name]}"
     if before and item["kind"] == "PersistentVolumeClaim":
         old, new = (one["spec"]["resources"]["requests"]["storage"] for one in (before, item))
-        if quantity(new) < quantity(old):
+        if parse_quantity(new) < parse_quantity(old):
             yield "spec.resources.requests.storage: Forbidden: field can not be less than status.capacity"
     for path in IMMUTABLE.get(item["kind"], ()) if before else ():
         old, new = (functools.reduce(lambda node, part: (node or {}).get(part), path.split("."), one) for one in (before, item))

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tests.chart.fields import quantity
+from kubernetes.utils.quantity import parse_quantity
+
 from tests.chart.rendering import WORKLOADS, Object
 
-REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+REQUIRED, AWAY = "requiredDuringSchedulingIgnoredDuringExecution", "podAntiAffinity"
 CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 OPERATORS: dict[str, Callable[[str | None, Sequence[str]], bool]] = {
     "In": lambda value, values: value in values,
@@ -61,10 +62,16 @@ class Pod:
                 staying += asked if kind == "containers" or container.get("restartPolicy") == "Always" else Counter()
         return peak | staying
 
+    @cached_property
+    def host_ports(self) -> set[int]:
+        """Ports of the node that the pod takes: in the node's network, all that its containers name."""
+        ports = [port for container in self.spec["containers"] for port in container.get("ports", [])]
+        return {port["containerPort"] for port in ports if self.spec.get("hostNetwork")}
+
     def affinity(self, kind: str) -> Any:
         """Required terms."""
         affinities = self.spec.get("affinity", {})
-        _check_fields(affinities, "nodeAffinity", "podAffinity")
+        _check_fields(affinities, "nodeAffinity", "podAffinity", AWAY)
         return affinities.get(kind, {}).get(REQUIRED, [])
 
     def tolerates(self, taint: Object) -> bool:
@@ -92,7 +99,7 @@ class Pod:
 
 
 def _thousandths(quantities: Mapping[str, str | int]) -> Counter[str]:
-    return Counter({name: round(quantity(value) * 1000) for name, value in quantities.items()})
+    return Counter({name: round(parse_quantity(value) * 1000) for name, value in quantities.items()})
 
 
 def _check_fields(term: Object, *known: str) -> None:
@@ -156,6 +163,8 @@ class Cluster:
         """Whether each filter of the scheduler, in its order, refuses the node, and its words for that."""
         yield not all(map(pod.tolerates, node.taints)), "node(s) had untolerated taint"
         yield not pod.selects(node), "node(s) didn't match Pod's node affinity/selector"
+        taken = {port for other in self._on(node) for port in other.host_ports}
+        yield bool(pod.host_ports & taken), "node(s) didn't have free ports for the requested pod ports"
         free = _thousandths(node.resources)
         for other in self._on(node):
             free.subtract(other.requests)
@@ -166,6 +175,10 @@ class Cluster:
             skew = counts[value] + _matches(one.get("labelSelector"), pod.labels) - min(counts.values(), default=0)
             yield not value or skew > one["maxSkew"], "node(s) didn't match pod topology spread constraints"
         yield not self._meets_affinity(pod, node), "node(s) didn't match pod affinity rules"
+        away = any(pod.wants(term, one) and one.is_near(term, node) for term in pod.affinity(AWAY) for one in self.pods)
+        yield away, "node(s) didn't match pod anti-affinity rules"
+        kept_away = any(one.wants(term, pod) and one.is_near(term, node) for one in self.pods for term in one.affinity(AWAY))
+        yield kept_away, "node(s) didn't satisfy existing pods anti-affinity rules"
 
     def _meets_affinity(self, pod: Pod, node: Node) -> bool:
         """One pod must meet all required terms. If there is none, the first of pods that meet their own terms may run."""

@@ -7,8 +7,8 @@ import pytest
 
 from tests.chart.cases import rendered_case
 from tests.chart.placements import PLACEMENTS
-from tests.chart.rendering import COMPONENT, Object
-from tests.chart.scheduler import REQUIRED, Cluster, Node
+from tests.chart.rendering import COMPONENT, Object, render
+from tests.chart.scheduler import AWAY, REQUIRED, Cluster, Node
 
 A, B, FULL = Node("a", {"cpu": 2}, labels={"pool": "x"}), Node("b", {"cpu": 2}), Node("f", {"cpu": 0})
 TAINTED = Node("t", {"cpu": 2}, [{"key": "spot", "value": "yes", "effect": "NoSchedule"}])
@@ -53,9 +53,17 @@ def test_one_pod_meets_all_terms_of_a_pod_affinity_and_the_first_of_its_kind_may
     assert places([Node("a")], both, near(term("q"), term("r"))) == "aa"
     assert places([A, B], *[near(term("p"))] * 3) == "aa-"
     assert places([A], near(term("p", topologyKey="zone"))) == "-"
-    for unknown in (near(term("q", matchLabelKeys=["x"])), pod(affinity={"podAntiAffinity": {}})):
-        with pytest.raises(ValueError, match=r"does not know (matchLabelKeys|podAntiAffinity)"):
-            places([A], pod("q"), unknown)
+    with pytest.raises(ValueError, match="does not know matchLabelKeys"):
+        places([A], pod("q"), near(term("q", matchLabelKeys=["x"])))
+    away = pod(affinity={AWAY: {REQUIRED: [term("q")]}})
+    assert (places([A, B], pod("q"), away), places([A, B], away, pod("q")), places([A], away, away)) == ("ab", "ab", "aa")
+
+
+def test_a_pod_in_the_network_of_its_node_takes_the_ports_of_the_node() -> None:
+    both, gpus = {"hostNetwork": True, "gpus": 1}, {"nvidia.com/gpu": 4}
+    rendered = render({"actor": both | {"replicas": 2}, "trainer": both, "networkPolicy": {"enabled": False}})
+    pods = rendered.one("StatefulSet", "pipelinerl-trainer"), rendered.one("Deployment", "pipelinerl-actor")
+    assert places([Node("a", gpus), Node("b", gpus)], *pods) == "ab-"
 
 
 def test_a_spread_constraint_counts_the_nodes_that_its_policies_include() -> None:

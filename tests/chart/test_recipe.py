@@ -112,6 +112,7 @@ recipes:
     actor: {sequences_in_progress: 64}
   upload: &upload {set: {checkpoint: {upload: 's3://a/b'}}}
 closed: &closed {hub: {enabled: false}}
+many: &many {accessMode: ReadWriteMany}
 hpa: &hpa {autoscaling: {enabled: true, kind: hpa}}
 refused:  # by the templates
   "recipe.set.actor.colocate: true is for": {recipe: {set: {mode: conventional, actor: {colocate: true}}}}
@@ -133,9 +134,10 @@ refused:  # by the templates
   "actor.autoscaling.enabled: Kueue deletes": {kueue: {queue: rl}, actor: *hpa}
   "trainer.expectedActors: is 0, so that the pod group": {kueue: {queue: rl}, trainer: {expectedActors: 0}}
   "replicas: 8 is not trainer.expectedActors = 4": {kueue: {queue: rl}, actor: {replicas: 8}, trainer: {expectedActors: 4}}
-  "test.transferPair.enabled: its": {trainer: {resourceClaims: [{name: gpus}]}, test: {transferPair: {enabled: true}}}
+  "test.transferPair.enabled: its": {trainer: {resourceClaims: [{name: gpus}]}, test: &pair {transferPair: {enabled: true}}}
+  "with resourceClaims or hostNetwork": {trainer: {hostNetwork: true}, test: *pair, networkPolicy: {enabled: false}}
   "extraObjects[1]: is not one object": {extraObjects: [{apiVersion: v1, kind: Secret, metadata: {name: a}}, 'kind: Secret']}
-  "trainer.persistence.accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods share the": {trainer: {nodes: 2}}
+  "accessMode: ReadWriteOnce does not let trainer.nodes = 2 pods": {trainer: {nodes: 2, persistence: {existingClaim: mine}}}
   "trainer.terminationGracePeriodSeconds: 100 leaves no time after": {trainer: {terminationGracePeriodSeconds: 100}}
   "nothing would collect the metric that actor.autoscaling follows": {actor: *hpa}
   "nothing would collect the metric that verifier.autoscaling": {recipe: {set: *episodes}, verifier: {autoscaling: {kind: hpa}}}
@@ -164,6 +166,7 @@ refused:  # by the templates
   "metrics.prometheusRule.enabled: the alerts need the trainer's":
     {<<: *alone, recipe: *reads, metrics: {prometheusRule: {enabled: true}}}
   "nats.external.host: a.b would be open to other clusters without encryption or logins; set": {nats: {external: {host: a.b}}}
+  "nats.existingSecret: login protects nothing": {nats: {existingSecret: login, auth: {enabled: false}}}
   "nats.url: is empty while nats.enabled is false": {nats: {enabled: false}}
   "nats.url: a server does not begin with nats:// or tls://": {nats: {enabled: false, url: 'nats://user:pass,word@nats:4222'}}
   "nats.url: is not used while nats.enabled is true": {nats: {url: 'nats://user:secret@nats.messaging:4222'}}
@@ -183,7 +186,7 @@ refused by the Job:  # before an install or upgrade
   "[4443]: lacks port 4222 of": {nats: {enabled: false, url: 'nats://n'}, networkPolicy: {nats: {ports: [4443]}}}
   "trainer.expectedActors = 9: is more than actor.replicas = 8": {actor: {replicas: 8}, trainer: {expectedActors: 9}}
   "trainer.expectedActors = 8: is more than": {actor: *hpa, trainer: {expectedActors: 8}, metrics: {scrapedOtherwise: true}}
-  "shard_ranks = 3: does": {recipe: {set: {trainer: {shard_ranks: 3}}}, trainer: {nodes: 2, persistence: {existingClaim: a}}}
+  "shard_ranks = 3: does": {recipe: {set: {trainer: {shard_ranks: 3}}}, trainer: {nodes: 2, persistence: *many}}
   "context_parallel = 2: does": {recipe: {set: {trainer: {context_parallel: 2}}}, trainer: {gpus: 1}}
   "trainer.resources.limits.cpu = '7500m': is less than": {trainer: {resources: {limits: {cpu: 7500m}}}}
   "trainer.page.resources.limits.memory = '64M': is": {trainer: {page: {resources: {limits: {memory: 64M}}}}}

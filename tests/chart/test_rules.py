@@ -33,7 +33,7 @@ def test_names_and_labels_are_such_that_a_server_takes_them_and_leave_room_for_w
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_pod_group_has_as_many_pods_as_each_of_them_says(nodes: int) -> None:
     """Kueue admits no group with fewer pods, and deletes those of a group with more."""
-    trainer = {"nodes": nodes, "expectedActors": 5, "persistence": {"existingClaim": "shared"}}
+    trainer = {"nodes": nodes, "expectedActors": 5, "persistence": {"accessMode": "ReadWriteMany"}}
     rendered = render({"kueue": {"queue": "rl"}, "trainer": trainer})
     grouped = [pod for pod in rendered.pods if pod.labels.get(f"{GROUP}-name") == "pipelinerl"]
     assert {pod.owner: pod.metadata["annotations"][f"{GROUP}-total-count"] for pod in grouped} == {

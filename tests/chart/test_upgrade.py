@@ -123,7 +123,7 @@ NOTES = {
     "actor.replicas=0": ["actor.replicas is 0: the run pauses", "upgrade ... --set actor.replicas=4"],
     "model.source=s3://a/b": ["s3://a/b must have a private address and a port of"],
     "kueue.queue=rl": ["kubectl -n train delete workload.kueue.x-k8s.io pipelinerl --ignore-not-found"],
-    "trainer.nodes=2,trainer.persistence.existingClaim=a": ["delete pod -l app.kubernetes.io/instance=pipelinerl,app.kuber"],
+    "trainer.nodes=2,trainer.persistence.accessMode=ReadWriteMany": ["component=trainer   (all trainer nodes must restart"],
 }
 
 

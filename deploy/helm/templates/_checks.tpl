@@ -52,6 +52,8 @@
     "set tls.nats.enabled and tls.secrets.nats for the chart's own NATS") $v.nats.tlsSecret))
   (list (and $v.tls.nats.enabled (not $v.nats.enabled)) (print "tls.nats.enabled: encrypts only the chart's own NATS, but nats.enabled "
     "is false; for your own NATS, write tls:// in nats.url and name its CA in nats.tlsSecret"))
+  (list (and $v.nats.enabled $v.nats.existingSecret (not $v.nats.auth.enabled)) (printf (print "nats.existingSecret: %s protects nothing "
+    "while nats.auth.enabled is false; set that to true, or leave this empty") $v.nats.existingSecret))
   (list (and $v.nats.external.host (not (and $v.nats.enabled $v.nats.auth.enabled $v.tls.nats.enabled))) (printf (print
     "nats.external.host: %s would be open to other clusters without encryption or logins; set nats.enabled, nats.auth.enabled and "
     "tls.nats.enabled to true, or leave it empty") $v.nats.external.host))
@@ -72,8 +74,8 @@
   (list (and $v.kueue.queue (ne (int $v.trainer.expectedActors) (default $v.trainer.expectedActors $v.actor.replicas | int))) (printf (print
     "actor.replicas: %d is not trainer.expectedActors = %d, the number of actors in the pod group of kueue.queue; make them equal, or "
     "leave actor.replicas at null") (int $v.actor.replicas) (int $v.trainer.expectedActors)))
-  (list (and $v.trainer.resourceClaims $v.test.transferPair.enabled) (print "test.transferPair.enabled: its pods request gpu.resource, "
-    "but with trainer.resourceClaims the nodes give GPUs by claims; set it to false"))
+  (list (and (or $v.trainer.resourceClaims $v.trainer.hostNetwork) $v.test.transferPair.enabled) (print "test.transferPair.enabled: its pods "
+    "have GPUs by gpu.resource and the network of pods, unlike a trainer with resourceClaims or hostNetwork; set it to false"))
   (list (and $scaler (not $v.metrics.podMonitor.enabled) (not $v.metrics.scrapedOtherwise)) (printf (print "metrics.podMonitor.enabled: "
     "is false, so that nothing would collect the metric that %v.autoscaling follows; set it to true, or metrics.scrapedOtherwise if "
     "your Prometheus finds the pods without PodMonitors") $scaler))

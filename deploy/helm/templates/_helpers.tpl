@@ -11,15 +11,9 @@
 
 {{/* The release's name if it contains the chart's, else RELEASE-CHART; at most 40 characters, so that every object's name fits. */}}
 {{- define "pipelinerl.fullname" -}}
-{{- $name := "" -}}
-{{- if .Values.fullnameOverride -}}
-{{- $name = .Values.fullnameOverride -}}
-{{- else if contains (include "pipelinerl.name" .) .Release.Name -}}
-{{- $name = .Release.Name -}}
-{{- else -}}
-{{- $name = printf "%s-%s" .Release.Name (include "pipelinerl.name" .) -}}
-{{- end -}}
-{{- $name = $name | trunc 40 | trimSuffix "-" -}}
+{{- $own := include "pipelinerl.name" . -}}
+{{- $name := contains $own .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $own) -}}
+{{- $name = default $name .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
 {{- include "pipelinerl.fail" (printf "fullnameOverride: %q cannot begin the names of Services, which begin with a letter and contain only lowercase letters, digits and inner dashes; set fullnameOverride to such a name" $name) -}}
 {{- end -}}
@@ -75,11 +69,7 @@ app.kubernetes.io/component: {{ . }}
 {{/* dict root, component: name of its ServiceAccount. */}}
 {{- define "pipelinerl.serviceAccountName" -}}
 {{- $own := (index .root.Values .component).serviceAccount -}}
-{{- if $own.create -}}
-{{- default (printf "%s-%s" (include "pipelinerl.fullname" .root) .component) $own.name -}}
-{{- else -}}
-{{- default "default" $own.name -}}
-{{- end -}}
+{{- default ($own.create | ternary (printf "%s-%s" (include "pipelinerl.fullname" .root) .component) "default") $own.name -}}
 {{- end -}}
 
 {{/* A service's values: spec.replicas of its Deployment, or nothing if an autoscaler or `kubectl scale` owns the field. A number in

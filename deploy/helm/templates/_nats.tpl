@@ -12,11 +12,8 @@
 
 {{/* Name of the Secret with passwords and credentials; nothing if your own NATS requires no login. */}}
 {{- define "pipelinerl.nats.authSecret" -}}
-{{- if .Values.nats.existingSecret -}}
-{{- .Values.nats.existingSecret -}}
-{{- else if and .Values.nats.enabled .Values.nats.auth.enabled -}}
-{{- printf "%s-nats-auth" (include "pipelinerl.fullname" .) -}}
-{{- end -}}
+{{- $own := printf "%s-nats-auth" (include "pipelinerl.fullname" .) -}}
+{{- default (and .Values.nats.enabled .Values.nats.auth.enabled | ternary $own "") .Values.nats.existingSecret -}}
 {{- end -}}
 
 {{/* Name of the Secret with the CA that signed NATS's certificate; nothing without TLS. */}}

@@ -156,9 +156,7 @@ volumeMounts: {{- include (printf "pipelinerl.%s" ($isVerifier | ternary "mounts
 {{- if and (gt (int .gpus) 0) (not .values.resourceClaims) -}}
 {{- $_ := set $devices .root.Values.gpu.resource (int .gpus) -}}
 {{- end -}}
-{{- range $name, $count := .values.rdma -}}
-{{- $_ := set $devices $name $count -}}
-{{- end -}}
+{{- $devices = mergeOverwrite $devices (default dict .values.rdma) -}}
 {{- $resources := default dict .values.resources | deepCopy -}}
 {{- with .root.Values.defaultLimits -}}
 {{- $_ := set $resources "limits" (merge (default dict $resources.limits) .) -}}
@@ -351,9 +349,6 @@ readinessProbe:
 
 {{/* Name of the Secret with the Hugging Face token, or nothing. */}}
 {{- define "pipelinerl.huggingface.secret" -}}
-{{- if .Values.huggingface.existingSecret -}}
-{{- .Values.huggingface.existingSecret -}}
-{{- else if .Values.huggingface.token -}}
-{{- printf "%s-huggingface" (include "pipelinerl.fullname" .) -}}
-{{- end -}}
+{{- $own := printf "%s-huggingface" (include "pipelinerl.fullname" .) -}}
+{{- default (.Values.huggingface.token | empty | ternary "" $own) .Values.huggingface.existingSecret -}}
 {{- end -}}

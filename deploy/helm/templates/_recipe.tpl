@@ -85,14 +85,11 @@
 {{- define "pipelinerl.actor.gpus" -}}
 {{- $recipe := include "pipelinerl.recipe" . | fromYaml -}}
 {{- $size := dig "actor" "engine" "tensor_parallel_size" 1 $recipe | int -}}
-{{- $gpus := .Values.actor.gpus -}}
-{{- if kindIs "invalid" $gpus -}}
-{{- $size -}}
-{{- else if and (ne (int $gpus) 0) (ne (int $gpus) $size) -}}
-{{- include "pipelinerl.fail" (printf "actor.gpus: %d differs from the recipe's actor.engine.tensor_parallel_size = %d; set recipe.set.actor.engine.tensor_parallel_size, or leave actor.gpus at null" (int $gpus) $size) -}}
-{{- else -}}
-{{- int $gpus -}}
+{{- $gpus := kindIs "invalid" .Values.actor.gpus | ternary $size .Values.actor.gpus | int -}}
+{{- if not (has $gpus (list 0 $size)) -}}
+{{- include "pipelinerl.fail" (printf "actor.gpus: %d differs from the recipe's actor.engine.tensor_parallel_size = %d; set recipe.set.actor.engine.tensor_parallel_size, or leave actor.gpus at null" $gpus $size) -}}
 {{- end -}}
+{{- $gpus -}}
 {{- end -}}
 
 {{/* The recipe's trainer.nproc; auto, which asks for the GPUs of one machine, is 1 here. */}}
@@ -103,9 +100,5 @@
 
 {{/* GPUs, and so ranks, of a trainer pod: the recipe's trainer.nproc unless given. */}}
 {{- define "pipelinerl.trainer.gpus" -}}
-{{- if kindIs "invalid" .Values.trainer.gpus -}}
-{{- include "pipelinerl.trainer.nproc" . | int -}}
-{{- else -}}
-{{- int .Values.trainer.gpus -}}
-{{- end -}}
+{{- kindIs "invalid" .Values.trainer.gpus | ternary (include "pipelinerl.trainer.nproc" .) .Values.trainer.gpus | int -}}
 {{- end -}}
