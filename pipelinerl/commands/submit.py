@@ -20,8 +20,8 @@ from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.commands.run_folder import table
 from pipelinerl.errors import FieldError, MissingPackage, PipelineRLError, ServiceError
 from pipelinerl.kube import submission
-from pipelinerl.kube.client import LIST_SETS, Object, PersonClient, name_of
-from pipelinerl.kube.submission import INSTANCE, RUNS, STATE, Release, labels_of
+from pipelinerl.kube.client import LIST_SETS, Object, PersonClient
+from pipelinerl.kube.submission import INSTANCE, RUNS, Release, labels_of
 from pipelinerl.local.progress import duration, open_display
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe, understood
@@ -129,9 +129,8 @@ def rows_of(found: list[Object], now: datetime) -> list[dict[str, Any]]:
     trainers' StatefulSets, which also exist for runs that publish nothing, and then the ConfigMaps of runs. Pure."""
     rows = []
     for release, item in {labels_of(item).get(INSTANCE, ""): item for item in found}.items():
-        data = (item.get("data") or {}) if name_of(item).endswith(STATE) else {}
         age = now - datetime.fromisoformat(item["metadata"]["creationTimestamp"])
-        rows.append({**data, "release": release, "age_s": round(age.total_seconds())})
+        rows.append({**(item.get("data") or {}), "release": release, "age_s": round(age.total_seconds())})
     return sorted(rows, key=lambda row: row["age_s"])
 
 

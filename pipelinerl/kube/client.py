@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from aiohttp import ClientError, ClientResponse, WSMsgType
-from aiohttp import ClientWebSocketResponse as Socket
+from aiohttp import ClientError, ClientResponse, ClientWebSocketResponse, WSMsgType
 
 from pipelinerl.errors import PipelineRLError, ServiceError
 from pipelinerl.service.retry import Backoff, retry_forever
@@ -138,8 +137,7 @@ class KubeClient:
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
-        raw = await self.call(ASK_RIGHTS, body=body)
-        return bool((raw.get("status") or {}).get("allowed"))
+        return bool(((await self.call(ASK_RIGHTS, body=body)).get("status") or {}).get("allowed"))
 
     async def items(self, permission: Permission, selector: str) -> list[Object]:
         """Return the objects that this permission lists."""
@@ -276,7 +274,7 @@ class PersonClient(KubeClient):
                 server.close()
 
     @asynccontextmanager
-    async def _connect(self, permission: Permission, pod: str, **options: Any) -> AsyncIterator[Socket]:
+    async def _connect(self, permission: Permission, pod: str, **options: Any) -> AsyncIterator[ClientWebSocketResponse]:
         from kubernetes.aio import client
         from kubernetes.aio.stream import WsApiClient
 
@@ -291,14 +289,14 @@ class PersonClient(KubeClient):
             yield socket
 
 
-async def _send(reader: asyncio.StreamReader, socket: Socket) -> None:
+async def _send(reader: asyncio.StreamReader, socket: ClientWebSocketResponse) -> None:
     with suppress(ConnectionError):
         while data := await reader.read(_CHUNK_BYTES):
             await socket.send_bytes(bytes([_DATA]) + data)
         await socket.close()
 
 
-async def _receive(socket: Socket, writer: asyncio.StreamWriter) -> None:
+async def _receive(socket: ClientWebSocketResponse, writer: asyncio.StreamWriter) -> None:
     begun = set[int]()
     async for message in socket:
         if message.type is not WSMsgType.BINARY or not message.data:
@@ -306,8 +304,7 @@ async def _receive(socket: Socket, writer: asyncio.StreamWriter) -> None:
         channel, data = message.data[0], message.data[1:] if message.data[0] in begun else message.data[3:]
         begun.add(channel)
         if channel != _DATA and data:
-            log.debug("the port cannot be reached: %s", data.decode(errors="replace"))
-            return
+            raise KubeError(FORWARD, 0, data.decode(errors="replace"))
         writer.write(data)
         await writer.drain()
 
@@ -362,8 +359,7 @@ class PodWatch:
     def __init__(self, client: KubeClient, selector: str, on_end: Callable[[PodEnd], None], *, without: str) -> None:
         self._client, self._selector, self._on_end = client, selector, on_end
         self._action = f"watch the pods {selector} ({without})"
-        self._pods: dict[str, tuple[Object, bool | None]] = {}
-        """Pods by uid, with whether each was still running when its end was reported; None = not reported."""
+        self._pods: dict[str, tuple[Object, bool | None]] = {}  # by uid; whether it still ran when its end was reported
 
     async def run(self) -> None:
         while True:

@@ -59,13 +59,6 @@ def page_app(trainer: str, report: Path) -> FastAPI:
     return app
 
 
-async def serve(host: str, trainer: str, report: Path, names: list[str]) -> None:
-    app = guard_hosts(page_app(trainer, report), {*LOCAL_NAMES, *names}, PROBED)
-    with stop_event() as stop:
-        async with serve_http(app, host, 8080, names=names):
-            await stop.wait()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.kube.page", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--host", default="0.0.0.0", help="interface to listen on")
@@ -73,7 +66,15 @@ def main() -> int:
     parser.add_argument("--report", required=True, type=Path, metavar="FILE", help="report.html.gz; the file may appear later")
     parser.add_argument("--names", default="", help="host names under which browsers reach this server, separated by commas")
     args = parser.parse_args()
-    return exit_code(lambda: asyncio.run(serve(args.host, args.trainer, args.report, args.names.split(","))))
+    names = args.names.split(",")
+
+    async def serve() -> None:
+        app = guard_hosts(page_app(args.trainer, args.report), {*LOCAL_NAMES, *names}, PROBED)
+        with stop_event() as stop:
+            async with serve_http(app, args.host, 8080, names=names):
+                await stop.wait()
+
+    return exit_code(lambda: asyncio.run(serve()))
 
 
 if __name__ == "__main__":

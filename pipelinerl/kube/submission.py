@@ -120,10 +120,9 @@ async def install(release: Release, chart: str, files: Sequence[Path], values: M
     """Install the chart with `values`, and those of `files` over them, and show meanwhile what pods wait for. If that fails,
     remove what was installed. Raises `UserError` with what the chart's check says, or else `ServiceError`."""
     installation = uuid.uuid4().hex
-    given = [part for file in files for part in ("--values", str(file))]
     needed = f"trainer.onCompletion=keep,kubernetesApi.enabled=true,commonLabels.{SUBMITTED}={installation}"
-    arguments = ("install", release.name, chart, "--values", "-", *given, "--set", needed, "--timeout", "15m")
-    installing = asyncio.create_task(helm(release, *arguments, text=json.dumps(values)))
+    given = [*(f"--values={file}" for file in ("-", *files)), f"--set={needed}", "--timeout=15m"]
+    installing = asyncio.create_task(helm(release, "install", release.name, chart, *given, text=json.dumps(values)))
     selector = f"{SUBMITTED}={installation}"
 
     async def reasons(only: str = "") -> list[str]:
