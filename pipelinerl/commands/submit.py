@@ -43,6 +43,7 @@ def submit(args: argparse.Namespace) -> int:
         if not file.is_file() or "," in str(file):
             raise FieldError("--values", str(file), "no such file, or a comma in its name, at which Helm splits it")
     release = Release(name, _client(args), args.output, recipe.trainer.steps if recipe else 0)
+    release.left = release.left if recipe else release.goes_on
     try:
         return asyncio.run(_submit(args, recipe, release, folder))
     except KeyboardInterrupt:
@@ -71,11 +72,11 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
                 release.display.note(printable("\n".join([f"submitting {release.name}", *understood(args.overrides)])))
                 release.left = f"a part of it may be installed; remove it before you submit it again: {release.removing}"
                 await submission.install(release, _chart(args.chart), args.values, chart_values(recipe, release.name))
+                release.left = release.goes_on
                 if not args.watch:
                     told = f"submitted {release.name}; its pods stay until its results are fetched\n{release.goes_on}"
                     release.display.note(told)
                     return 0
-            release.left = release.goes_on
             submission.check_folder(folder, (await submission.look(release)).uid)  # before hours of watching
             seen = await submission.watch(release)
             release.state.stopping = True  # from here on, every phase is shown
