@@ -244,7 +244,7 @@ def _replay(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--step STEP", "a single step; short for --from STEP --to STEP", int)
     _add(parser, "--tokens", "show the tokens of --step instead of its figures")
     _add(parser, "--most N", "number of sequences that --tokens shows (4)", int, default=4)
-    other = "compute with another field of trainer or algorithm (repeatable); figures are shown beside the recorded ones"
+    other = "change a field of trainer or algorithm (repeatable); the new figures are shown beside the recorded ones"
     _set(parser, other)
 
 

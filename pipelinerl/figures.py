@@ -40,7 +40,7 @@ class Figure:
     event: type | None = None
     """Type of a figure about events since the previous step: `event()` is its value if none happened. None: other figures."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
-    """Keys in summary.json, with their rules. `ess.mean` is the key `mean` of the object `ess`."""
+    """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
     """Key of the weight for `mean` and `rate` in the step's record, such as `step_s.compute`. Empty = weight 1."""
     trained: bool = False

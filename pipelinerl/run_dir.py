@@ -308,10 +308,10 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 
 
 class Checkpoint:
-    """A policy on disk. `path`: its folder, which holds whole weights or an adapter; `adapter` is the latter's configuration.
-    `run`: the folder of the run in which it lies, or else `path`. `version`: the policy version that it states, or None.
-    `tokenizer`: the folder with its tokenizer and version. This is the checkpoint in which a run's adapter lies; for another
-    adapter without a tokenizer, it is the base model, which may be a name on the hub."""
+    """A policy on disk. `path`: its folder, with whole weights or an adapter. `adapter`: the adapter's configuration, or empty.
+    `run`: the folder of its run; `path` if it has none. `version`: its policy version, or None if it states none. `tokenizer`:
+    the folder with its tokenizer. An adapter of a run finds it in the checkpoint above; another adapter without a tokenizer
+    uses that of its base model, which may be a name on the hub."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run, self.adapter = path, _run_of(path), read_json(path / ADAPTER)

@@ -115,7 +115,7 @@ class _Actor:
     joining: list[tuple[int, _Group]] = field(default_factory=list)
     """(length, group) of each sequence that begins with the next decode step."""
     samples: deque[tuple[int, _Group]] = field(default_factory=deque)
-    """Samples that have no slot yet, of the group that was taken most recently."""
+    """Samples of the most recently taken group that have no slot yet."""
     swaps: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
     """Decode steps at which a version was swapped in, and these versions."""
     to_swap: int | None = None
