@@ -272,7 +272,7 @@ _MOST_CHARACTERS = 100_000
 
 def source_of(function: Any) -> str:
     """Return the source of a module with this function, the imports and constants that it uses, and the functions of the same
-    notebook that it calls. Raises `FieldError` with the reason for what cannot be written so, as a closure or an object."""
+    notebook that it calls. Raises `FieldError` with the reason if it uses a closure, an object or the like."""
     parts: dict[str, str] = {}
     _ship_function(getattr(function, "__name__", repr(function)), function, parts)
     return "\n".join(["from __future__ import annotations\n", *parts.values()])

@@ -338,8 +338,8 @@ def policies_of(folder: Path) -> dict[int, Checkpoint]:
 
 
 def checkpoint_of(folder: Path, version: int | None = None) -> Checkpoint:
-    """Return a policy. Without a version, this is the one in `folder` if that is a checkpoint or an adapter, and else the
-    newest checkpoint of the run. Raises `FieldError` if there is no such checkpoint."""
+    """Return the policy of `version`; None: the one in `folder` if that is a checkpoint or an adapter, else the run's newest.
+    Raises `FieldError` if there is no such checkpoint."""
     if version is None and any((folder / file).is_file() for file in MODEL_IN):
         return Checkpoint(folder)
     check_folder(folder, "RUN")

@@ -143,7 +143,7 @@ _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"
 
 class Connection(Client):
     """nats-py's client, connected inside an `opened` block. It notifies `pullers` of reconnections and refusals. It also
-    reconnects if the server ends the connection with an error, as when the server's users change."""
+    reconnects if the server ends the connection with an error, for example because the server's users have changed."""
 
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0

@@ -56,7 +56,7 @@ class Model:
 
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None, **known: Any) -> Model:
-        """Return the recipe's model; `known` has the last two fields. If `kv_bytes` is None, it is estimated as in Llama 3 8B,
+        """Return the recipe's model. `known` sets the last two fields. If `kv_bytes` is None, it is estimated as in Llama 3 8B,
         128 KiB per token, scaled by the square root of the size. This gives 379 KiB at 70B, where Llama 3 has 320. Most models
         need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
         usual = 128 * 1024 * math.sqrt(parameters / 8e9)

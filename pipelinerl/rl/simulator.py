@@ -78,8 +78,8 @@ def simulate(
     """Simulate `steps` optimizer steps of a run, after `warmup_steps` that are not counted.
 
     All slots begin at once, which biases about the first `largest_lag` steps. Slots run empty towards the end of a run; to
-    simulate a part of a longer run, set `recipe.trainer.steps` above the sum of both. In conventional mode, if all accelerators
-    take part in each phase, count each of them as an actor and as a rank."""
+    simulate a part of a longer run, set `recipe.trainer.steps` above `warmup_steps + steps`. In conventional mode, if all
+    accelerators take part in each phase, count each of them as an actor and as a rank."""
     assert 0 <= warmup_steps < warmup_steps + steps <= recipe.trainer.steps
     return _Run(recipe, timing, lengths, num_actors, num_ranks).result(warmup_steps, warmup_steps + steps)
 

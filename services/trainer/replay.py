@@ -167,7 +167,7 @@ def verdict(compared: int, different: Sequence[int], is_experiment: bool) -> str
 
 
 def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) -> None:
-    """Raise `ServiceError` if the weights to start from are not those of the run, as after a change of the initial model."""
+    """Raise `ServiceError` if the weights to start from are not those of the run, for example after a change of the model."""
     expected = known.get(version, "")
     if expected and policy.snapshot(PolicyVersion(1, version)).digest() != expected:
         raise ServiceError(

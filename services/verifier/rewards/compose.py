@@ -5,7 +5,7 @@ reward = correct * score + format_weight * [the format matches] + overlong penal
 With `truncated: zero`, a completion that was cut at its length limit gets only the penalty, and a term `truncated`.
 
 A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or named numbers
-that are added up. Functions written for verl or TRL are recognised by their parameters, and called as these libraries do.
+that are added up. Functions written for verl or TRL are recognised by their parameters, and are called in the same way.
 """
 
 from __future__ import annotations
