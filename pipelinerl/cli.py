@@ -328,7 +328,7 @@ COMMANDS = {
     "cache": ("list or remove files kept for the next run, such as initial models", _cache, "run:cache"),
 }
 """For each command: its help, the function that adds its arguments, and the module and function in `pipelinerl.commands` that
-execute it. The latter returns the exit code, and raises `UserError` for a mistake in the arguments."""
+execute it. This function returns the exit code, and raises `UserError` for a mistake in the arguments."""
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ class Policy:
         self._ends |= {*recipe.sampling.stop_token_ids}
 
     def prompt(self, question: str, messages: list[dict[str, str]] | None = None) -> list[int]:
-        """Return the tokens of a question, or of a conversation that ends with it, as the policy saw them in training."""
+        """Return the tokens of a question, or of the conversation `messages` that ends with it, in the form used in
+        training."""
         problem = Problem(question, messages=tuple(messages or ()))
         _, tokens = encoded_prompt(problem, self.task, self.tokenizer, control_tokens(self.tokenizer))
         return tokens

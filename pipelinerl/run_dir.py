@@ -122,7 +122,8 @@ class RunDir:
             yield
 
     def open_to_others(self) -> FieldError | None:
-        """Return a warning if other users can read the run's files, as in a folder that the user made before."""
+        """Return a warning if other users can read the run's files, for example because the user made the folder before the
+        run."""
         state, value = self.path.stat(), str(self.path)
         if state.st_uid != os.geteuid():
             return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
@@ -156,8 +157,8 @@ def find_run(folder: Path, option: str) -> RunDir:
 
 
 def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
-    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder with the recipe's
-    name and the time `now`, and a number if that exists. Raises `FieldError` on `option` if the name cannot be used."""
+    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, the name is the recipe's with
+    the time `now`, and with a number if that folder exists. Raises `FieldError` on `option` if the name cannot be used."""
     stamped = stamped_name(recipe_name, now) if name is None else check_run_name(name, option)
     if path or name:
         return RunDir(path or Path("runs", stamped), stamped)

@@ -2,7 +2,7 @@
 
 `Connection` adds three things to nats-py's client. A refusal by the server reaches the waiting task. A lost connection ends the
 open requests. Logins and certificates are read again for each connection. A file that is unreadable at the start is an error;
-later, its previous content is used, with a warning. A password is never shown, nor sent without TLS if TLS was asked for.
+later, its previous content is used, with a warning. A password is never shown. It is sent only over TLS if TLS was asked for.
 """
 
 from __future__ import annotations

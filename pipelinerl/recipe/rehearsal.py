@@ -202,7 +202,7 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning for each mathematics reference that is prose or earns too little, or whose near miss earns as much."""
+    """Yield a warning for each mathematics reference that is prose, earns too little, or earns no more than a near miss."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):

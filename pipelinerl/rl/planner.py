@@ -313,8 +313,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
-    """Simulate the split. Return the simulation and the simulated share of the system. Of a large system, only a part with the
-    same proportions is simulated, which differs only in its larger random variation."""
+    """Simulate the split. Return the simulation and the simulated share of the system. If the system is large, simulate a
+    smaller one with the same proportions; only its random variation is larger."""
     warmup_steps = 2 * chosen.largest_lag + 5
     steps = max(20, chosen.largest_lag)
     per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size

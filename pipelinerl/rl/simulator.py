@@ -48,7 +48,7 @@ class Simulation:
 
     `lag_histogram` has the trained completion tokens by lag. Shares of time: `actor_idle`, in which an actor has nothing in
     progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. Sequences trained
-    or dropped, and of these the stale ones, are counted by `length_bucket`."""
+    or dropped, and the stale ones among them, are counted by `length_bucket`."""
 
     steps: int = 0
     duration: float = 0.0

@@ -155,7 +155,7 @@ class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. `variables` of the chat template
     become settings. Some renderers refuse to extend a turn by a user's message, because the template then drops earlier
     thoughts. This class extends the turn nevertheless if a new rendering of the whole conversation differs only in white space,
-    because there were no thoughts."""
+    that is, if there were no thoughts."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer

@@ -295,7 +295,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
-    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if that is empty, the reference answer."""
+    """Return a scorer that gives 1 if the answer is JSON that fits `schema`, or the schema in the reference if it is empty."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
