@@ -45,8 +45,7 @@ class Policy:
         self._ends |= {*recipe.sampling.stop_token_ids}
 
     def prompt(self, question: str, messages: list[dict[str, str]] | None = None) -> list[int]:
-        """Return the tokens of a question, or of the conversation `messages` that ends with it, in the form used in
-        training."""
+        """Return the tokens of a question, or of `messages` that end with it, in the form that training uses."""
         problem = Problem(question, messages=tuple(messages or ()))
         _, tokens = encoded_prompt(problem, self.task, self.tokenizer, control_tokens(self.tokenizer))
         return tokens

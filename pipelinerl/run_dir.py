@@ -122,8 +122,7 @@ class RunDir:
             yield
 
     def open_to_others(self) -> FieldError | None:
-        """Return a warning if other users can read the run's files, for example because the user made the folder before the
-        run."""
+        """Return a warning if other users can read the run's files, for example because the folder existed before."""
         state, value = self.path.stat(), str(self.path)
         if state.st_uid != os.geteuid():
             return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")

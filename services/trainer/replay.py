@@ -161,7 +161,7 @@ def verdict(compared: int, different: Sequence[int], is_experiment: bool) -> str
     if not different:
         return f"all {compared} versions have the digests of the run"
     return (
-        f"{len(different)} of {compared} versions differ from the run, from version {different[0]} on. The same digests need "
+        f"{len(different)} of {compared} versions differ from the run, from version {different[0]} on. Equal digests need "
         "the same machine, software, number of ranks and threads (docs/replay.md)"
     )
 
