@@ -192,8 +192,8 @@ def gib_of(text: str) -> float:
 
 
 def volume_problem(recipe: Recipe, size: str) -> FieldError | None:
-    """Return why the model and its checkpoints do not fit on the trainer's volume of this size. None if they do, or if neither
-    the model's files nor its name on the hub tell its size. (A number in a path may mean anything.)"""
+    """Return why the model and its checkpoints do not fit on the trainer's volume of this size. Return None if they fit, or if
+    neither the model's files nor its name on the hub tell its size. (A number in a path may mean anything.)"""
     unknown = FieldError("trainer.persistence.size", size, "is empty; set the size of the volume, such as 500Gi")
     if (model := _known_model(recipe)) is None:
         return None if size else unknown
@@ -216,8 +216,8 @@ def log_problem(recipe: Recipe, max_gib: float) -> FieldError | None:
 
 
 def host_problem(recipe: Recipe, trainer: Mapping[str, Any]) -> FieldError | None:
-    """Return why the pod of rank 0 lacks memory for copies of the weights and a checkpoint (docs/training.md). None if it does
-    not, or if the model's size or the limit is unknown. `trainer`: the chart's values."""
+    """Return why the pod of rank 0 lacks memory for copies of the weights and a checkpoint (docs/training.md). Return None if
+    it has enough, or if the model's size or the limit is unknown. `trainer`: the chart's values."""
     limit, model = ((trainer["resources"] or {}).get("limits") or {}).get("memory"), _known_model(recipe)
     if limit is None or model is None:
         return None

@@ -28,7 +28,7 @@ YOUNG_S = 600.0
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run. Figures of no step are NaN, so that every comparison with them is false."""
+    """The records of a run. A figure that no step has is NaN, so that every comparison with it is false."""
 
     recipe: Recipe
     steps: Sequence[Record]
@@ -100,7 +100,7 @@ class RunRecords:
 
     @cached_property
     def has_learned(self) -> bool:
-        """Return whether the reward rose by 3 standard errors, or the held-out accuracy so that its intervals are separate."""
+        """Return whether the reward rose by 3 standard errors, or the held-out accuracy so far that its intervals are apart."""
         accuracy = f"sets.{self.first_task.name}.accuracy"
         lows, highs = (numbers_in(self.evaluations, f"{accuracy}.{end}") for end in ("low", "high"))
         return self.change("reward_mean") > 3 or (len(lows) > 1 and lows[-1] > min(highs[:1], default=math.inf))

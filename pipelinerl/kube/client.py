@@ -113,7 +113,7 @@ DETAIL_CHARACTERS = 300
 
 class KubeClient:
     """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
-    manager, which closes its connections. Calls raise `KubeError`. `insists`: instead, repeat each until the API accepts it."""
+    manager, which closes its connections. Calls raise `KubeError`; with `insists`, they are repeated until accepted."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace
@@ -147,7 +147,8 @@ class KubeClient:
         await self._ask(permission, name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
     async def may(self, permission: Permission, name: str = "") -> bool:
-        """Return whether the ServiceAccount has this permission in its namespace, for object `name` or, if empty, for all."""
+        """Return whether the ServiceAccount has this permission in its namespace, for the object `name`, or for all if it is
+        ""."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}

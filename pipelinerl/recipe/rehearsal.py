@@ -43,7 +43,7 @@ class Call:
     """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
     reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if it holds one. `forms`: pairs
     (possible completion, answer in it); the first pair whose answer the reward finds becomes the completion. `answer`: what
-    `reward.answer_pattern` found, if anything. `status`: `ok`, or the reason why the call gave no reward; empty before it."""
+    `reward.answer_pattern` found, if anything. `status`: `ok`, or why the call gave no reward; empty before the call."""
 
     place: str
     problem: Problem

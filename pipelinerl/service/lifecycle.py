@@ -45,7 +45,7 @@ class Readiness:
     parts: tuple[Readiness, ...] = ()
 
     def part(self, reason: str) -> Readiness:
-        """Add and return the readiness of a part that the process needs, which at first is not ready for this reason."""
+        """Add a part that the process needs, and return its readiness. It is not ready at first, for the given `reason`."""
         self.parts = (*self.parts, part := Readiness(reason))
         return part
 
