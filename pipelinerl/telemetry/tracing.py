@@ -166,7 +166,7 @@ def _end(provider: TracerProvider) -> None:
 
 
 Trace = SpanContext | None
-"""A span of a sampled trace, for its child spans; None without a sampled trace."""
+"""Parent for child spans: a span of a sampled trace, or None if the trace is not sampled."""
 
 MOST_LINKS = 128
 """Maximum number of links of a span. The SDK silently drops links above its own limit, which is the same."""

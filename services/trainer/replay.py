@@ -45,8 +45,8 @@ ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_paralle
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps after `version` up to `last`. A checkpoint of `version` is in `folder`; None = the initial model. Steps from
-    `first` on are compared with `known`, the run's digests. `begin`: the first step to compute."""
+    """The steps after `version` up to `last`. `folder` has a checkpoint of `version`; None = begin with the initial model.
+    Steps from `first` on are compared with `known`, the run's digests. `begin`: the first step to compute."""
 
     first: int
     last: int

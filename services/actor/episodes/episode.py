@@ -199,7 +199,7 @@ class Episode:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches of the finished turns that the environment's last run was served; the other turns are dropped."""
+        """Return the branches of the finished turns that were served to the environment's last run. Drop the other turns."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
         self.metrics.episode_branches.inc(max(0, len(branches) - 1))
