@@ -147,8 +147,7 @@ class KubeClient:
         await self._ask(permission, name=name, body={"spec": {"replicas": replicas}}, _content_type=_MERGE)
 
     async def may(self, permission: Permission, name: str = "") -> bool:
-        """Return whether the ServiceAccount has this permission in its namespace, for the object `name`, or for all if it is
-        ""."""
+        """Return whether the ServiceAccount has this permission in its namespace, for the object `name` or, if "", for all."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}
