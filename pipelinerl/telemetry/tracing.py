@@ -178,7 +178,7 @@ _TRACER: ContextVar[Tracer] = ContextVar("pipelinerl_tracer", default=_OFF)
 
 @contextmanager
 def use_tracer(tracer: Tracer) -> Iterator[None]:
-    """Use a tracer for all spans that begin inside, tasks started inside included."""
+    """Use a tracer for all spans that begin inside the block, also in tasks that start there."""
     token = _TRACER.set(tracer)
     try:
         yield
