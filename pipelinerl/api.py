@@ -272,7 +272,7 @@ _MOST_CHARACTERS = 100_000
 
 def source_of(function: Any) -> str:
     """Return the source of a module with this function, the imports and constants that it uses, and the functions of the same
-    notebook that it calls. Raises `FieldError` with the reason for what cannot be written so, as a closure or an object."""
+    notebook that it calls. Raises `FieldError` with the reason if it uses a closure, an object or the like."""
     parts: dict[str, str] = {}
     _ship_function(getattr(function, "__name__", repr(function)), function, parts)
     return "\n".join(["from __future__ import annotations\n", *parts.values()])
@@ -311,7 +311,7 @@ def _globals_of(function: FunctionType, definition: ast.AST) -> list[str]:
     outside = [*definition.decorator_list, *definition.args.defaults, *filter(None, definition.args.kw_defaults)]
     at_start = [node.id for one in outside for node in ast.walk(one) if isinstance(node, ast.Name)]
     for stored in _names(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"):
-        raise _refused(function.__name__, f"changes the global {stored}, of which each process of the verifier has its own")
+        raise _refused(function.__name__, f"changes the global {stored}; each verifier process has its own copy")
     return list(dict.fromkeys([*at_start, *_names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME")]))
 
 

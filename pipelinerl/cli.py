@@ -244,7 +244,7 @@ def _replay(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--step STEP", "a single step; short for --from STEP --to STEP", int)
     _add(parser, "--tokens", "show the tokens of --step instead of its figures")
     _add(parser, "--most N", "number of sequences that --tokens shows (4)", int, default=4)
-    other = "compute with another field of trainer or algorithm (repeatable); figures are shown beside the recorded ones"
+    other = "change a field of trainer or algorithm (repeatable); the new figures are shown beside the recorded ones"
     _set(parser, other)
 
 
@@ -328,7 +328,7 @@ COMMANDS = {
     "cache": ("list or remove files kept for the next run, such as initial models", _cache, "run:cache"),
 }
 """For each command: its help, the function that adds its arguments, and the module and function in `pipelinerl.commands` that
-execute it. The latter returns the exit code, and raises `UserError` for a mistake in the arguments."""
+execute it. This function returns the exit code, and raises `UserError` for a mistake in the arguments."""
 
 
 if __name__ == "__main__":

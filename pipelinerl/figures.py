@@ -40,7 +40,7 @@ class Figure:
     event: type | None = None
     """Type of a figure about events since the previous step: `event()` is its value if none happened. None: other figures."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
-    """Keys in summary.json, with their rules. `ess.mean` is the key `mean` of the object `ess`."""
+    """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
     """Key of the weight for `mean` and `rate` in the step's record, such as `step_s.compute`. Empty = weight 1."""
     trained: bool = False
@@ -111,8 +111,8 @@ FIGURES = (
            "without an answer term, as in most environments, are left out here and in the next figure."),
     Figure("groups_all_wrong", "Share of the step's groups in which no answer earned anything."),
     Figure("identical_groups", "Share of the step's groups whose completions are all the same text."),
-    Figure("term_spread", "For each term of the reward, by name, its standard deviation within a group, mean over the groups "
-           "that have it. Only with several terms."),
+    Figure("term_spread", "For each term of the reward, by name, its standard deviation within a group, as the mean over "
+           "the groups that have the term. Only with several terms."),
     Figure("answers_absent", "Share of the step's sequences in which the reward found no answer; not with episodes."),
     Figure("answers_missed", "Share of the step's sequences in which the reward found no answer although the reference occurs "
            "in the completion; not with episodes."),
@@ -138,8 +138,8 @@ FIGURES = (
     Figure("tokens_computed", "Number of tokens that the model computed. A prompt shared by sequences of a micro-batch counts "
            "once; the last token of a completion does not count.", summary={"tokens_per_s.computed": "rate"},
            weight=_COMPUTE),
-    Figure("microbatches", "Number of micro-batches in the step. Each has a forward pass. It has a backward pass, too, "
-           "unless the trainer finds that it adds nothing to the gradient: all advantages 0, and no KL or entropy term."),
+    Figure("microbatches", "Number of micro-batches in the step. Each has a forward pass. It also has a backward pass unless "
+           "its gradient is 0, because all advantages are 0 and there is no KL or entropy term."),
     Figure("packing_fill", "`tokens_computed` / (`microbatches` × `trainer.tokens_per_microbatch`).", "packing_fill_ratio"),
     Figure("completion_tokens_mean", "Mean number of sampled tokens per sequence of the step, over all its turns and branches.",
            "completion_length_tokens", on_page=True),

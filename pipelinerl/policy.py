@@ -45,7 +45,7 @@ class Policy:
         self._ends |= {*recipe.sampling.stop_token_ids}
 
     def prompt(self, question: str, messages: list[dict[str, str]] | None = None) -> list[int]:
-        """Return the tokens of a question, or of a conversation that ends with it, as the policy saw them in training."""
+        """Return the tokens of a question, or of `messages` that end with it, in the form that training uses."""
         problem = Problem(question, messages=tuple(messages or ()))
         _, tokens = encoded_prompt(problem, self.task, self.tokenizer, control_tokens(self.tokenizer))
         return tokens
@@ -80,7 +80,7 @@ class Policy:
 
 
 def pieces(texts: Iterable[str], stops: list[str]) -> Iterator[str]:
-    """Yield the growth from text to text, until a text contains a stop text, of which no part is yielded. Pure."""
+    """Yield what each text adds to the one before it, up to the first stop text. No part of a stop text is yielded. Pure."""
     text, told, held_back = "", 0, max(map(len, stops), default=1) - 1
     for text in texts:
         if found := [at for stop in stops if (at := text.find(stop)) >= 0]:

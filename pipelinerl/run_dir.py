@@ -122,7 +122,7 @@ class RunDir:
             yield
 
     def open_to_others(self) -> FieldError | None:
-        """Return a warning if other users can read the run's files, as in a folder that the user made before."""
+        """Return a warning if other users can read the run's files, for example because the folder existed before."""
         state, value = self.path.stat(), str(self.path)
         if state.st_uid != os.geteuid():
             return FieldError("--run-dir", value, "belongs to another user, who can read the run's files and replace them")
@@ -156,8 +156,8 @@ def find_run(folder: Path, option: str) -> RunDir:
 
 
 def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
-    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder with the recipe's
-    name and the time `now`, and a number if that exists. Raises `FieldError` on `option` if the name cannot be used."""
+    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, the name is the recipe's with
+    the time `now`, and with a number if that folder exists. Raises `FieldError` on `option` if the name cannot be used."""
     stamped = stamped_name(recipe_name, now) if name is None else check_run_name(name, option)
     if path or name:
         return RunDir(path or Path("runs", stamped), stamped)
@@ -308,10 +308,10 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 
 
 class Checkpoint:
-    """A policy on disk. `path`: its folder, which holds whole weights or an adapter; `adapter` is the latter's configuration.
-    `run`: the folder of the run in which it lies, or else `path`. `version`: the policy version that it states, or None.
-    `tokenizer`: the folder with its tokenizer and version. This is the checkpoint in which a run's adapter lies; for another
-    adapter without a tokenizer, it is the base model, which may be a name on the hub."""
+    """A policy on disk. `path`: its folder, with whole weights or an adapter. `adapter`: the adapter's configuration, or empty.
+    `run`: the folder of its run; `path` if it has none. `version`: its policy version, or None if it states none. `tokenizer`:
+    the folder with its tokenizer. An adapter of a run finds it in the checkpoint above; another adapter without a tokenizer
+    uses that of its base model, which may be a name on the hub."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run, self.adapter = path, _run_of(path), read_json(path / ADAPTER)
@@ -338,8 +338,8 @@ def policies_of(folder: Path) -> dict[int, Checkpoint]:
 
 
 def checkpoint_of(folder: Path, version: int | None = None) -> Checkpoint:
-    """Return a policy. Without a version, this is the one in `folder` if that is a checkpoint or an adapter, and else the
-    newest checkpoint of the run. Raises `FieldError` if there is no such checkpoint."""
+    """Return the policy of `version`; None: the one in `folder` if that is a checkpoint or an adapter, else the run's newest.
+    Raises `FieldError` if there is no such checkpoint."""
     if version is None and any((folder / file).is_file() for file in MODEL_IN):
         return Checkpoint(folder)
     check_folder(folder, "RUN")

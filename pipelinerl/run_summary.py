@@ -224,7 +224,7 @@ def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def is_finished(summary: Record) -> bool:
-    """Return whether the run of this summary, which may be empty, came to its own end."""
+    """Return whether the summary, which may be empty, is that of a run that was neither stopped nor failed."""
     return summary.get("interrupted") is False and "error" not in summary
 
 

@@ -10,7 +10,7 @@ The field `event` names the kind of event:
                                               and the sampled `tokens` of these branches
     weights     version, sha256               with `record: true`, the digest of this version's weights as actors get them
     step        version, counts               the ledger's own counts after that step
-    checkpoint  version, position             it is on disk, and covers SEQUENCES up to `position`
+    checkpoint  version, position             the checkpoint is on disk, and covers SEQUENCES up to `position`
     position    position                      the streams were created again, and SEQUENCES is read from there
     end         version, finished
     rollback    version                       the next trainer is to start from `version`, and undo what follows it

@@ -2,7 +2,7 @@
 
 `Connection` adds three things to nats-py's client. A refusal by the server reaches the waiting task. A lost connection ends the
 open requests. Logins and certificates are read again for each connection. A file that is unreadable at the start is an error;
-later, its previous content is used, with a warning. A password is never shown, nor sent without TLS if TLS was asked for.
+later, its previous content is used, with a warning. A password is never shown. It is sent only over TLS if TLS was asked for.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ _REFUSAL = re.compile(r'permissions violation for (publish|subscription)\b[^"]*"
 
 class Connection(Client):
     """nats-py's client, connected inside an `opened` block. It notifies `pullers` of reconnections and refusals. It also
-    reconnects if the server ends the connection with an error, as when the server's users change."""
+    reconnects if the server ends the connection with an error, for example because the server's users have changed."""
 
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0

@@ -114,7 +114,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
 
 
 def _facts(run_dir: RunDir, fields: Record) -> dict[str, Any]:
-    """Return what else may explain a difference, by name, also hashes of the run's modules, except tests, and of data files."""
+    """Return other facts that may explain a difference, by name, such as hashes of data files and of modules (not of tests)."""
     placement, scaled = read_json(run_dir.placement), read_json(run_dir.scale)
     facts = {"(actors, scaled)": scaled["actors"]} if "actors" in scaled else {}
     with suppress(*_DAMAGED):
@@ -167,8 +167,8 @@ def results_of(records: RunRecords, steps: Mapping[int, Record]) -> dict[str, st
 
 
 def rows_of(steps: Mapping[int, Record], evaluations: Mapping[int, Record]) -> list[dict[str, Any]]:
-    """Return a row for each version: `step`, `seconds`, `version`, and each figure that is a number by its name, `a.b` for b
-    in figure a. An evaluation is in the row of the version that it measured."""
+    """Return a row for each version: `step`, `seconds`, `version`, and each numeric figure by name (`a.b` for b in figure a).
+    An evaluation is in the row of the version that it measured."""
     keys, rows = [one.key for one in FIGURES if one.key not in ("step", "policy_version", "time_s", "heldout_version")], []
     for version in sorted(steps.keys() | evaluations.keys()):
         measured = {f"heldout_{key}": evaluations.get(version, {}).get(name) for name, key in HELDOUT_KEYS.items()}

@@ -1,4 +1,4 @@
-"""`pipelinerl doctor RECIPE|RUN`: name why a recipe will not learn, or why a run does not, the cause first.
+"""`pipelinerl doctor RECIPE|RUN`: list the reasons why a recipe will not learn or a run does not learn, the cause first.
 
 It calls rewards on trial, as `pipelinerl validate` does, and changes nothing.
 """

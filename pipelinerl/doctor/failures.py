@@ -32,16 +32,16 @@ def losses(run: RunRecords) -> Findings:
 
     rewards-fail (errors.md#reasons): The reward fails instead of giving a number: for 5 % of the sequences; grave from 50 %.
     episodes-fail (episodes.md#how-long-it-may-take-and-what-fails-how): Episodes end by a fault of the environment, not of the
-        policy: 5 % of them; grave from 50 %.
-    actor-differs (weight-updates.md#the-parity-probe): An actor samples with other probabilities than its policy's: any
-        quarantined sequence.
-    sequences-lost (errors.md#reasons): Sequences are lost on their way to the trainer: 5 % of them; grave from 50 %.
-    steps-skipped (learning.md#the-optimizer): Steps change no weight, as the loss or gradient is not finite: any step; grave if
-        it is half of the last 20.
-    dropped-stale (architecture.md#staleness): Sequences are too old when their step comes: 2 % after 12 steps, twice what plans
-        accept; grave from 50 %.
+        policy: 5 % of the episodes; grave from 50 %.
+    actor-differs (weight-updates.md#the-parity-probe): An actor samples with other probabilities than its policy's: a sequence
+        of a quarantined actor arrived.
+    sequences-lost (errors.md#reasons): Sequences are lost on their way to the trainer: 5 % of the sequences; grave from 50 %.
+    steps-skipped (learning.md#the-optimizer): Steps change no weight, as the loss or gradient is not finite: at least one step;
+        grave if it is half of the last 20.
+    dropped-stale (architecture.md#staleness): Sequences are too old when their step comes: 2 % of the sequences after 12 steps,
+        which is twice what plans accept; grave from 50 %.
     dropped-filtered (learning.md#from-rewards-to-advantages): Groups are dropped because their answers are equally right: 90 %
-        of the sequences; grave without any step.
+        of the sequences; grave if no step was made.
     run-failed (errors.md): The run failed: its summary has an error, or it ended without an optimizer step and was not stopped
         by hand. Runs younger than 10 minutes may still go on.
     steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl has at least one.

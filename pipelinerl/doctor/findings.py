@@ -28,8 +28,8 @@ GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 @dataclass(frozen=True)
 class Finding:
     """What a rule found. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do about it.
-    `sample` is a line of samples.jsonl that shows the problem. `apply` adds the rule's page as `docs`, its meaning unless the
-    finding has one, and the present value of a number to `fix`."""
+    `sample` is a line of samples.jsonl that shows the problem. `apply` adds the rule's page as `docs`, the rule's meaning if
+    the finding has none, and a number's present value to `fix`."""
 
     id: str
     gravity: Gravity
@@ -80,7 +80,7 @@ def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
 
 
 def _readable(family: Family, view: Any) -> Findings:
-    """Yield the findings up to a rule that fails, as on damaged records."""
+    """Yield the findings until a rule fails, for example on damaged records."""
     try:
         yield from family(view)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

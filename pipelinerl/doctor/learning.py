@@ -17,16 +17,16 @@ def numerics(run: RunRecords) -> Findings:
     """Examine probabilities, importance weights and gradients.
 
     engine-differs (weight-updates.md#the-parity-probe): Actors and trainer compute different probabilities of the same policy:
-        a failed parity probe (grave from 3), or a median KL of 0.001 nats, 0.05 in 16 bits (grave: ten times that) in steps
-        whose sequences have no KV cache of an older policy.
-    ess-low (learning.md#lag-and-ess): Importance weights vary so much that few tokens count: an ESS below 0.5; by lag if above
-        0.8 at the smallest one.
-    tokens-cut (learning.md#masks): The loss leaves many tokens out: a mask half of them (grave: 95 %), or clipping a quarter of
-        the last ones (75 %).
-    gradient-clipped (learning.md#the-optimizer): Gradients are clipped, so that steps differ only in direction: 9 of 10, to
-        less than a fifth of their norm.
-    policy-unmoved (learning.md#learning-rate): Steps hardly change the policy: in float32, all log weights of steps with lag
-        under 0.002; learning exceeds 0.01.
+        a parity probe failed (grave from 3), or the median KL is 0.001 nats, or 0.05 in 16 bits (grave from ten times that), in
+        steps whose sequences have no KV cache of an older policy.
+    ess-low (learning.md#lag-and-ess): Importance weights vary so much that few tokens count: the ESS is below 0.5. If it is
+        above 0.8 at the smallest lag, lag is the cause.
+    tokens-cut (learning.md#masks): The loss leaves many tokens out: a mask takes half of them (grave from 95 %), or clipping
+        takes a quarter in the last steps (grave from 75 %).
+    gradient-clipped (learning.md#the-optimizer): Gradients are clipped, so that steps differ only in direction: in 9 of 10
+        steps, to less than a fifth of the mean norm.
+    policy-unmoved (learning.md#learning-rate): Steps hardly change the policy: in float32, no |log weight| reaches 0.002
+        although the lag is above 0. A policy that learns exceeds 0.01.
     """
     algorithm, trainer, rate = run.recipe.algorithm, run.recipe.trainer, run.recipe.trainer.learning_rate
     alike = [step for step in run.trained if not step.get("multi_version_fraction")]
@@ -68,14 +68,14 @@ def numerics(run: RunRecords) -> Findings:
 def policy(run: RunRecords) -> Findings:
     """Examine whether the policy becomes worse.
 
-    kl-grows (learning.md#losses): The policy has left the initial one far behind: a KL above 1 nat per token that has grown
-        tenfold, without a gain.
-    entropy-explodes (learning.md#losses): The policy becomes random: twice the first entropy and above 1 nat, without a gain;
-        grave if the reward halves.
-    policy-collapsed (learning.md#learning-rate): The reward has fallen far below its start: under half of it, by 3 standard
-        errors.
-    entropy-collapsed (learning.md#losses): The policy has become certain without having learned: a twentieth of the first
-        entropy, without a gain.
+    kl-grows (learning.md#losses): The policy has left the initial one far behind: the KL exceeds 1 nat per token and ten times
+        its first value, without a gain.
+    entropy-explodes (learning.md#losses): The policy becomes random: the entropy exceeds 1 nat and twice its first value,
+        without a gain; grave if the reward has collapsed.
+    policy-collapsed (learning.md#learning-rate): The reward has fallen far below its start: it is under half of its first
+        value, by 3 standard errors.
+    entropy-collapsed (learning.md#losses): The policy has become certain without having learned: the entropy is below a
+        twentieth of its first value, without a gain.
     """
     algorithm, rate, is_useless = run.recipe.algorithm, run.recipe.trainer.learning_rate, run.is_long and not run.has_learned
     early, late = run.early("reference_kl"), run.late("reference_kl")
@@ -98,9 +98,9 @@ def policy(run: RunRecords) -> Findings:
 def speed(run: RunRecords) -> Findings:
     """Examine which part of the run keeps the others waiting.
 
-    bottleneck (training.md#reading-the-figures): One part keeps the others waiting: the lag limit in half of the steps; a mean
-        lag above 4 and above the largest predicted one; weight updates for 20 % of the time; the trainer waits for half, or
-        computes for 90 % while actors are busy for less than half.
+    bottleneck (training.md#reading-the-figures): One part keeps the others waiting: the lag limit holds half of the steps; the
+        mean lag is above 4 and above the largest predicted one; weight updates take 20 % of the time; or the trainer waits for
+        half of it, or computes for 90 % while actors are busy for less than half.
     """
     actor, busy, lag, predicted = run.recipe.actor, *map(run.late, ("actor_busy_fraction", "lag.mean", "largest_lag"))
     total, *seconds = (run.late(f"step_s.{one}") for one in ("total", "wait", "compute", "send", "snapshot"))

@@ -168,15 +168,15 @@ def problems(view: SetView) -> Findings:
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context;
         grave if the median one does.
-    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of 8 prompts begin with their answer, have it after the text
-        that the reward looks for, or end with it (a warning); or 90 % of 20 prompts or answers count the rows.
-    one-answer (recipes.md#tasks): Problems have the same answer, so the policy need not read them: 95 % of 20 references; grave
-        if all, a note from 80 %.
-    references-unmatched (recipes.md#rewards): References are not what completions have as answers: a median of 8 words, 5 % of
-        nan, none or null, or 5 % of numbers with a unit, separators or markup if texts are compared; or 5 % of 200 earn nothing
-        in the form of reward.answer_pattern, or when tried (grave: half).
-    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of a set's, compared without case,
-        punctuation and spaces.
+    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts begin with their answer, have it after
+        the text that the reward looks for, or (a warning) end with it; or 90 % of 20 prompts or answers are row numbers.
+    one-answer (recipes.md#tasks): Problems have the same answer, so the policy need not read them: 95 % of at least 20
+        references are equal; grave if all are, a note from 80 %.
+    references-unmatched (recipes.md#rewards): References are not what completions have as answers: their median has 8 words, 5
+        % are nan, none or null, or 5 % are numbers with a unit, separators or markup although texts are compared; or 5 % of 200
+        earn nothing in the form of reward.answer_pattern, or when tried (grave from half).
+    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of the problems of a set, compared
+        without case, punctuation and spaces.
     """
     at, answers, limit = view.place, view.answers, view.recipe.model.max_context
     if texts := sorted(view.texts, key=len):
@@ -257,17 +257,17 @@ def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], 
 def texts(view: SetView) -> Findings:
     """Examine templates, damaged texts and the numbers of problems.
 
-    template-unused (recipes.md#chat-templates): An instruction-tuned model gets prompts without its chat template: its name has
-        instruct, chat, it or thinking, or it is smollm2, and the prompts are plain. Or model.chat_template has neither
+    template-unused (recipes.md#chat-templates): An instruction-tuned model gets prompts without its chat template: the prompts
+        are plain, but the model is smollm2, or its name has instruct, chat, it or thinking. Or model.chat_template has neither
         add_generation_prompt nor assistant.
-    template-twice (recipes.md#chat-templates): Prompts spell parts of a chat template, which the model reads as plain text:
-        half of the prompts, or a field.
+    template-twice (recipes.md#chat-templates): Prompts spell parts of a chat template, which the model reads as plain text: in
+        half of the prompts, or in a field of the recipe.
     texts-damaged (recipes.md#tasks): Prompts are damaged: 5 % have characters of a wrong encoding or of HTML, or 10 to 90 % are
         cut at the same length.
     problems-few (recipes.md#tasks): Few problems are trained on very often, so that the policy may learn them by heart: each
-        100 times, a note.
-    evaluation-blind (recipes.md#evaluation): Evaluations say nothing: their interval exceeds both the run's length and 100
-        steps, or they have one problem; a note.
+        problem 100 times; a note.
+    evaluation-blind (recipes.md#evaluation): Evaluations say nothing: evaluation.every_steps exceeds both the run's length and
+        100, or a set has one problem; a note.
     """
     at, model, task, texts = view.place, view.recipe.model, view.share.task, view.texts
     if model.chat_template and not re.search("add_generation_prompt|assistant", model.chat_template):
@@ -311,19 +311,19 @@ def texts(view: SetView) -> Findings:
 def rewards(view: SetView) -> Findings:
     r"""Examine rewards, and the form and length of answers.
 
-    terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight below 0, or of reward.correct or more;
-        an overlong penalty of twice it, or for half of max_tokens. Or any text earns the format term.
-    empty-paid (recipes.md#rewards): An empty completion earns a reward: half of reward.correct in a trial call; a warning if
-        the function is your own.
-    form-unsaid (recipes.md#rewards): Nothing says in which form to answer: \boxed, the beginning of reward.answer_pattern or
-        the text of format_pattern is not in the prompts, or forbidden there (grave if a small model of this package never
-        writes it); or the pattern begins with ^, and prompts ask for steps; or prompts ask for a box that it does not read.
+    terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
+        the overlong penalty exceeds twice that, or its buffer half of max_tokens; or any text earns the format term.
+    empty-paid (recipes.md#rewards): An empty completion earns a reward: it earns half of reward.correct in a trial call; a
+        warning if the function is your own.
+    form-unsaid (recipes.md#rewards): Nothing says in which form to answer: the prompts lack or forbid \boxed, the start of
+        reward.answer_pattern or the text of format_pattern (grave if a small model of this package never writes it); the
+        pattern begins with ^, and prompts ask for steps; or prompts ask for a box that it does not read.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
-        form, or what a small packaged model writes (grave); or prompts ask for reasoning, and it is under 128 tokens; under
-        1,024 for a model that thinks first.
-    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave:
-        half), in reward.answer_pattern (grave), in the instructions before the answer, or it is blank or one character, and
-        prompts ask for steps.
+        form, or a small packaged model's answer, are longer (grave); or max_tokens is under 128 and prompts ask for reasoning,
+        or under 1,024 and the model thinks first.
+    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave
+        from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
+        and prompts ask for steps.
     judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
         {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks.
     """

@@ -28,7 +28,7 @@ YOUNG_S = 600.0
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run. Figures of no step are NaN, so that every comparison with them is false."""
+    """The records of a run. A figure that no step has is NaN, so that every comparison with it is false."""
 
     recipe: Recipe
     steps: Sequence[Record]
@@ -53,7 +53,7 @@ class RunRecords:
 
     @property
     def window(self) -> int:
-        """Number of steps in an early or late mean: a quarter of the run, within 3 and 20."""
+        """Number of steps in an early or late mean: a quarter of the run, between 3 and 20."""
         return max(_NARROWEST, min(_WIDEST, len(self.trained) // 4))
 
     @property
@@ -100,7 +100,7 @@ class RunRecords:
 
     @cached_property
     def has_learned(self) -> bool:
-        """Return whether the reward rose by 3 standard errors, or the held-out accuracy so that its intervals are separate."""
+        """Return whether the reward rose by 3 standard errors, or the held-out accuracy so far that its intervals are apart."""
         accuracy = f"sets.{self.first_task.name}.accuracy"
         lows, highs = (numbers_in(self.evaluations, f"{accuracy}.{end}") for end in ("low", "high"))
         return self.change("reward_mean") > 3 or (len(lows) > 1 and lows[-1] > min(highs[:1], default=math.inf))
@@ -118,12 +118,12 @@ class RunRecords:
 
     @property
     def has_signal(self) -> bool:
-        """Return whether at least a twentieth of the groups had different rewards, or a learned baseline needs none."""
+        """Return whether at least a twentieth of the groups had unequal rewards. A learned baseline needs no such group."""
         return self.recipe.algorithm.advantage == "value" or not self.mean("equal_reward_groups") >= 0.95
 
     def share_of(self, outcome: str, prefixes: tuple[str, ...] = ()) -> tuple[float, str]:
-        """Return the share of an outcome among all ended sequences, at least a batch, and its most frequent reason. With
-        prefixes, only sequences with reasons that begin so count."""
+        """Return the share of an outcome among all ended sequences (at least a batch's number), and its most frequent reason.
+        With `prefixes`, count only reasons that begin with one of them."""
         counts = self.summary.get("sequences") or (self.steps[-1].get("sequences") if self.steps else None) or {}
         known = {name: n for name, n in (self.reasons.get(outcome) or {}).items() if not prefixes or name.startswith(prefixes)}
         num = sum(known.values()) if prefixes or known else counts.get(outcome) or 0

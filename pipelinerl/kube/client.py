@@ -108,7 +108,7 @@ DETAIL_CHARACTERS = 300
 
 class KubeClient:
     """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
-    manager, which closes its connections. Calls raise `KubeError`. `insists`: instead, repeat each until the API accepts it."""
+    manager, which closes its connections. Calls raise `KubeError`; with `insists`, they are repeated until accepted."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace
@@ -133,7 +133,7 @@ class KubeClient:
         return int((await self.call(permission, name=name, **body))["spec"].get("replicas", 0))  # the API leaves a zero out
 
     async def may(self, permission: Permission, name: str = "") -> bool:
-        """Return whether the ServiceAccount has this permission in its namespace, for object `name` or, if empty, for all."""
+        """Return whether the ServiceAccount has this permission in its namespace, for the object `name` or, if "", for all."""
         resource, _, subresource = permission.resource.partition("/")
         asked = {"namespace": self.namespace, "verb": permission.verb, "group": permission.group, "resource": resource}
         body = {"spec": {"resourceAttributes": asked | {"subresource": subresource, "name": name}}}

@@ -43,13 +43,13 @@ SUBMITTED = "pipelinerl/submitted"
 STATE = "-run"
 """Suffix of the name of a ConfigMap with the state of a run. The part before it begins the names of the release's objects."""
 _LOOK_S, _LAST_STEPS_S, _GIVE_UP_S = 2.0, 5.0, 600.0
-"""Seconds between two looks or two tries to fetch, after the end for the last metrics, and until a stuck fetch is given up."""
+"""Seconds between two looks (or tries to fetch), to wait for the last metrics, and until a stuck fetch is given up."""
 _GRPC_PORT = 50051
 
 
 class Release:
-    """A release, whose name is also that of its run, what is shown of it, and the commands that a person may need. `left`: what
-    an interruption of this process leaves behind."""
+    """A release, whose name is also that of its run, with its display and the commands that a person may need. `left`: what an
+    interruption of this process leaves behind."""
 
     def __init__(self, name: str, client: PersonClient, output: Path | None = None, steps: int = 0) -> None:
         self.name, self.client, self.left = name, client, "nothing was installed"
@@ -204,7 +204,7 @@ def failure_of(data: Mapping[str, str], trainer: Object | None) -> str | None:
 @dataclass
 class Look:
     """A release at one moment. `prefix` begins the names of its objects; `data`: the state of its run; `uid`: identifies this
-    installation of the release and its run's version, since later weights have the same size."""
+    installation and its run's version, because fetched files are compared by size, and later weights have the same size."""
 
     prefix: str
     data: Mapping[str, str]

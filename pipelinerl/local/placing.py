@@ -64,7 +64,7 @@ def _text(wanted: str) -> str:
 
 
 def _why_not_nccl(on_instance: bool) -> str:
-    """Return why NCCL does not connect the two processes that share a GPU or, `on_instance`, a MIG instance; "" if it does."""
+    """Return why NCCL does not connect two processes that share a GPU (`on_instance`: a MIG instance); "" if it does."""
     if _nccl() < _SHARES_A_GPU:
         return "NCCL before 2.30 does not connect two processes on one GPU"
     return "NCCL has not been tried between two processes on a MIG instance" if on_instance else ""

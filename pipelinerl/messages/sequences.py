@@ -267,8 +267,8 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Return id and group token of a sequence that `decode_sequence` refuses, or empty ones if it does not parse or is not of
-    `run`."""
+    """Return the id and group token of a sequence that `decode_sequence` refuses. Both are empty if it does not parse or is of
+    another run."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:

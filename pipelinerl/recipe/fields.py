@@ -645,7 +645,7 @@ class WeightUpdateConfig(Section):
     stop_on_mismatch: Changeable[bool] = False
     """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds for all actors to register, unless one still loads, then for one to serve a version."""
+    """Seconds within which all actors must register (if none still loads), and after that one must serve a version."""
 
     @property
     def log_place(self) -> str:

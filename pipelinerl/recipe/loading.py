@@ -162,8 +162,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the data of a recipe whose file is in `folder`. A path of the recipe that exists in `folder` gets `folder` as its
-    prefix: to problems, to an agent's program or to a chat template. Other paths stay relative to the current folder."""
+    """Return the data of a recipe whose file is in `folder`. A path to problems, to an agent's program or to a chat template
+    gets `folder` as its prefix if it exists there. Other paths stay relative to the current folder."""
 
     def found(path: Any) -> Any:
         if not isinstance(path, str) or not path or "\0" in path or is_template(path):

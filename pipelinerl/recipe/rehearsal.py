@@ -43,7 +43,7 @@ class Call:
     """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
     reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if it holds one. `forms`: pairs
     (possible completion, answer in it); the first pair whose answer the reward finds becomes the completion. `answer`: what
-    `reward.answer_pattern` found, if anything. `status`: `ok`, or the reason why the call gave no reward; empty before it."""
+    `reward.answer_pattern` found, if anything. `status`: `ok`, or why the call gave no reward; empty before the call."""
 
     place: str
     problem: Problem
@@ -202,7 +202,7 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning for each mathematics reference that is prose or earns too little, or whose near miss earns as much."""
+    """Yield a warning for each mathematics reference that is prose, earns too little, or earns no more than a near miss."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):

@@ -1,7 +1,7 @@
 """Compute, for an autoscaler, how many actors would keep the trainer busy within the lag bound. Pure.
 
-**Consumption.** A step uses up n sequences (trained, dropped or failed) in s seconds, without waits for sequences. The trainer
-could thus consume `C = n / s` a second. C is the median over the last steps.
+**Consumption.** A step uses up n sequences (trained, dropped or failed) in s seconds, not counting its waits for sequences. The
+trainer could thus consume `C = n / s` a second. C is the median over the last steps.
 
 **Production.** The rate P of a full actor is measured while nearly all H slots are in use. While slots are empty, the last such
 value is kept, because a lower rate only means that the lag bound gives the actor less work. Until the actors have been full

@@ -131,7 +131,7 @@ class IssueBounds:
 
         `num_open`: how many groups are incomplete. `oldest_open`: the oldest one's number. `issued`: the next group's number.
         `wait_share`: share of the time since the previous step in which the trainer waited for sequences. `for_max_lag`: the
-        staleness bound caused this wait, which a higher limit would not shorten."""
+        staleness bound caused this wait, so a higher freshness limit would not shorten it."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:

@@ -1,9 +1,9 @@
 """Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates know
-a model only by its size. Memory counts all experts of a mixture, and compute only those that a token visits. Activations get
-`ENGINE_GIB` of an actor's accelerator, and all but `MODEL_STATE_SHARE` of a rank's. Replicated tensors and other processes on
-the device are not counted.
+a model only by its size. In a mixture of experts, memory counts all experts, and compute only those that a token visits.
+Activations get `ENGINE_GIB` of an actor's accelerator, and all but `MODEL_STATE_SHARE` of a rank's. Replicated tensors and
+other processes on the device are not counted.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Model:
     """Bytes of one token in the KV cache, over all layers."""
     dtype_bytes: int = 2
     active_share: float = 1.0
-    """Share of the parameters that one token uses; below 1 only in a mixture of experts."""
+    """Share of the parameters that one token uses. It is below 1 only in a mixture of experts."""
     adapters: int | None = None
     """Number of the adapters' parameters; None = estimated."""
 
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None, **known: Any) -> Model:
-        """Return the recipe's model; `known` has the last two fields. If `kv_bytes` is None, it is estimated as in Llama 3 8B,
+        """Return the recipe's model. `known` sets the last two fields. If `kv_bytes` is None, it is estimated as in Llama 3 8B,
         128 KiB per token, scaled by the square root of the size. This gives 379 KiB at 70B, where Llama 3 has 320. Most models
         need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
         usual = 128 * 1024 * math.sqrt(parameters / 8e9)

@@ -167,7 +167,7 @@ def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
 
 
 def _check_alone(recipe: Recipe, num_devices: int) -> None:
-    """Raise `FieldError` unless one GPU suffices for the numbers of the recipe."""
+    """Raise `FieldError` if the recipe asks for more ranks, actors or GPUs per actor than one GPU allows."""
     here = f"{counted(num_devices, 'GPU')} here, 1 of them free," if num_devices > 1 else "one GPU here,"
     for field, value in (
         ("trainer.nproc", recipe.trainer.nproc),

@@ -1,8 +1,8 @@
 """Plan how to split accelerators between actors and trainer and how many sequences to keep in progress, and predict the rates.
 
-The closed form of `throughput` proposes the fastest split whose largest lag the recipe allows, and the simulator runs it. A
-split that drops too many sequences as stale is replaced by one with a smaller largest lag or fewer actors. Speeds are measured,
-or estimated from the accelerator's data sheet. docs/planning.md lists what is not modelled.
+The closed form of `throughput` proposes the fastest split whose largest lag the recipe allows, and the simulator runs it. If
+that split drops too many sequences as stale, another one with a lower largest lag or fewer actors is tried. Speeds are
+measured, or estimated from the accelerator's data sheet. docs/planning.md lists what is not modelled.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
 
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """Estimate speeds from the data sheet. A decode step reads weights and KV cache once and computes 2 FLOPs per active weight
-    and sequence. With the share a of a mixture's weights active, a step of H sequences reads the share 1 - (1 - a)^H of the
-    weights. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight. Samples of a group that share a
-    micro-batch share one prompt."""
+    and sequence. If a token uses the share a of the weights, as in a mixture of experts, a step of H sequences reads the share
+    1 - (1 - a)^H. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight. Samples of a group that
+    share a micro-batch share one prompt."""
     per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
@@ -256,7 +256,7 @@ def best_split(splits: list[Split]) -> Split:
 
 
 def _may_drop_less(one: Split, chosen: Split) -> bool:
-    """Return whether a split has a smaller largest lag than `chosen`, or fewer actors and no larger lag."""
+    """Return whether the largest lag of `one` is well below that of `chosen`, or not above it with far fewer actors."""
     fewer = one.largest_lag <= chosen.largest_lag and one.num_generators <= 0.8 * chosen.num_generators
     return fewer or one.largest_lag <= 0.9 * chosen.largest_lag
 
@@ -313,8 +313,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
-    """Simulate the split. Return the simulation and the simulated share of the system. Of a large system, only a part with the
-    same proportions is simulated, which differs only in its larger random variation."""
+    """Simulate the split. Return the simulation and the simulated share of the system. If the system is large, simulate a
+    smaller one with the same proportions; only its random variation is larger."""
     warmup_steps = 2 * chosen.largest_lag + 5
     steps = max(20, chosen.largest_lag)
     per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size
@@ -338,7 +338,7 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return the actors and groups per step of a part with nearly the system's proportions and, if possible, 8 groups."""
+    """Return the number of actors, and of groups per step (8 if possible), of a smaller system with nearly the same ratio."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

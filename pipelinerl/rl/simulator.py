@@ -48,7 +48,7 @@ class Simulation:
 
     `lag_histogram` has the trained completion tokens by lag. Shares of time: `actor_idle`, in which an actor has nothing in
     progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. Sequences trained
-    or dropped, and of these the stale ones, are counted by `length_bucket`."""
+    or dropped, and the stale ones among them, are counted by `length_bucket`."""
 
     steps: int = 0
     duration: float = 0.0
@@ -78,8 +78,8 @@ def simulate(
     """Simulate `steps` optimizer steps of a run, after `warmup_steps` that are not counted.
 
     All slots begin at once, which biases about the first `largest_lag` steps. Slots run empty towards the end of a run; to
-    simulate a part of a longer run, set `recipe.trainer.steps` above the sum of both. In conventional mode, if all accelerators
-    take part in each phase, count each of them as an actor and as a rank."""
+    simulate a part of a longer run, set `recipe.trainer.steps` above `warmup_steps + steps`. In conventional mode, if all
+    accelerators take part in each phase, count each of them as an actor and as a rank."""
     assert 0 <= warmup_steps < warmup_steps + steps <= recipe.trainer.steps
     return _Run(recipe, timing, lengths, num_actors, num_ranks).result(warmup_steps, warmup_steps + steps)
 
@@ -115,7 +115,7 @@ class _Actor:
     joining: list[tuple[int, _Group]] = field(default_factory=list)
     """(length, group) of each sequence that begins with the next decode step."""
     samples: deque[tuple[int, _Group]] = field(default_factory=deque)
-    """Samples that have no slot yet, of the group that was taken most recently."""
+    """Samples of the most recently taken group that have no slot yet."""
     swaps: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
     """Decode steps at which a version was swapped in, and these versions."""
     to_swap: int | None = None

@@ -107,7 +107,7 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
-    """Return an error if the recipe's lag limit is below `lag`, the recipe's largest lag; None if it is not. With a smaller
+    """Return an error if the recipe's lag limit is below `lag`, the recipe's largest lag, and otherwise None. With a smaller
     limit, the feeder issues too few groups to fill the actors, and sequences are too old when their group is complete. This
     also holds for a limit of the mean lag, because short samples wait for the longest one of their group."""
     max_lag = recipe.algorithm.max_lag

@@ -45,7 +45,7 @@ class Readiness:
     parts: tuple[Readiness, ...] = ()
 
     def part(self, reason: str) -> Readiness:
-        """Add and return the readiness of a part that the process needs, which at first is not ready for this reason."""
+        """Add a part that the process needs, and return its readiness. It is not ready at first, for the given `reason`."""
         self.parts = (*self.parts, part := Readiness(reason))
         return part
 
@@ -147,7 +147,7 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
-"""Serves until the event is set. A service with a policy sets its version in the `LogContext`."""
+"""Main function of a service. It serves until the event is set, and puts its policy version, if any, into the `LogContext`."""
 
 
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:

@@ -118,7 +118,7 @@ class RankSettings(BaseSettings):
 
     rank: int = Field(0, ge=0, description="Index of this rank among all ranks of the trainer.")
     world_size: int = Field(1, ge=1, description="Number of ranks of the trainer.")
-    local_rank: int = Field(0, ge=0, description="Index of this rank among the ranks of its node, and of its GPU.")
+    local_rank: int = Field(0, ge=0, description="Index of this rank among the ranks of its node, and index of its GPU.")
     rank_folder: Path | None = None
     """Folder through which the ranks of a single node connect; None = they use torchrun's MASTER_ADDR."""
 

@@ -23,7 +23,7 @@ FOUND_NONE = "reward.answer_pattern found no answer"
 
 
 def occurs(reference: str, text: str) -> bool:
-    """Return whether the final answer of a reference occurs in a text, not as a part of a longer word or number."""
+    """Return whether a text contains the final answer of a reference by itself, not as part of a longer word or number."""
     answer = final_answer(reference)
     return bool(answer) and re.search(rf"(?<![\w.]){re.escape(answer)}(?![\w.])", text) is not None
 

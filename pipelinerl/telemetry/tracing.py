@@ -166,7 +166,7 @@ def _end(provider: TracerProvider) -> None:
 
 
 Trace = SpanContext | None
-"""A span of a sampled trace, for its child spans; None without a sampled trace."""
+"""Parent for child spans: a span of a sampled trace, or None if the trace is not sampled."""
 
 MOST_LINKS = 128
 """Maximum number of links of a span. The SDK silently drops links above its own limit, which is the same."""
@@ -178,7 +178,7 @@ _TRACER: ContextVar[Tracer] = ContextVar("pipelinerl_tracer", default=_OFF)
 
 @contextmanager
 def use_tracer(tracer: Tracer) -> Iterator[None]:
-    """Use a tracer for all spans that begin inside, tasks started inside included."""
+    """Use a tracer for all spans that begin inside the block, also in tasks that start there."""
     token = _TRACER.set(tracer)
     try:
         yield

@@ -31,7 +31,7 @@ _MAGIC = b"PRLDELT1"
 """The last digit is the version of the format."""
 _HEADER, _FIELDS = struct.Struct("<8s16sIQQ"), ("magic", "manifest_id", "incarnation", "from_version", "to_version")
 _RECORD, _SIZES = struct.Struct("<BQ"), struct.Struct("<QQ")
-"""Encoding and length of a record; a SPARSE record's changed words and bytes of gaps."""
+"""A record's encoding and length; in a SPARSE record, the number of changed words and of bytes of their gaps."""
 _SKIP = 255
 _SAFETENSORS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _ZSTD = pyarrow.Codec("zstd", compression_level=1)

@@ -91,7 +91,7 @@ def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
 
 
 ABORT_WITHIN_S = 5.0
-"""Seconds that closing waits for NCCL at most. A communicator that takes longer is abandoned."""
+"""Maximum seconds that closing waits for NCCL. A communicator that takes longer is abandoned."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.0001, 0.005
 """Bounds of the interval at which a broadcast is polled."""
 _LOOK_SHARE = 1 / 8

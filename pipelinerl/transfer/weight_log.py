@@ -48,7 +48,7 @@ class WeightLog:
         self._store, self._manifest, self._prefix = store, manifest, prefix
         self._anchor_every, self._keep_all = anchor_every, keep_all
         self._chains: list[list[LogObject]] = []
-        """Each has an anchor and the deltas after it."""
+        """Each chain has an anchor and the deltas after it."""
         self._newest: tuple[PolicyVersion, Bytes] | None = None
         self._has_old = True
         """True if the store may hold objects of chains that are no longer kept."""

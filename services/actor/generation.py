@@ -179,8 +179,8 @@ class Sampler:
 class GenerationLoop:
     """Keeps H (`actor.sequences_in_progress`) sequences decoding, one in each place of its sampler.
 
-    Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits for the serving gate, which a commit
-    opens, for a free slot, and for a group from the trainer's feeder. A sample holds a slot from its start until it enters the
+    Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits until a commit has opened the serving
+    gate, a slot is free, and the trainer's feeder has issued a group. A sample holds a slot from its start until it enters the
     finisher's bounded buffer. If the gate closes before all samples of a group have started, the rest goes back to PROMPTS.
     There are H slots, and more with episodes, because an episode that waits for its environment holds a slot but no place.
     """

@@ -66,7 +66,7 @@ class HeldGroups(dict[str, HeldGroup]):
         return group.group_id in self and delivery.position in self[group.group_id].messages
 
     def take(self, group: PromptGroup, delivery: PromptDelivery) -> list[int]:
-        """Take a message and return the indices of the samples to generate. Samples of other held messages are left out."""
+        """Take a message and return the indices of the samples to generate, without those that other held messages request."""
         held = self.setdefault(group.group_id, HeldGroup(group))
         if delivery.position in held.messages:  # redelivered: answer the later delivery
             held.messages[delivery.position].delivery = delivery

@@ -310,8 +310,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the current version. Skip it if a measurement holds an earlier version. `measure`: the current version
-        will be measured, so first wait for the running measurement."""
+        """Begin to send the current version, unless a measurement holds an earlier one. `measure`: the current version will be
+        measured, so first wait for the running measurement."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()

@@ -1,7 +1,7 @@
 """`python -m services.trainer.replay`: compute recorded optimizer steps again, and compare the digests of the weights.
 
 `pipelinerl replay` starts this in the trainer's environment, with the run's number of threads. The steps go through the same
-code as in the run: `PolicyTrainer.prepare` and `step`. With overrides, the same data meet another loss, mask or optimizer.
+code as in the run: `PolicyTrainer.prepare` and `step`. With overrides, the same data get another loss, mask or optimizer.
 `pipelinerl rollback` starts it to write a checkpoint of a version that has none.
 """
 
@@ -45,8 +45,8 @@ ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_paralle
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps after `version` up to `last`. A checkpoint of `version` is in `folder`; None = the initial model. Steps from
-    `first` on are compared with `known`, the run's digests. `begin`: the first step to compute."""
+    """The steps after `version` up to `last`. `folder` has a checkpoint of `version`; None = begin with the initial model.
+    Steps from `first` on are compared with `known`, the run's digests. `begin`: the first step to compute."""
 
     first: int
     last: int
@@ -161,13 +161,13 @@ def verdict(compared: int, different: Sequence[int], is_experiment: bool) -> str
     if not different:
         return f"all {compared} versions have the digests of the run"
     return (
-        f"{len(different)} of {compared} versions differ from the run, from version {different[0]} on. The same digests need "
+        f"{len(different)} of {compared} versions differ from the run, from version {different[0]} on. Equal digests need "
         "the same machine, software, number of ranks and threads (docs/replay.md)"
     )
 
 
 def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) -> None:
-    """Raise `ServiceError` if the weights to start from are not those of the run, as after a change of the initial model."""
+    """Raise `ServiceError` if the weights to start from are not those of the run, for example after a change of the model."""
     expected = known.get(version, "")
     if expected and policy.snapshot(PolicyVersion(1, version)).digest() != expected:
         raise ServiceError(

@@ -74,7 +74,7 @@ def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
         else:
             store.wait([RECEIVED], timedelta(seconds=within_s))
     except (DistError, RuntimeError) as error:
-        raise TransferError(f"end: pod {1 - index} has not reported its end: see its log") from error
+        raise TransferError(f"end: pod {1 - index} has not reported success; see its log") from error
 
 
 def pair(options: argparse.Namespace) -> None:

@@ -103,7 +103,7 @@ class Links:
             work.wait()
 
     def receive(self, *sources: int) -> list[Message]:
-        """Receive the next message of each source, of all sources at the same time."""
+        """Receive the next message of each source, from all sources at the same time."""
 
         def filled(rooms: list[list[NDArray[Any]]]) -> list[list[NDArray[Any]]]:
             parts = [
@@ -155,7 +155,7 @@ class World:
         return self.layout.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the rows computed at the same time, on every rank."""
+        """Return, on every rank, the sum of `values` over the rows that are computed at the same time."""
         if self.mesh is None:
             return values
         total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)

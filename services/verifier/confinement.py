@@ -139,7 +139,7 @@ def take_pipes() -> tuple[Connection, Connection]:
 
 
 def renew_cpu_limit(timeout_s: float) -> None:
-    """Limit further CPU time to about `timeout_s` times the number of cores: a fallback in case the verifier does not kill."""
+    """Limit further CPU time to about `timeout_s` times the number of cores, in case the verifier does not kill the process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     allowance_s = int(timeout_s + 1) * (os.cpu_count() or 1) + _CPU_SLACK_S
     lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + allowance_s)

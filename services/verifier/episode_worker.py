@@ -44,7 +44,7 @@ ENDED = struct.Struct("!Qi")
 """Format of a report: the episode's number, and its exit code as in `os.waitstatus_to_exitcode`, or `NOT_FORKED`."""
 NOT_FORKED = -(1 << 31)
 WAITS, WORKS = b"W", b"E"
-"""Frames of an episode that begins to wait for the policy, and of one whose environment works again."""
+"""Frames that an episode sends when it begins to wait for the policy, and when its environment works again."""
 JUDGE = b"J"
 """Prefix of an answer for a judge. No serialized result begins with this byte."""
 

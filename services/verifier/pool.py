@@ -234,7 +234,7 @@ class WorkerGone(Exception):
 
 async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
     """Return the next frame. Raises `TimeoutError`, `WorkerGone` if the frame is too long, and `IncompleteReadError` or
-    `ConnectionError` if the stream ends too early. A busy event loop does not make a frame late that arrived in time."""
+    `ConnectionError` if the stream ends too early. A frame that arrived in time is accepted even if the event loop was busy."""
 
     async def read() -> bytes:
         (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))

@@ -177,8 +177,8 @@ class Episode:
         return turn
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
-        """Return the first recorded turn that has this context and these sampling parameters, and is not served in this run. If
-        another actor began the turn, its parameters are unknown, and only its length is compared."""
+        """Return the first recorded turn with this context and these parameters that this run of the environment has not had
+        yet. If another actor began the turn, its parameters are unknown, and only its length is compared."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = turn not in self.served and (is_short if turn.asked is None else turn.asked == sampling)
@@ -199,7 +199,7 @@ class Episode:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches of the finished turns that the environment's last run was served; the other turns are dropped."""
+        """Return the branches of the finished turns that were served to the environment's last run. Drop the other turns."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
         self.metrics.episode_branches.inc(max(0, len(branches) - 1))

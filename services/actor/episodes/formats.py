@@ -74,8 +74,8 @@ def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
 
 def chat_format(tokenizer: Any, model: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatFormat:
     """Return the format of a Hugging Face tokenizer. A known `model` name selects its family's renderer. For other names, such
-    as folders and fine-tuned models, the first renderer is taken that writes the chat template's tokens for all `PROBES`. If
-    none does, the template itself is the format. `variables` of the chat template are settings of this first renderer."""
+    as folders and fine-tuned models, use the first renderer that writes the chat template's tokens for all `PROBES`, with the
+    template's `variables` as settings. If none does, the template itself is the format."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
@@ -155,7 +155,7 @@ class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. `variables` of the chat template
     become settings. Some renderers refuse to extend a turn by a user's message, because the template then drops earlier
     thoughts. This class extends the turn nevertheless if a new rendering of the whole conversation differs only in white space,
-    because there were no thoughts."""
+    that is, if there were no thoughts."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer

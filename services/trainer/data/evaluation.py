@@ -267,7 +267,7 @@ class Evaluator:
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
 """Allowed difference in nats: of every token in float32, and of the median token in 16 bits. In 16 bits, rounding can send a
-token to other experts of a mixture, which moves its log-probability by whole nats (figures: docs/weight-updates.md)."""
+token of a mixture-of-experts model to other experts, which moves its log-probability by whole nats (docs/weight-updates.md)."""
 SHARE_TOLERANCE = 0.1
 """Allowed distance of `served_share` from 1, in addition to the error that rounding explains."""
 

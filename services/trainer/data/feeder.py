@@ -190,8 +190,8 @@ class Feeder:
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
         """Take over the groups of an earlier incarnation. Call this before reading the log. `prompts`, `arrived`: groups on the
-        streams, from `scan_in_flight`. Groups up to the last of these below number `reserved` are opened; `run` issues the
-        others in their turn. An open group that is not on the streams is published again, with a message id that ends with
+        streams, from `scan_in_flight`. Open all groups up to the last one on the streams whose number is below `reserved`;
+        `run` issues later ones. An open group that is not on the streams is published again, with a message id that ends with
         `name`. Return the number of these groups."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)

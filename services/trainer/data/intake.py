@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Default of `trainer.give_up_after_groups`: the groups of `STEPS_IN_A_ROW` optimizer steps, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
-"""Number of first rewards of a task, besides those of one hopeless prompt, whose timeout ends the run."""
+"""Number of timeouts, beyond those of one group, after which a run ends if no reward of the task has come before."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",

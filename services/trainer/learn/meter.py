@@ -219,7 +219,7 @@ def importance_weights(log_weights: NDArray[np.floating]) -> NDArray[np.float64]
 
 
 LARGEST_LOG_WEIGHT = 80.0
-"""Maximum log w in means of w (5e34), which could otherwise overflow. ESS does not need it."""
+"""Bound on log w in means of w, which could otherwise overflow (e^80 is 5e34). The ESS does not need it."""
 
 
 @dataclass(frozen=True, eq=False)

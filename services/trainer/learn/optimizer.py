@@ -128,7 +128,7 @@ class PolicyOptimizer:
         self._adamw = build_adamw([group for group in groups if group["params"]], config)
 
     def use(self, config: TrainerConfig) -> None:
-        """Take further steps with the learning rates, schedule and bound of `config`."""
+        """Use the learning rates, the schedule and the gradient norm's bound of `config` in later steps."""
         self.config = config
         for group in self._adamw.param_groups:
             if RATE_FACTOR in group:

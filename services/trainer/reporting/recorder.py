@@ -188,7 +188,7 @@ class Recorder:
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Record that all members serve a version. Of the actors' times, the step's record gets the longest."""
+        """Record that all members serve a version. The step's record gets the longest of the actors' times."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,

@@ -80,8 +80,8 @@ Row = dict[str, str | int | float | None]
 
 
 class Tracker(Protocol):
-    """Interface of a tracker, which opens the run, or continues it if an earlier trainer opened it, when it is made. One thread
-    makes all calls, which may wait for the network and raise their library's errors."""
+    """Interface of a tracker. Making one opens the run, or continues the run that an earlier trainer opened. One thread makes
+    all calls. They may wait for the network, and raise errors of the tracker's library."""
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
         """Log figures at `position` on `axis`, `STEP` or `HELDOUT_VERSION`. The latter may be older than the last step."""

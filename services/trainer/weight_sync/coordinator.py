@@ -228,11 +228,11 @@ class Coordinator:
         return waits and self._held_above is not None and self.version > self._held_above
 
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
-        """Return how many seconds after its begin the phase counts as stuck or too slow, if no further answer arrives.
+        """Return how many seconds after its start the phase counts as stuck or too slow, if no further answer arrives.
 
         Each answer extends the time by `deadline_s`, up to `limit_s` after the first answer. Once more than half have answered,
         `SLOW` times their median is a further limit, but not below `deadline_s`. While the trainer sends, only `limit_s`
-        applies, because the transfer itself notices a stuck chunk. `answers_s`: seconds from the phase's begin to each answer.
+        applies, because the transfer itself notices a stuck chunk. `answers_s`: seconds from the phase's start to each answer.
         """
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s

@@ -230,7 +230,7 @@ class LogReaders:
         }
 
     def up(self, member: Member, version: int) -> list[MemberChange]:
-        """Record a registration or heartbeat, with the version that the actor says it serves; -1 = none of this trainer's."""
+        """Record a registration or heartbeat, with the version that the actor says it serves; -1 = none of this trainer."""
         known = self.members.get(member.actor)
         if known is None or known.process != member.process:
             self._versions[member.actor] = -1

@@ -227,8 +227,8 @@ class TransferSession:
 class WeightUpdater:
     """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
     from the offer of the first version until an actor serves it. `on_change`: called when a version is served or actors are
-    gone. `log`: also writes each version to the weight log. If there are only actors that read it, a version counts as served
-    once one of them serves it."""
+    gone. `log`: also writes each version to the weight log. If all actors read this log, a version counts as served once one of
+    them serves it."""
 
     def __init__(
         self,
@@ -419,7 +419,7 @@ class WeightUpdater:
         self.post(self._main, c.ServedFromLog(self.readers.newest))
 
     def _leave(self, event: c.MembersLeaving) -> None:
-        """Remove readers of the weight log at once, and members in the order of all events."""
+        """Remove readers of the weight log at once, and queue the departure of members, to keep the order of events."""
         for member in event.members:
             self._tell(self.readers.gone(member.actor, event.reason, left=event.cause is None, process=member.process))
         self.post(None, event)
@@ -462,7 +462,7 @@ class WeightUpdater:
             del self._reasons[next(iter(self._reasons))]
 
     def post(self, session: TransferSession | None, event: c.Event | None) -> None:
-        """Queue an event of `session`, or of the membership if that is None. `event` None: the wait of `GATHER_S` is over."""
+        """Queue an event of `session`, or of the membership if `session` is None. An `event` of None ends the wait."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:

@@ -5,7 +5,7 @@ reward = correct * score + format_weight * [the format matches] + overlong penal
 With `truncated: zero`, a completion that was cut at its length limit gets only the penalty, and a term `truncated`.
 
 A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or named numbers
-that are added up. Functions written for verl or TRL are recognised by their parameters, and called as these libraries do.
+that are added up. Functions written for verl or TRL are recognised by their parameters, and are called in the same way.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
-    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if that is empty, the reference answer."""
+    """Return a scorer that gives 1 if the answer is JSON that fits `schema`, or the schema in the reference if it is empty."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for

@@ -241,7 +241,7 @@ def _is_label(node: Node) -> bool:
 
 
 def _variants(node: Node) -> list[Node]:
-    """Return an expression with the upper and with the lower sign of each ± and ∓, or once if it has neither."""
+    """Return two variants of an expression, with the upper and with the lower signs of ± and ∓; one if it has no such sign."""
 
     def turned(part: Any, signs: dict[str, str]) -> Any:
         if not isinstance(part, Node):
