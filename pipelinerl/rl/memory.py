@@ -194,23 +194,6 @@ def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> F
     return FieldError("actor.engine.gpu_memory_utilization", given or "auto", fix)
 
 
-def update_shortage(free_bytes: int, total_bytes: int, share: float, *, weights: int = 0, layer: int = 0) -> str:
-    """Return an error text if a device has too little free memory for weight updates beside its running engine, else "".
-    `share`: `actor.engine.gpu_memory_utilization`. `weights`: bytes of a second instance of the weights on that device.
-    `layer`: bytes of the largest decoder layer, if weights are loaded during the pause."""
-    needed = update_bytes(weights, layer)
-    if needed <= free_bytes:
-        return ""
-    most = max(0.0, math.floor(100 * (share - (needed - free_bytes) / total_bytes)) / 100)
-    held = "twice the largest layer" if layer else "a second copy of the weights"
-    fix = "" if layer else ", or raise actor.engine.tensor_parallel_size"
-    return (
-        f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB of GPU memory are free outside vLLM, but a weight update needs "
-        f"{needed / GIB:.1f}: {needed / GIB - UPDATE_GIB:.1f} for {held} and {UPDATE_GIB:g} for receiving. Set "
-        f"actor.engine.gpu_memory_utilization to at most {most}{fix}"
-    )
-
-
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
     moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. Adapters have all these; frozen weights do

@@ -22,7 +22,6 @@ from pipelinerl.rl.memory import (
     state_bytes,
     trainer_problem,
     update_gib,
-    update_shortage,
 )
 from services.actor.weight_sync import loaders
 from services.trainer.policy_trainer import check_memory, has_room_for_snapshots
@@ -138,17 +137,19 @@ def test_snapshots_stay_on_a_gpu_that_has_room_for_them() -> None:
     assert trainer_problem(alone, model, 39.0, ranks=1) is None
 
 
-def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set() -> None:
+def test_an_engine_that_leaves_too_little_beside_it_is_named_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """10 GiB of weights and 2 beside 9 free ones of 40: three too few, 7.5% of the device."""
-    said = update_shortage(9 * GIB, 40 * GIB, share=0.7, weights=10 * GIB)
+    rooms, gpu = iter((9, 12, 3)), torch.device("cuda", 0)
+    monkeypatch.setattr(loaders, "device_room", lambda device: (next(rooms) * GIB, 40 * GIB))
+    said = loaders.no_room(gpu, 0.7, weights=10 * GIB)
     assert said.startswith(
         "9.0 of 40.0 GiB of GPU memory are free outside vLLM, but a weight update needs 12.0: 10.0 for a second"
     )
     assert "Set actor.engine.gpu_memory_utilization to at most 0.62" in said
-    assert update_shortage(12 * GIB, 40 * GIB, share=0.7, weights=10 * GIB) == ""
-    said = update_shortage(5 * GIB, 40 * GIB, share=0.7, layer=2 * GIB)
+    assert loaders.no_room(gpu, 0.7, weights=10 * GIB) == ""
+    said = loaders.no_room(gpu, 0.7, layer=2 * GIB)
     assert "a weight update needs 6.0: 4.0 for twice the largest layer and 2 for receiving" in said
-    assert said.endswith("to at most 0.67"), "more ranks leave a layer as large"
+    assert said.endswith("to at most 0.62"), "more ranks leave a layer as large"
 
 
 @pytest.fixture
