@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
+from pipelinerl.recipe.rules import undivided
 from pipelinerl.rl.memory import (
     CONTEXTS_GIB,
     ENGINE_GIB,
@@ -262,11 +263,8 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
     trainer, engine = changed.trainer, changed.actor.engine
-    for name in ("context_parallel", "shard_ranks"):
-        value = getattr(trainer, name)
-        if value and trainer.ranks % value:
-            fix = f"does not divide the {counted(trainer.ranks, 'rank')} on the GPUs here; change it, or trainer.nproc"
-            raise FieldError(f"trainer.{name}", value, fix)
+    for problem in undivided(trainer, trainer.ranks):
+        raise problem
     for uuid in (*placement.trainer, *(uuid for group in placement.groups for uuid in group)):
         if not known[uuid].computes_in(recipe.model.dtype):
             fix = f"{known[uuid].name} cannot compute in it (compute capability 8.0 can); use float32, or another GPU"
