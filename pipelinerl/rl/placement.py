@@ -235,24 +235,18 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
-    """Remove `number` GPUs from `left` and return their names. They come from the smallest set of linked GPUs that has enough
-    or, if none has, from several sets, the largest first."""
-    islands = _islands(left)
-    fitting = [island for island in islands if len(island) >= number]
-    chosen = (min(fitting, key=len) if fitting else [device for island in islands for device in island])[:number]
+    """Remove `number` GPUs from `left` and return their names: a GPU, those that NVLink connects with it, and then others. Of
+    the GPUs with enough links, it is one with the fewest; if none has enough, one with the most."""
+
+    def order(device: Device) -> tuple[bool, int]:
+        links = sum(other.uuid in device.linked for other in left)
+        return links + 1 < number, links if links + 1 >= number else -links
+
+    first = min(left, key=order)
+    chosen = sorted(left, key=lambda device: device is not first and device.uuid not in first.linked)[:number]
     for device in chosen:
         left.remove(device)
     return tuple(device.uuid for device in chosen)
-
-
-def _islands(devices: Sequence[Device]) -> list[list[Device]]:
-    """Return the devices in sets that NVLink connects, the largest set first."""
-    islands: list[list[Device]] = []
-    for device in devices:
-        joined = [island for island in islands if any(other.uuid in device.linked for other in island)]
-        islands = [island for island in islands if island not in joined]
-        islands.append([*(other for island in joined for other in island), device])
-    return sorted(islands, key=lambda island: -len(island))
 
 
 # --- checks and memory --------------------------------------------------------------------------------------------------

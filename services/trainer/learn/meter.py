@@ -186,6 +186,10 @@ LARGEST_LOG_WEIGHT = 80.0
 """Maximum log w in means of w (5e34), which could otherwise overflow. ESS does not need it."""
 
 
+EQUAL = 1e-12
+"""Variance, relative to the mean square, below which returns count as equal. Rounding causes about 1e-16."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenStatistics:
     """Statistics of one rank's sampled tokens, in B lag buckets. `token_figures` combines those of all ranks."""
@@ -196,7 +200,7 @@ class TokenStatistics:
     """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, not finite if a log weight is not.
     k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
     moments: NDArray[np.float64]
-    """[2, 3]: `_moments` of returns and of returns − baseline; all 0 without a learned baseline."""
+    """[2, 3]: number, sum and sum of squares of returns, and of returns − baseline; all 0 without a learned baseline."""
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
     reported: NDArray[np.float64]
@@ -216,7 +220,7 @@ def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch,
     return TokenStatistics(
         by_lag,
         np.array([_bucket_sums(values[:4, buckets == bucket]) for bucket in range(len(LAG_BUCKETS))]),
-        np.array([_moments(own) for own in series]),
+        np.array([(own.size, own.sum(), own @ own) for own in series]),
         np.stack((np.bincount(fresh), np.bincount(fresh, is_off)), axis=1).astype(np.int64),
         np.stack((branches[reported], values[0, reported]), axis=1),
     )
@@ -274,16 +278,8 @@ def summed(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return total
 
 
-def _moments(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return the number of values, their mean, and the sum of their squared deviations, which is exactly 0 if all are equal."""
-    mean = values[:1].sum() + (values - values[:1]).sum() / max(1, values.size)
-    return values.size, mean, ((values - mean) ** 2).sum()
-
-
 def explained_variance(moments: NDArray[np.float64]) -> float | None:
     """Return 1 − Var(R − v) / Var(R) for returns R and baseline v, from `moments` [parts, 2, 3]. None if returns are equal."""
-    tokens, means, deviations = moments.transpose(2, 1, 0)
-    shifts = means - means[:, [int(tokens[0].argmax())]]
-    shifts -= (tokens * shifts).sum(axis=1, keepdims=True) / tokens.sum(axis=1, keepdims=True)
-    of_returns, of_errors = (deviations + tokens * shifts**2).sum(axis=1).tolist()
-    return 1 - of_errors / of_returns if of_returns > 0 else None
+    tokens, sums, squares = moments.sum(axis=0).T
+    of_returns, of_errors = (squares - sums**2 / tokens).tolist()
+    return 1 - of_errors / of_returns if of_returns > EQUAL * squares[0] else None
