@@ -188,13 +188,12 @@ def _check_alone(recipe: Recipe, num_devices: int) -> None:
 def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Model | None) -> tuple[int, int]:
     """Return the number of ranks and of actors on two or more free GPUs."""
     size, given, count = recipe.actor.engine.tensor_parallel_size, recipe.trainer.nproc, recipe.actor.count
-    multiple = rank_unit(recipe)
     if given is not None:
         ranks = given
         actors = (len(free) - ranks) // size if count is None else count
     elif count is not None:
         actors = count
-        ranks = (len(free) - actors * size) // multiple * multiple
+        ranks = _most_ranks(recipe, free, model, len(free) - actors * size)
     else:
         ranks, actors = _divided(recipe, free, model)
     if given is None and any(device.is_instance for device in free):
@@ -219,19 +218,32 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
     """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
     the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the fewest ranks and
     0 actors."""
-    size, multiple = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
-    fewest, actors = multiple, max(1, len(free) // 2 // size)
+    size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
+    actors = max(1, len(free) // 2 // size)
     if model is not None:
-        gib = [device.free_bytes / GIB for device in free]  # falling
-        fits = (ranks for ranks in range(multiple, len(free), multiple) if fewest_ranks(recipe, model, gib[ranks - 1]) <= ranks)
-        fewest = next(fits, 0) or fewest_together(recipe, model, gib[-1])
+        fits = (ranks for ranks in range(fewest, len(free), fewest) if _fit(recipe, model, free[:ranks]))
+        fewest = next(fits, 0) or fewest_together(recipe, model, free[-1].free_bytes / GIB)
         if (sheet := accelerator_named(free[0].name)) is not None and fewest + size <= len(free):
             lengths = Lengths.of_bars([(1, recipe.max_tokens, 1.0)])
             machine = estimated(sheet._replace(memory_gb=free[fewest - 1].free_bytes / 1e9), model, recipe, lengths)
             in_progress = recipe.actor.sequences_in_progress
             actors = best_split(possible_splits(recipe, model, machine, lengths, len(free), in_progress)).num_generators
-    actors = min(actors, (len(free) - fewest) // size)
-    return ((len(free) - actors * size) // multiple * multiple, actors) if actors > 0 else (fewest, 0)
+    if (actors := min(actors, (len(free) - fewest) // size)) < 1:
+        return fewest, 0
+    ranks = _most_ranks(recipe, free, model, len(free) - actors * size)
+    return ranks, max(actors, (len(free) - ranks) // size)
+
+
+def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
+    """Return the largest number of ranks up to `limit` whose GPUs hold the model's states, or `limit` if none does. `free`
+    begins with the GPUs that the trainer would get, which have the most memory."""
+    unit = rank_unit(recipe)
+    numbers = range(limit // unit * unit, 0, -unit)
+    return next((ranks for ranks in numbers if model is None or _fit(recipe, model, free[:ranks])), limit // unit * unit)
+
+
+def _fit(recipe: Recipe, model: Model, gpus: Sequence[Device]) -> bool:
+    return fewest_ranks(recipe, model, min(device.free_bytes for device in gpus) / GIB) <= len(gpus)
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:

@@ -121,8 +121,10 @@ def test_of_different_gpus_the_trainer_gets_those_with_the_most_room() -> None:
     placed = place(recipe(), [small, large], 3_210_000_000)
     assert (placed.placement.trainer, placed.placement.actors) == (uuids(1), (uuids(0),))
     four = [small, large, gpu(2, total=24, name=RTX), gpu(3)]
-    # One rank would do, so the faster split of the others is taken.
     assert place(recipe("actor.count=2"), four, 3_210_000_000).placement.trainer == uuids(1, 3)
+    mixed = [large, small, gpu(2, total=24, name=RTX)]
+    assert numbers_of(place(recipe(), mixed, 3_210_000_000)) == (1, 2), "a second rank would have too little memory"
+    assert numbers_of(place(recipe("actor.count=1"), mixed, 3_210_000_000)) == (1, 1)
     partly = place(load_recipe("math", AUTO), [gpu(0, free=45), gpu(1)], 1_543_714_304)
     assert partly.placement.trainer == uuids(1)
     said = refusal(recipe(), [large, *(gpu(number, total=24, name=RTX) for number in (2, 3, 4))], LARGE)

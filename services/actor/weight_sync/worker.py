@@ -32,7 +32,7 @@ from pipelinerl.transfer.chunks import HEADER_SIZE, ReusedMemory, Unpacker, chec
 from pipelinerl.transfer.group import HOST, WeightGroup, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupFailed, Kept, Manifest, TransferAborted
 from pipelinerl.transfer.stream_file import StreamFile
-from services.actor.weight_sync.client import Discard, Join, Open, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
+from services.actor.weight_sync.client import Discard, Join, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
 from services.actor.weight_sync.loaders import Loader
 
 log = logging.getLogger(__name__)
@@ -294,9 +294,6 @@ class TransferWorker:
             match order:
                 case Join():
                     self._join(order)
-                case Open():
-                    self._leave()
-                    self._group = StreamFile(order.path, self.manifest, order.version)
                 case Receive():
                     staged = self._receive(order)
                 case Discard():
@@ -318,6 +315,9 @@ class TransferWorker:
         self._group = WeightGroup.connect(spec, order.timeout_s, self._aborted, placement)
 
     def _receive(self, order: Receive) -> StagedWeights:
+        if order.path:
+            self._leave()
+            self._group = StreamFile(order.path, self.manifest, order.version)
         if self._group is None:
             raise TransferError("no transfer group is joined")
         receiver = Receiver(
