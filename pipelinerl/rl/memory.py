@@ -295,16 +295,12 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     ]
 
 
-_TENSOR_DTYPES = frozenset({"bfloat16", "float16"})
-
-
 class Accelerator(NamedTuple):
     """The data sheet of an accelerator. A plan needs `name`, `memory_gb` and `bandwidth`, which some data sheets here lack."""
 
     devices: str
     """Regular expression for torch's whole name of the device, without the vendor."""
     tera_flops: float
-    dtypes: frozenset[str] = _TENSOR_DTYPES
     name: str = ""
     memory_gb: float = 0.0
     bandwidth: float = 0.0
@@ -312,7 +308,7 @@ class Accelerator(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Dense FLOP/s in 16 bits."""
+        """Dense FLOP/s in bfloat16."""
         return self.tera_flops * 1e12
 
     @property
@@ -321,7 +317,7 @@ class Accelerator(NamedTuple):
 
 
 _DEVICES = (
-    # Dense 16-bit matrix products with float32 accumulation, from the vendors' data sheets (half of their figures "with
+    # Dense bfloat16 matrix products with float32 accumulation, from the vendors' data sheets (half of their figures "with
     # sparsity"), by torch's name of the device. Variants of a name differ, such as a laptop's or a MIG slice, so only exact
     # names have a peak. Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
     Accelerator(r"(B200|B300 SXM6 AC|B300)", 2250.0, name="B200", memory_gb=180, bandwidth=7.7e12),
@@ -349,11 +345,6 @@ _DEVICES = (
     Accelerator(r"GeForce RTX 3090", 71.0),
     # GeForce of Blackwell: RTX Blackwell white paper.
     Accelerator(r"GeForce RTX 5090", 209.5),
-    # Volta and Turing have no bfloat16 matrix units: V100, V100S and T4 data sheets.
-    Accelerator(r"V100-SXM[23]-(16|32)GB(-LS)?", 125.0, frozenset({"float16"})),
-    Accelerator(r"V100-PCIE-(16|32)GB", 112.0, frozenset({"float16"})),
-    Accelerator(r"V100S-PCIE-32GB", 130.0, frozenset({"float16"})),
-    Accelerator(r"T4", 65.0, frozenset({"float16"})),
     # AMD CDNA: Instinct data sheets. torch sees each of the two dies of an MI250X.
     Accelerator(r"Instinct MI210", 181.0),
     Accelerator(r"Instinct MI250X( / MI250)?", 191.5),
@@ -371,8 +362,9 @@ def _rows(device_name: str) -> Iterator[Accelerator]:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of matrix products in a 16-bit `dtype` on torch's device `device_name`; None if unknown."""
-    return next((device.flops for device in _rows(device_name) if dtype in device.dtypes), None)
+    """Return the peak FLOP/s of matrix products in bfloat16 on torch's device `device_name`; None if unknown, and for any other
+    `dtype`."""
+    return next((device.flops for device in _rows(device_name) if dtype == "bfloat16"), None)
 
 
 def accelerator_named(device_name: str) -> Accelerator | None:

@@ -129,9 +129,9 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | 
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
-        wrong, example = error.errors()[0], '{"trainer": ["0"], "actors": [["1"], ["2"]]}'
-        field = ".".join(map(str, (OPTION, *wrong["loc"])))
-        raise FieldError(field, wrong["input"], f"{wrong['msg']}; give JSON such as {example}") from error
+        found, example = error.errors()[0], '{"trainer": ["0"], "actors": [["1"], ["2"]]}'
+        field = ".".join(map(str, (OPTION, *found["loc"])))
+        raise FieldError(field, found["input"], f"{found['msg']}; give JSON such as {example}") from error
     names = {device.uuid: device.uuid for device in devices} | {str(n): device.uuid for n, device in enumerate(devices)}
 
     def named(group: Sequence[str]) -> tuple[str, ...]:
@@ -269,8 +269,8 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
     trainer, engine = changed.trainer, changed.actor.engine
-    for problem in undivided(trainer, trainer.ranks):
-        raise problem
+    for uneven in undivided(trainer, trainer.ranks):
+        raise uneven
     for uuid in (*placement.trainer, *(uuid for group in placement.groups for uuid in group)):
         if not known[uuid].computes_in(recipe.model.dtype):
             fix = f"{known[uuid].name} cannot compute in it (compute capability 8.0 can); use float32, or another GPU"
