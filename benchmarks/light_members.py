@@ -126,12 +126,11 @@ class TensorReceiver:
         here = replace(group, bind_host=self._address)
         self._group = await asyncio.to_thread(WeightGroup.connect, here, timeout_s)
 
-    async def open_stream(self, path: Path, version: PolicyVersion) -> None:
-        assert self._manifest is not None, "prepare comes first"
-        self._leave()
-        self._group = StreamFile(str(path), self._manifest, version)
-
-    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
+    async def receive(self, version: PolicyVersion, deadline_s: float, file: Path | None = None) -> StagedWeights:
+        if file is not None:
+            assert self._manifest is not None, "prepare comes first"
+            self._leave()
+            self._group = StreamFile(str(file), self._manifest, version)
         return await asyncio.to_thread(self._receive, version, deadline_s)
 
     def _receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:

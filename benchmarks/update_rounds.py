@@ -98,8 +98,7 @@ class EngineRounds:
         sending = asyncio.create_task(self._trainer(*command))
         if way == "log":
             await sending
-            await client.open_stream(self._file, version)
-        staged = await client.receive(version, TIMEOUT_S)
+        staged = await client.receive(version, TIMEOUT_S, self._file if way == "log" else None)
         staged_s = time.monotonic()
         sent: Moved = await sending
         assert staged.checksum == sent.checksum

@@ -183,9 +183,9 @@ class PacedReceiver(ModelReceiver):
         super().__init__(engine, address)
         self._transfer_s = transfer_s
 
-    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
+    async def receive(self, version: PolicyVersion, deadline_s: float, file: Path | None = None) -> StagedWeights:
         began_s = time.monotonic()
-        staged = await super().receive(version, deadline_s)
+        staged = await super().receive(version, deadline_s, file)
         await asyncio.sleep(began_s + self._transfer_s - time.monotonic())
         return staged
 

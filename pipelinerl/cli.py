@@ -208,7 +208,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     lengths = f"completion lengths: {bars}, or the folder of a run that recorded its lengths"
     _add(parser, "--lengths BARS|RUN_DIR", lengths, required=True)
     _add(parser, "--sequences-in-progress H", "sequences on each actor (default: the best)", int)
-    _add(parser, "--kv-kib-per-token KIB", "KV cache per token (default: the usual size for such a model)", float)
+    _add(parser, "--kv-kib-per-token KIB", "KV cache per token (default: by config.json, or else assumed)", float)
     _add(parser, "--json", "print the plan as one JSON object")
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import RecipeError, load_recipe, problems_of
-from pipelinerl.recipe.model_folder import active_share
+from pipelinerl.recipe.model_folder import known_model
 from pipelinerl.rl.groups import length_bucket
 from pipelinerl.rl.memory import ACCELERATORS, Model
 from pipelinerl.rl.planner import Machine, Plan, estimated, make_plan, misfits
@@ -38,12 +39,14 @@ def plan(args: argparse.Namespace) -> int:
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
             raise FieldError(f"--{option.replace('_', '-')}", value, "give a number above 0")
-    kv_bytes = args.kv_kib_per_token * 1024 if args.kv_kib_per_token else None
     parameters, active = size_of(args.parameters), args.active_parameters
-    share = active_share(recipe.model, parameters) if active is None else size_of(active, "--active-parameters") / parameters
-    if share > 1:
+    model = known_model(recipe, parameters)
+    if active is not None:
+        model = replace(model, active_share=size_of(active, "--active-parameters") / parameters)
+    if model.active_share > 1:
         raise FieldError("--active-parameters", active, f"a token cannot use more than --parameters = {args.parameters}")
-    model = Model.of(recipe, parameters, kv_bytes, active_share=share)
+    if args.kv_kib_per_token:
+        model = replace(model, kv_bytes=args.kv_kib_per_token * 1024, kv_source="as given")
     lengths, source = lengths_of(args.lengths, recipe)
     machine = machine_of(args.accelerator, model, recipe, lengths)
     wanted = recipe, model, machine, lengths, args.accelerators, args.sequences_in_progress
@@ -51,11 +54,11 @@ def plan(args: argparse.Namespace) -> int:
         raise RecipeError(recipe.name, found)
     plan = make_plan(*wanted, tell=lambda what: print(f"{what} ...", file=sys.stderr, flush=True))
     if args.json:
-        print(json.dumps(as_json(plan), indent=2))
+        print(json.dumps(as_json(plan, model), indent=2))
         return 0
     accelerators = counted(args.accelerators, "accelerator")
     print(f"{recipe.name}: a plan for {accelerators} ({machine.name}); all times are modelled")
-    for name, value in outline(plan, source):
+    for name, value in outline(plan, source, model):
         print(f"  {name:<12}  {value}")
     print("why:", *plan.reasons, sep="\n  - ")
     return 0
@@ -146,7 +149,7 @@ def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Mac
     return Machine(path.stem, per_actor, DecodeCurve(speeds.decode), training, speeds.kv_gib, speeds.memory_gib)
 
 
-def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
+def outline(plan: Plan, source: str, model: Model) -> list[tuple[str, str]]:
     """Return a plan's summary as (name, value) rows."""
     split, played, lengths, machine = plan.split, plan.played, plan.lengths, plan.machine
     shares = [
@@ -168,13 +171,13 @@ def outline(plan: Plan, source: str) -> list[tuple[str, str]]:
         ("token lag", f"mean {lag['mean']:.2f}, p95 {lag['p95']:.0f}, max {lag['max']:.0f}; formula {split.largest_lag}"),
         ("idle", f"trainer {played.trainer_idle:.1%}; actors {played.actor_idle:.1%}; empty slots {played.empty_slots:.1%}"),
         ("stale", f"{played.stale_share:.1%} of the sequences are dropped{by_length}"),
-        ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor"),
+        ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor; {model.kv_outline}"),
         ("settings", f"{options} --set trainer.nproc={split.num_trainers}"),
         ("conventional", f"{conventional:.2f} times as fast as this, at the same largest lag (G = {split.largest_lag + 1})"),
     ]  # fmt: skip
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan, model: Model) -> dict[str, Any]:
     """Return the plan as plain data: seconds, tokens, GiB, optimizer steps."""
     split, played = plan.split, plan.played
     return {
@@ -199,6 +202,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "idle": {"trainer": played.trainer_idle, "actors": played.actor_idle, "slots": played.empty_slots},
         "stale_share": played.stale_share,
         "kv_cache_gib": {"used": plan.kv_used_gib, "there_is": plan.machine.kv_gib},
+        "kv_bytes_per_token": model.kv_bytes,
         "conventional": {"g": split.largest_lag + 1, "tokens_per_s": plan.conventional},
         "simulated_share": plan.share,
         "reasons": list(plan.reasons),

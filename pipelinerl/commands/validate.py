@@ -21,7 +21,7 @@ from pipelinerl.local.placing import placed_here
 from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import NATS, Recipe
 from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, modules_beside, parse_yaml, understood
-from pipelinerl.recipe.model_folder import active_share, known_parameters, token_counter
+from pipelinerl.recipe.model_folder import known_model, known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
 from pipelinerl.rl import placement
@@ -226,7 +226,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
             fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
             raise FieldError("--parameters", None, fix)
         size = _ROUNDED * max(map(size_of, _SIZE_IN_NAME.findall(parts[-1])))
-    return Model.of(recipe, size, active_share=active_share(recipe.model, size))
+    return known_model(recipe, size)
 
 
 def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tuple[str, str]], list[FieldError]]:
@@ -234,7 +234,7 @@ def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tup
     if recipe.actor.colocate:
         gpu = Device(uuid="0", name="a GPU of that size", total_bytes=int(memory_gib * GIB), free_bytes=int(memory_gib * GIB))
         try:
-            recipe = placement.place(recipe, [gpu], int(model.parameters), model.active_share).recipe
+            recipe = placement.place(recipe, [gpu], model).recipe
         except FieldError as problem:
             return [], [problem]
         return memory_outline(recipe, model, memory_gib), []

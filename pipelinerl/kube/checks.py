@@ -13,6 +13,7 @@ from typing import Any
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import NATS, Recipe
+from pipelinerl.recipe.rules import undivided
 
 Values = Mapping[str, Any]
 _QUANTITY = re.compile(r"(\d*\.?\d+(?:[eE][+-]?\d+)?|\d+\.)(?:([KMGTPE])i|([numkMGTPE]?))", re.ASCII)
@@ -76,10 +77,8 @@ def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
         fix = f"is more than actor.{least} = {fewest}, so that the first step would wait for ever; make them equal"
         yield FieldError("trainer.expectedActors", expected, fix)
     nodes, here = trainer["nodes"], trainer.get("gpus") or recipe.trainer.ranks
-    for name in ("context_parallel", "shard_ranks"):
-        if (share := getattr(recipe.trainer, name)) and nodes * here % share:
-            fix = f"does not divide the {nodes * here} ranks of the trainer (trainer.nodes = {nodes}, {here} each)"
-            yield FieldError(f"recipe.set.trainer.{name}", share, f"{fix}; change it, trainer.nodes or trainer.gpus")
+    for one in undivided(recipe.trainer, nodes * here):
+        yield FieldError(f"recipe.set.{one.field}", one.value, one.fix)
 
 
 def _blocked(values: Values, recipe: Recipe) -> Iterator[FieldError]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.devices import find_devices, has_gpu
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.model_folder import active_share, hub_parameters, known_parameters
+from pipelinerl.recipe.model_folder import hub_parameters, known_model, known_parameters
 from pipelinerl.recipe.rules import value_at
 from pipelinerl.rl.placement import AUTOMATIC, OPTION, Placement, numbered, pinned, place, table
 from pipelinerl.run_dir import RunDir, write_json
@@ -28,14 +27,14 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
             raise FieldError("actor.colocate", True, f"needs a GPU: {found.problem}; use false here")
         return numbered(recipe), None, [f"note: the run uses the CPU: {found.problem}"] if has_gpu() else []
     parameters = known_parameters(recipe.model) or hub_parameters(recipe.model)
-    devices, size = found.devices, (parameters, active_share(recipe.model, parameters))
-    chosen = pinned(recipe, devices, _text(wanted), *size) if wanted else place(recipe, devices, *size)
+    devices, model = found.devices, known_model(recipe, parameters) if parameters else None
+    chosen = pinned(recipe, devices, _text(wanted), model) if wanted else place(recipe, devices, model)
     recipe, placement = chosen
     lines = [*table(placement, devices)]
-    if not parameters:
+    if model is None:
         lines.append("warning: the size of the model is unknown, so the memory that it needs was not checked")
     on_instance = any(device.is_instance for device in devices if device.uuid in placement.trainer)
-    if placement.is_shared and (why := _why_not_nccl(on_instance)):
+    if placement.is_shared and (why := _why_not_nccl(found.nccl, on_instance)):
         if recipe.weights.backend == "nccl":
             raise FieldError("weights.backend", "nccl", f"{why}; use auto or gloo")
         if recipe.weights.backend == "log":
@@ -63,18 +62,8 @@ def _text(wanted: str) -> str:
         raise FieldError(OPTION, wanted, f"cannot be read ({error}); give JSON, or the name of a JSON file") from error
 
 
-def _why_not_nccl(on_instance: bool) -> str:
+def _why_not_nccl(release: tuple[int, ...], on_instance: bool) -> str:
     """Return why NCCL does not connect two processes that share a GPU (`on_instance`: a MIG instance); "" if it does."""
-    if _nccl() < _SHARES_A_GPU:
+    if release < _SHARES_A_GPU:
         return "NCCL before 2.30 does not connect two processes on one GPU"
     return "NCCL has not been tried between two processes on a MIG instance" if on_instance else ""
-
-
-def _nccl() -> tuple[int, ...]:
-    """Return the release of NCCL that torch loads; () if NCCL is not installed as a package."""
-    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            return tuple(int(part) for part in importlib.metadata.version(name).split(".")[:2])
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ()

@@ -31,11 +31,16 @@ class Device(BaseModel):
     free_bytes: int
     linked: tuple[str, ...] = ()
     """UUIDs of the GPUs to which NVLink connects this one."""
+    capability: int = 80
+    """CUDA's compute capability, times 10."""
 
     @property
     def is_instance(self) -> bool:
         """Return whether this is a MIG instance, that is, a part of a GPU."""
         return self.uuid.startswith("MIG-")
+
+    def computes_in(self, dtype: str) -> bool:
+        return self.capability >= 80 or dtype != "bfloat16"
 
     def __str__(self) -> str:
         return f"{self.name}, {self.free_bytes / GIB:.1f} of {self.total_bytes / GIB:.1f} GiB free ({self.uuid})"
@@ -46,6 +51,8 @@ class Devices(BaseModel):
 
     devices: tuple[Device, ...] = ()
     problem: str = ""
+    nccl: tuple[int, ...] = ()
+    """Release of NCCL that torch loads."""
 
 
 def has_gpu() -> bool:

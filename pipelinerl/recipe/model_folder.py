@@ -15,7 +15,8 @@ from typing import Any
 
 import pipelinerl
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.fields import ModelConfig
+from pipelinerl.recipe.fields import ModelConfig, Recipe
+from pipelinerl.rl.memory import Model
 
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
@@ -68,29 +69,54 @@ def longest_context(folder: Path) -> int | None:
     return longest if isinstance(longest, int) and not scaled else None
 
 
+def known_model(recipe: Recipe, parameters: float) -> Model:
+    """Return the recipe's model of this size, with the facts about it that are on this machine."""
+    share = active_share(recipe.model, parameters)
+    return Model.of(recipe, parameters, kv_numbers(recipe.model), active_share=share)
+
+
+def kv_numbers(model: ModelConfig) -> int:
+    """Return how many numbers one token has in the KV cache, by the model's config.json; 0 if that file is not on this machine.
+    Layers with windows count like others."""
+    config = _known_config(model) or {}
+    kinds = [str(kind) for kind in config.get("layer_types") or []]
+    layers = sum("attention" in one and "linear" not in one for one in kinds) or _number(config, "num_hidden_layers", "n_layer")
+    heads = _number(config, "num_attention_heads", "n_head")
+    if latent := _number(config, "kv_lora_rank"):  # multi-head latent attention
+        return layers * (latent + _number(config, "qk_rope_head_dim"))
+    head_size = _number(config, "head_dim") or _number(config, "hidden_size", "n_embd") // max(1, heads)
+    return 2 * layers * head_size * (_number(config, "num_key_value_heads") or heads)
+
+
 def active_share(model: ModelConfig, parameters: float) -> float:
     """Return the share of the model's `parameters` that one token uses, which is below 1 for a mixture of experts. It is
     computed from config.json or, if that file is not on this machine, from a name such as 30B-A3B."""
-    folder = model_folder(model)
-    path = cached(model, "config.json") if folder is None else folder / "config.json"
-    if not parameters or path is None or not path.is_file():
+    config = _known_config(model)
+    if not parameters or config is None:
         named = _ACTIVE_IN_NAME.search(model.name)
         return min(1.0, 1e9 * float(named[1]) / parameters) if named and parameters else 1.0
-    try:
-        config = _text_config(path)
-    except (ValueError, TypeError, AttributeError):  # `problems_in` reports it
-        return 1.0
-
-    def number(*names: str) -> int:
-        return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
-
-    experts, visited = number("num_experts", "num_local_experts", "n_routed_experts"), number("num_experts_per_tok")
+    experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
+    visited = _number(config, "num_experts_per_tok")
     if not 0 < visited < experts:
         return 1.0
-    layers = (number("num_hidden_layers") - number("first_k_dense_replace")) / max(1, number("decoder_sparse_step"))
-    layers -= len(config.get("mlp_only_layers") or [])
-    expert = 3 * number("hidden_size") * number("moe_intermediate_size", "intermediate_size")
+    sparse = _number(config, "num_hidden_layers") - _number(config, "first_k_dense_replace")
+    layers = sparse / max(1, _number(config, "decoder_sparse_step")) - len(config.get("mlp_only_layers") or [])
+    expert = 3 * _number(config, "hidden_size") * _number(config, "moe_intermediate_size", "intermediate_size")
     return max(visited / experts, 1 - layers * (experts - visited) * expert / parameters)
+
+
+def _known_config(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the fields of the model's config.json; None if it is not on this machine, empty if `problems_in` refuses it."""
+    folder = model_folder(model)
+    path = cached(model, "config.json") if folder is None else folder / "config.json"
+    try:
+        return _text_config(path) if path is not None and path.is_file() else None
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
 
 
 def _text_config(path: Path) -> dict[str, Any]:

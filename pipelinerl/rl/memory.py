@@ -1,9 +1,9 @@
 """Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates know
-a model only by its size. In a mixture of experts, memory counts all experts, and compute only those that a token visits.
-Activations get `ENGINE_GIB` of an actor's accelerator, and all but `MODEL_STATE_SHARE` of a rank's. Replicated tensors and
-other processes on the device are not counted.
+a model by its size and, if possible, by the KV cache of a token. In a mixture of experts, memory counts all experts, and
+compute only those that a token visits. Activations get `ENGINE_GIB` of an actor's accelerator, and all but `MODEL_STATE_SHARE` of
+a rank's. Replicated tensors and other processes on the device are not counted.
 """
 
 from __future__ import annotations
@@ -53,14 +53,22 @@ class Model:
     """Share of the parameters that one token uses. It is below 1 only in a mixture of experts."""
     adapters: int | None = None
     """Number of the adapters' parameters; None = estimated."""
+    kv_source: str = ""
+    """Origin of `kv_bytes`, for the user."""
 
     @classmethod
-    def of(cls, recipe: Recipe, parameters: float, kv_bytes: float | None = None, **known: Any) -> Model:
-        """Return the recipe's model. `known` sets the last two fields. If `kv_bytes` is None, it is estimated as in Llama 3 8B,
-        128 KiB per token, scaled by the square root of the size. This gives 379 KiB at 70B, where Llama 3 has 320. Most models
-        need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
-        usual = 128 * 1024 * math.sqrt(parameters / 8e9)
-        return cls(parameters, usual if kv_bytes is None else kv_bytes, 4 if recipe.model.dtype == "float32" else 2, **known)
+    def of(cls, recipe: Recipe, parameters: float, kv_numbers: int = 0, **known: Any) -> Model:
+        """Return the recipe's model; `known` has further fields. `kv_numbers`: numbers in the KV cache of one token. If it is 0
+        (unknown), `kv_bytes` is estimated as in Llama 3 8B, 128 KiB per token, scaled by the square root of the size. This is
+        379 KiB at 70B, where Llama 3 has 320. Most models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
+        dtype_bytes = 4 if recipe.model.dtype == "float32" else 2
+        kv_bytes = kv_numbers * dtype_bytes or 128 * 1024 * math.sqrt(parameters / 8e9)
+        source = "by its config.json" if kv_numbers else "assumed, since its config.json is not on this machine"
+        return cls(parameters, kv_bytes, dtype_bytes, kv_source=source, **known)
+
+    @property
+    def kv_outline(self) -> str:
+        return f"{self.kv_bytes / 1024:.0f} KiB of KV cache a token ({self.kv_source})"
 
     @property
     def weights_bytes(self) -> float:
@@ -131,20 +139,34 @@ def wire_bytes(recipe: Recipe, model: Model) -> int:
     return {"float32": 4, "bfloat16": 2}.get(recipe.weights.wire_dtype, model.dtype_bytes)
 
 
+def engine_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
+    """Return the memory that vLLM needs on each accelerator: for weights, overhead, and the KV cache of one sequence of
+    `model.max_context`. `ranks`: as in `update_gib`."""
+    shared = (engine_bytes(recipe, model) + model.kv_bytes * recipe.model.max_context) / GIB
+    return shared / (ranks or recipe.actor.engine.tensor_parallel_size) + ENGINE_GIB
+
+
+def engine_shares(recipe: Recipe, model: Model, total_gib: float, left_gib: float) -> tuple[float, float]:
+    """Return the smallest share of an accelerator of `total_gib` that vLLM needs, and the largest that it may take if it shares
+    `left_gib` with a weight update."""
+    least, most = engine_gib(recipe, model) / total_gib, (left_gib - update_gib(recipe, model)) / total_gib
+    return math.ceil(100 * least) / 100, math.floor(100 * most) / 100
+
+
 def vllm_share(recipe: Recipe, model: Model, memory_gib: float) -> float:
     """Return vLLM's share of an accelerator that no trainer uses. `auto`: 0.9, or less if a weight update needs the room."""
-    left = math.floor(100 * (1 - update_gib(recipe, model) / memory_gib)) / 100
-    return recipe.actor.engine.gpu_memory_utilization or max(0.01, min(VLLM_SHARE, left))
+    most = engine_shares(recipe, model, memory_gib, memory_gib)[1]
+    return recipe.actor.engine.gpu_memory_utilization or max(0.01, min(VLLM_SHARE, most))
 
 
 def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError | None:
     """Return why an actor cannot work on accelerators of `memory_gib`, or None. An actor needs room for the weights, an update,
     and the KV cache of one sequence of `model.max_context`."""
-    size, share = recipe.actor.engine.tensor_parallel_size, vllm_share(recipe, model, memory_gib)
+    size = recipe.actor.engine.tensor_parallel_size
     weights, longest = engine_bytes(recipe, model) / GIB, model.kv_bytes * recipe.model.max_context / GIB
 
     def fits(size: int) -> bool:
-        return (weights + longest) / size + ENGINE_GIB + update_gib(recipe, model, size) <= memory_gib
+        return engine_gib(recipe, model, size) + update_gib(recipe, model, size) <= memory_gib
 
     if not fits(size):
         enough = next((2**n for n in range(MOST_PER_ACTOR.bit_length()) if fits(2**n)), None)
@@ -156,41 +178,20 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
         )
         fix = f"use {enough}" if enough else f"even {MOST_PER_ACTOR}, the maximum, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")
-    update = update_gib(recipe, model)
-    if memory_gib * (1 - share) < update:
-        most = math.floor(100 * (1 - update / memory_gib)) / 100
-        sent = "adapters" if sends_adapters(recipe) else "weights"
-        held = "twice the largest layer" if loads_paused(recipe) else f"a second instance of the {sent}"
-        fix = (
-            f"leaves {memory_gib * (1 - share):.1f} of {memory_gib:,.0f} GiB outside vLLM, but a weight update needs "
-            f"{update:.1f}: {held} ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} for receiving; use at most {most}"
-        )
-        return FieldError("actor.engine.gpu_memory_utilization", share, fix)
-    if kv_cache_gib(recipe, model, memory_gib) < longest:
-        least = math.ceil(100 * ((weights + longest) / size + ENGINE_GIB) / memory_gib) / 100
-        fix = (
-            f"leaves vLLM {memory_gib * share:.1f} of {memory_gib:,.0f} GiB, too little for weights, {ENGINE_GIB:g} GiB of "
-            f"overhead and a KV cache for one sequence of model.max_context; use at least {least}"
-        )
-        return FieldError("actor.engine.gpu_memory_utilization", share, fix)
-    return None
+    update, sent = update_gib(recipe, model), "adapters" if sends_adapters(recipe) else "weights"
+    held = "twice the largest layer" if loads_paused(recipe) else f"a second instance of the {sent}"
+    needs = f"a weight update needs {update:.1f} GiB: {held} ({update - UPDATE_GIB:.1f}), and {UPDATE_GIB:g} for receiving"
+    return share_problem(recipe, *engine_shares(recipe, model, memory_gib, memory_gib), f", because {needs}")
 
 
-def update_shortage(free_bytes: int, total_bytes: int, share: float, *, weights: int = 0, layer: int = 0) -> str:
-    """Return an error text if a device has too little free memory for weight updates beside its running engine, else "".
-    `share`: `actor.engine.gpu_memory_utilization`. `weights`: bytes of a second instance of the weights on that device.
-    `layer`: bytes of the largest decoder layer, if weights are loaded during the pause."""
-    needed = update_bytes(weights, layer)
-    if needed <= free_bytes:
-        return ""
-    most = max(0.0, math.floor(100 * (share - (needed - free_bytes) / total_bytes)) / 100)
-    held = "twice the largest layer" if layer else "a second copy of the weights"
-    fix = "" if layer else ", or raise actor.engine.tensor_parallel_size"
-    return (
-        f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB of GPU memory are free outside vLLM, but a weight update needs "
-        f"{needed / GIB:.1f}: {needed / GIB - UPDATE_GIB:.1f} for {held} and {UPDATE_GIB:g} for receiving. Set "
-        f"actor.engine.gpu_memory_utilization to at most {most}{fix}"
-    )
+def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> FieldError | None:
+    """Return an error if vLLM's share is not between `least` and `most`, as `engine_shares` returns them."""
+    given = recipe.actor.engine.gpu_memory_utilization
+    if least <= (min(VLLM_SHARE, most) if given is None else given) <= most:
+        return None
+    fix = f"an actor's GPU needs at least {least} for weights, overhead and the KV cache of one sequence of model.max_context"
+    fix += f", and at most {most}{why}; use a value between, or auto"
+    return FieldError("actor.engine.gpu_memory_utilization", given or "auto", fix)
 
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
@@ -278,7 +279,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     if recipe.actor.colocate:
         snapshots, on_device = ENGINE_GIB + CONTEXTS_GIB, f"; {ENGINE_GIB + CONTEXTS_GIB:g} for the engine, which sleeps"
     return [
-        ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_bytes / 1024:.0f} KiB of KV cache a token"),
+        ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_outline}"),
         (
             "actor GPU",
             f"{in_share:.1f} GiB for vLLM: weights {engine_bytes(recipe, model) / GIB / size:.1f}, KV cache "
@@ -294,16 +295,12 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     ]
 
 
-_TENSOR_DTYPES = frozenset({"bfloat16", "float16"})
-
-
 class Accelerator(NamedTuple):
     """The data sheet of an accelerator. A plan needs `name`, `memory_gb` and `bandwidth`, which some data sheets here lack."""
 
     devices: str
     """Regular expression for torch's whole name of the device, without the vendor."""
     tera_flops: float
-    dtypes: frozenset[str] = _TENSOR_DTYPES
     name: str = ""
     memory_gb: float = 0.0
     bandwidth: float = 0.0
@@ -311,7 +308,7 @@ class Accelerator(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Dense FLOP/s in 16 bits."""
+        """Dense FLOP/s in bfloat16."""
         return self.tera_flops * 1e12
 
     @property
@@ -320,7 +317,7 @@ class Accelerator(NamedTuple):
 
 
 _DEVICES = (
-    # Dense 16-bit matrix products with float32 accumulation, from the vendors' data sheets (half of their figures "with
+    # Dense bfloat16 matrix products with float32 accumulation, from the vendors' data sheets (half of their figures "with
     # sparsity"), by torch's name of the device. Variants of a name differ, such as a laptop's or a MIG slice, so only exact
     # names have a peak. Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
     Accelerator(r"(B200|B300 SXM6 AC|B300)", 2250.0, name="B200", memory_gb=180, bandwidth=7.7e12),
@@ -348,11 +345,6 @@ _DEVICES = (
     Accelerator(r"GeForce RTX 3090", 71.0),
     # GeForce of Blackwell: RTX Blackwell white paper.
     Accelerator(r"GeForce RTX 5090", 209.5),
-    # Volta and Turing have no bfloat16 matrix units: V100, V100S and T4 data sheets.
-    Accelerator(r"V100-SXM[23]-(16|32)GB(-LS)?", 125.0, frozenset({"float16"})),
-    Accelerator(r"V100-PCIE-(16|32)GB", 112.0, frozenset({"float16"})),
-    Accelerator(r"V100S-PCIE-32GB", 130.0, frozenset({"float16"})),
-    Accelerator(r"T4", 65.0, frozenset({"float16"})),
     # AMD CDNA: Instinct data sheets. torch sees each of the two dies of an MI250X.
     Accelerator(r"Instinct MI210", 181.0),
     Accelerator(r"Instinct MI250X( / MI250)?", 191.5),
@@ -370,8 +362,9 @@ def _rows(device_name: str) -> Iterator[Accelerator]:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of matrix products in a 16-bit `dtype` on torch's device `device_name`; None if unknown."""
-    return next((device.flops for device in _rows(device_name) if dtype in device.dtypes), None)
+    """Return the peak FLOP/s of matrix products in bfloat16 on torch's device `device_name`; None if unknown, and for any other
+    `dtype`."""
+    return next((device.flops for device in _rows(device_name) if dtype == "bfloat16"), None)
 
 
 def accelerator_named(device_name: str) -> Accelerator | None:

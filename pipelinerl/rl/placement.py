@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
+from pipelinerl.recipe.rules import undivided
 from pipelinerl.rl.memory import (
     CONTEXTS_GIB,
     ENGINE_GIB,
@@ -23,7 +23,10 @@ from pipelinerl.rl.memory import (
     UPDATE_GIB,
     Model,
     accelerator_named,
-    engine_bytes,
+    engine_gib,
+    engine_shares,
+    fewest_ranks,
+    share_problem,
     shared_gib,
     trainer_problem,
     update_gib,
@@ -31,6 +34,8 @@ from pipelinerl.rl.memory import (
 from pipelinerl.rl.planner import best_split, estimated, fewest_together, possible_splits, rank_unit
 from pipelinerl.rl.throughput import Lengths
 
+ALIKE_BYTES = 4 * GIB
+"""Free memory is compared in multiples of this, so that a small difference does not change the order of GPUs."""
 FREE_SHARE = 0.5
 """Share of a GPU's memory that must be free; otherwise, another process counts as using the GPU."""
 SHARED_UNKNOWN = 0.4
@@ -44,7 +49,7 @@ AUTOMATIC = ("trainer.nproc", "actor.count", "actor.engine.gpu_memory_utilizatio
 class Placement(BaseModel):
     """The GPUs of each process, by their names in CUDA_VISIBLE_DEVICES. `pipelinerl run --placement` accepts it as JSON."""
 
-    model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True, extra="forbid")
 
     trainer: tuple[str, ...]
     actors: tuple[tuple[str, ...], ...]
@@ -52,6 +57,8 @@ class Placement(BaseModel):
     """The GPUs of each actor that `pipelinerl scale` may add."""
     trainer_share: float = 1.0
     """Share of a GPU's memory that torch may take for a rank; below 1 if an actor also uses the GPU."""
+    automatic: tuple[str, ...] = ()
+    """The fields among `AUTOMATIC` that were `auto` in the recipe."""
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -96,34 +103,35 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
     return recipe.model_copy(update={"actor": actor, "trainer": trainer})
 
 
-def place(recipe: Recipe, devices: Sequence[Device], parameters: int, active_share: float = 1.0) -> Placed:
-    """Divide the GPUs. `parameters`: number of the model's parameters; if it is 0 (unknown), memory is not checked.
-    `active_share`: see `Model`. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
-    model = Model.of(recipe, parameters, active_share=active_share) if parameters else None
-    free = [device for device in devices if device.free_bytes >= FREE_SHARE * device.total_bytes]
+def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> Placed:
+    """Divide the GPUs. The trainer gets those with the most free memory. `model`: None = its size is unknown, so memory is not
+    checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
+    able = [device for device in devices if device.computes_in(recipe.model.dtype)] or devices
+    free = [device for device in able if device.free_bytes >= FREE_SHARE * device.total_bytes]
     if not free:
-        used = ", ".join(f"{device.name} has {device.free_bytes / GIB:.1f} GiB free" for device in devices)
+        used = ", ".join(f"{device.name} has {device.free_bytes / GIB:.1f} GiB free" for device in able)
         fix = f"other processes use every GPU here ({used}); end them"
         raise FieldError("trainer.nproc", recipe.trainer.nproc or "auto", fix)
+    left = sorted(free, key=lambda device: -(device.free_bytes // ALIKE_BYTES))
     if len(free) == 1 or recipe.actor.colocate:
         _check_alone(recipe, len(devices))
         only = (max(free, key=lambda device: device.free_bytes).uuid,)
         return _with_numbers(recipe, Placement(trainer=only, actors=(only,)), devices, model)
-    ranks, actors = _numbers(recipe, free, len(devices), model)
-    size, left = recipe.actor.engine.tensor_parallel_size, list(free)
-    trainer = _take(left, ranks)
+    ranks, actors = _numbers(recipe, left, len(devices), model)
+    trainer, size = _take(left, ranks), recipe.actor.engine.tensor_parallel_size
     groups = tuple(_take(left, size) for _ in range(len(left) // size))
     return _with_numbers(recipe, Placement(trainer=trainer, actors=groups[:actors], spare=groups[actors:]), devices, model)
 
 
-def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int, active_share: float = 1.0) -> Placed:
+def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | None) -> Placed:
     """Return the placement in `text`, which is a `Placement` in JSON. It may also name a GPU by its position in `devices`. Its
     numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
-        example = '{"trainer": ["0"], "actors": [["1"], ["2"]]}'
-        raise FieldError(OPTION, text, f"{error.errors()[0]['msg']}; give JSON such as {example}") from error
+        found, example = error.errors()[0], '{"trainer": ["0"], "actors": [["1"], ["2"]]}'
+        field = ".".join(map(str, (OPTION, *found["loc"])))
+        raise FieldError(field, found["input"], f"{found['msg']}; give JSON such as {example}") from error
     names = {device.uuid: device.uuid for device in devices} | {str(n): device.uuid for n, device in enumerate(devices)}
 
     def named(group: Sequence[str]) -> tuple[str, ...]:
@@ -146,7 +154,6 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, parameters: int
             raise FieldError(OPTION, twice[0], "one rank and one actor may share a GPU, but no two ranks and no two actors")
     if wrong := [group for group in placement.groups if len(group) != size]:
         raise FieldError(OPTION, list(wrong[0]), f"give each actor as many GPUs as actor.engine.tensor_parallel_size ({size})")
-    model = Model.of(recipe, parameters, active_share=active_share) if parameters else None
     return _with_numbers(recipe, placement, devices, model)
 
 
@@ -181,13 +188,12 @@ def _check_alone(recipe: Recipe, num_devices: int) -> None:
 def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Model | None) -> tuple[int, int]:
     """Return the number of ranks and of actors on two or more free GPUs."""
     size, given, count = recipe.actor.engine.tensor_parallel_size, recipe.trainer.nproc, recipe.actor.count
-    multiple = rank_unit(recipe)
     if given is not None:
         ranks = given
         actors = (len(free) - ranks) // size if count is None else count
     elif count is not None:
         actors = count
-        ranks = (len(free) - actors * size) // multiple * multiple
+        ranks = _most_ranks(recipe, free, model, len(free) - actors * size)
     else:
         ranks, actors = _divided(recipe, free, model)
     if given is None and any(device.is_instance for device in free):
@@ -200,6 +206,9 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
         needed = max(ranks, 1) + max(actors, 1) * size
         fits, beside = _divided(recipe, free, model)
         fix = f"use trainer.nproc={fits} and actor.count={beside}, or auto" if fits and beside else _smaller(recipe)
+        alone = 0 if model is None else engine_gib(recipe, model, 1) + update_gib(recipe, model, 1)
+        if not beside and size > 1 and fits < len(free) and alone * GIB <= free[-1].free_bytes:
+            fix = f"lower actor.engine.tensor_parallel_size ({size}), {fix}"
         field, value = ("trainer.nproc", given) if count is None and given is not None else ("actor.count", count)
         raise FieldError(field, "auto" if value is None else value, f"{wanted} need {needed} GPUs, and {here}; {fix}")
     return ranks, actors
@@ -209,39 +218,47 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
     """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
     the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the fewest ranks and
     0 actors."""
-    size, multiple = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
-    memory_gib = min(device.total_bytes for device in free) / GIB
-    fewest, actors = multiple, max(1, len(free) // 2 // size)
+    size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
+    actors = max(1, len(free) // 2 // size)
     if model is not None:
-        fewest = fewest_together(recipe, model, memory_gib)
+        fits = (ranks for ranks in range(fewest, len(free), fewest) if _fit(recipe, model, free[:ranks]))
+        fewest = next(fits, 0) or fewest_together(recipe, model, free[-1].free_bytes / GIB)
         if (sheet := accelerator_named(free[0].name)) is not None and fewest + size <= len(free):
             lengths = Lengths.of_bars([(1, recipe.max_tokens, 1.0)])
-            machine = estimated(sheet._replace(memory_gb=memory_gib * GIB / 1e9), model, recipe, lengths)
+            machine = estimated(sheet._replace(memory_gb=free[fewest - 1].free_bytes / 1e9), model, recipe, lengths)
             in_progress = recipe.actor.sequences_in_progress
             actors = best_split(possible_splits(recipe, model, machine, lengths, len(free), in_progress)).num_generators
-    actors = min(actors, (len(free) - fewest) // size)
-    return ((len(free) - actors * size) // multiple * multiple, actors) if actors > 0 else (fewest, 0)
+    if (actors := min(actors, (len(free) - fewest) // size)) < 1:
+        return fewest, 0
+    ranks = _most_ranks(recipe, free, model, len(free) - actors * size)
+    return ranks, max(actors, (len(free) - ranks) // size)
+
+
+def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
+    """Return the largest number of ranks up to `limit` whose GPUs hold the model's states, or `limit` if none does. `free`
+    begins with the GPUs that the trainer would get, which have the most memory."""
+    unit = rank_unit(recipe)
+    numbers = range(limit // unit * unit, 0, -unit)
+    return next((ranks for ranks in numbers if model is None or _fit(recipe, model, free[:ranks])), limit // unit * unit)
+
+
+def _fit(recipe: Recipe, model: Model, gpus: Sequence[Device]) -> bool:
+    return fewest_ranks(recipe, model, min(device.free_bytes for device in gpus) / GIB) <= len(gpus)
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
-    """Remove `number` GPUs from `left` and return their names. They come from the smallest set of linked GPUs that has enough
-    or, if none has, from several sets, the largest first."""
-    islands = _islands(left)
-    fitting = [island for island in islands if len(island) >= number]
-    chosen = (min(fitting, key=len) if fitting else [device for island in islands for device in island])[:number]
+    """Remove `number` GPUs from `left` and return their names: a GPU, those that NVLink connects with it, and then others. Of
+    the GPUs with enough links, it is one with the fewest; if none has enough, one with the most."""
+
+    def order(device: Device) -> tuple[bool, int]:
+        links = sum(other.uuid in device.linked for other in left)
+        return links + 1 < number, links if links + 1 >= number else -links
+
+    first = min(left, key=order)
+    chosen = sorted(left, key=lambda device: device is not first and device.uuid not in first.linked)[:number]
     for device in chosen:
         left.remove(device)
     return tuple(device.uuid for device in chosen)
-
-
-def _islands(devices: Sequence[Device]) -> list[list[Device]]:
-    """Return the devices in sets that NVLink connects, the largest set first."""
-    islands: list[list[Device]] = []
-    for device in devices:
-        joined = [island for island in islands if any(other.uuid in device.linked for other in island)]
-        islands = [island for island in islands if island not in joined]
-        islands.append([*(other for island in joined for other in island), device])
-    return sorted(islands, key=lambda island: -len(island))
 
 
 # --- checks and memory --------------------------------------------------------------------------------------------------
@@ -252,11 +269,12 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
     trainer, engine = changed.trainer, changed.actor.engine
-    for name in ("context_parallel", "shard_ranks"):
-        value = getattr(trainer, name)
-        if value and trainer.ranks % value:
-            fix = f"does not divide the {counted(trainer.ranks, 'rank')} on the GPUs here; change it, or trainer.nproc"
-            raise FieldError(f"trainer.{name}", value, fix)
+    for uneven in undivided(trainer, trainer.ranks):
+        raise uneven
+    for uuid in (*placement.trainer, *(uuid for group in placement.groups for uuid in group)):
+        if not known[uuid].computes_in(recipe.model.dtype):
+            fix = f"{known[uuid].name} cannot compute in it (compute capability 8.0 can); use float32, or another GPU"
+            raise FieldError("model.dtype", recipe.model.dtype, fix)
     for field, group in (
         ("trainer.nproc", placement.trainer),
         *(("actor.engine.tensor_parallel_size", group) for group in placement.groups),
@@ -269,59 +287,45 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
             raise problem
     rooms = [_room(changed, model, known[uuid], uuid in placement.trainer) for group in placement.groups for uuid in group]
     least, most = max((room.least for room in rooms), default=0.01), min((room.most for room in rooms), default=VLLM_SHARE)
-    given = recipe.actor.engine.gpu_memory_utilization
     if least > most:
-        raise next(room for room in rooms if room.most == most).problem(changed)
-    if given is not None and not least <= given <= most:
-        fix = f"vLLM needs at least {least} of the actors' GPU memory and may take at most {most}; use a value between, or auto"
-        raise FieldError("actor.engine.gpu_memory_utilization", given, fix)
-    share = max((room.trainer_share for room in rooms), default=1.0)
-    engine = engine.model_copy(update={"gpu_memory_utilization": given or most})
+        room = min(rooms, key=lambda room: room.most)
+        raise _too_large(changed, room.device, room.uses)
+    if (problem := share_problem(recipe, least, most)) is not None:
+        raise problem
+    share = recipe.actor.engine.gpu_memory_utilization or min(VLLM_SHARE, most)
+    engine = engine.model_copy(update={"gpu_memory_utilization": share})
     changed = changed.model_copy(update={"actor": changed.actor.model_copy(update={"engine": engine})})
-    return Placed(changed, placement.model_copy(update={"trainer_share": share}))
+    of_trainer = max((room.trainer_share for room in rooms), default=0) or 1.0
+    return Placed(changed, placement.model_copy(update={"trainer_share": of_trainer}))
 
 
-@dataclass(frozen=True)
-class _Room:
-    """Shares of a GPU's memory that vLLM needs (`least`) and may take (`most`), and the GiB of trainer, update and vLLM.
-    `turn_gib`: with `actor.colocate`, the memory for the trainer while the engine sleeps."""
+class _Room(NamedTuple):
+    """An actor's GPU: the shares of its memory that vLLM needs and may take, its uses in GiB, and torch's share for a rank."""
 
     device: Device
     least: float
     most: float
-    trainer_gib: float = 0.0
-    update_gib: float = 0.0
-    engine_gib: float = 0.0
-    turn_gib: float = 0.0
-
-    @property
-    def trainer_share(self) -> float:
-        if self.turn_gib:
-            return math.floor(100 * (self.turn_gib - CONTEXTS_GIB) * GIB / self.device.total_bytes) / 100
-        return math.ceil(100 * self.trainer_gib * GIB / self.device.total_bytes) / 100 if self.trainer_gib else 1.0
-
-    def problem(self, recipe: Recipe) -> FieldError:
-        uses = {"the trainer": self.trainer_gib, "weight updates": self.update_gib, "vLLM": self.engine_gib}
-        return _too_large(recipe, self.device, uses)
+    uses: Mapping[str, float]
+    trainer_share: float = 0.0
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
     """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if the
     trainer does not fit beside the sleeping engine."""
-    total, free = device.total_bytes / GIB, device.free_bytes / GIB
-    turn = free - ENGINE_GIB if recipe.actor.colocate else 0.0
+    total, free, turn = device.total_bytes / GIB, device.free_bytes / GIB, device.free_bytes / GIB - ENGINE_GIB
     if model is None:
         cap = SHARED_UNKNOWN if shared else VLLM_SHARE
-        most = min(cap, math.floor(100 * free / total) / 100)
-        return _Room(device, 0.01, most, shared * ((1 - cap) * total - UPDATE_GIB), turn_gib=turn)
-    computing, kept = shared_gib(recipe, model)
-    if recipe.actor.colocate and computing > turn:
-        raise _too_large(recipe, device, {"the trainer": computing, "the sleeping engine": ENGINE_GIB})
-    states, update = kept if shared else 0.0, update_gib(recipe, model)
-    longest = model.kv_bytes * recipe.model.max_context / GIB
-    engine = ENGINE_GIB + (engine_bytes(recipe, model) / GIB + longest) / recipe.actor.engine.tensor_parallel_size
-    most = min(VLLM_SHARE, math.floor(100 * (free - update - states) / total) / 100)
-    return _Room(device, math.ceil(100 * engine / total) / 100, most, states, update, engine, turn)
+        uses, trainer = {"vLLM": ENGINE_GIB}, (1 - cap) * total - UPDATE_GIB
+        least, most = math.ceil(100 * ENGINE_GIB / total) / 100, min(cap, math.floor(100 * free / total) / 100)
+    else:
+        computing, trainer = shared_gib(recipe, model)
+        if recipe.actor.colocate and computing > turn:
+            raise _too_large(recipe, device, {"the trainer": computing, "the sleeping engine": ENGINE_GIB})
+        least, most = engine_shares(recipe, model, total, free - shared * trainer)
+        uses = {"the trainer": shared * trainer, "weight updates": update_gib(recipe, model), "vLLM": engine_gib(recipe, model)}
+    if recipe.actor.colocate:  # torch gets what the sleeping engine leaves
+        return _Room(device, least, most, uses, math.floor(100 * (turn - CONTEXTS_GIB) / total) / 100)
+    return _Room(device, least, most, uses, shared * math.ceil(100 * trainer / total) / 100)
 
 
 def _too_large(recipe: Recipe, device: Device, uses: Mapping[str, float]) -> FieldError:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,17 @@ def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path
     try:
         torch.cuda.init()
         visible = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(torch.cuda.device_count())]
+        oldest = min(int("".join(filter(str.isdigit, kind))) for kind in torch.cuda.get_arch_list())
     except RuntimeError as error:
         sentence = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".")
         raise UserError(f"{sentence}{_cause(torch, environment, nodes)}") from error
     if not visible:
         raise UserError(f"torch sees no GPU{_cause(torch, environment, nodes)}")
+    named = [name.strip() for name in environment.get(VISIBLE, "").split(",")]
+    wanted = list(takewhile(lambda name: name not in ("", "-1"), named))  # CUDA ignores the rest
+    if len(wanted) > len(visible) and not any(name.startswith("MIG-") for name in wanted):
+        fix = f"CUDA shows only the first {len(visible)} of these GPUs; correct {wanted[len(visible)]!r}"
+        raise UserError(f"{VISIBLE} = {environment[VISIBLE]!r}: {fix}")
     if nvml is None:
         raise UserError("the package nvidia-ml-py is not installed; run: make clean && make install DEVICE=cuda")
     try:
@@ -41,10 +48,13 @@ def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path
         found = [_device(nvml, uuid, handles) for uuid in handles]
     except nvml.NVMLError as error:
         raise UserError(f"NVML, the driver's management library, says: {error}{_cause(torch, environment, nodes)}") from error
+    if found and not (able := [device for device in found if device["capability"] >= oldest]):
+        old = f"{found[0]['name']} has compute capability {found[0]['capability'] / 10}"
+        raise UserError(f"{old}, but torch {torch.__version__} needs {oldest / 10} or more; use a newer GPU")
     if not found:
         fix = f"name its MIG instances by UUID in {VISIBLE} (nvidia-smi -L lists them)"
         raise UserError(f"the visible GPU is divided into MIG instances; {fix}")
-    return found
+    return able
 
 
 def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
@@ -70,9 +80,11 @@ def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> li
         numbers = range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent))
         parts = (_answer(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, parent, one) for one in numbers)
         instances += [nvml.nvmlDeviceGetUUID(part) for part in parts if part is not None]
-    if VISIBLE in environment:
+    if VISIBLE in environment:  # CUDA accepts the beginning of a name
         named = [name.strip() for name in environment[VISIBLE].split(",")]
-        instances = [name for name in named if name.startswith("MIG-")]
+        instances = [
+            next((one for one in instances if one.startswith(name)), name) for name in named if name.startswith("MIG-")
+        ]
     return [uuid for uuid in visible if uuid in whole] + instances
 
 
@@ -85,6 +97,7 @@ def _answer(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _device(nvml: Any, uuid: str, handles: Mapping[str, Any]) -> dict[str, Any]:
+    capability = _answer(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handles[uuid]) or (8, 0)  # unknown for instances
     memory, name = nvml.nvmlDeviceGetMemoryInfo(handles[uuid]), nvml.nvmlDeviceGetName(handles[uuid])
 
     def is_linked(other: Any) -> bool:
@@ -96,6 +109,7 @@ def _device(nvml: Any, uuid: str, handles: Mapping[str, Any]) -> dict[str, Any]:
         "name": name.decode() if isinstance(name, bytes) else name,
         "total_bytes": memory.total,
         "free_bytes": memory.free,
+        "capability": 10 * capability[0] + capability[1],
         "linked": [other for other, handle in handles.items() if other != uuid and is_linked(handle)],
     }
 
@@ -105,7 +119,7 @@ def main() -> None:
 
     nvml = importlib.import_module("pynvml") if importlib.util.find_spec("pynvml") else None
     try:
-        answer: dict[str, Any] = {"devices": described(torch, nvml, os.environ)}
+        answer: dict[str, Any] = {"devices": described(torch, nvml, os.environ), "nccl": torch.cuda.nccl.version()[:3]}
     except UserError as error:
         answer = {"problem": str(error)}
     print(json.dumps(answer))

@@ -30,6 +30,7 @@ from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.rules import undivided
 from pipelinerl.rl.memory import GIB, Model, sends_adapters, snapshot_gib, state_bytes, trainer_problem
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.transfer.group import HOST, GroupStore, on_device, transfer_backend
@@ -209,10 +210,10 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
     if ranks.world_size > 1:
         digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
         join_ranks(device, {"version": __version__, "recipe": digest[:12], "pod template": revision})
+    for problem in undivided(recipe.trainer, ranks.world_size):
+        raise problem
+    if ranks.world_size > 1:
         return sharded_learner(recipe, source, device, resume)
-    for name in ("context_parallel", "shard_ranks"):
-        if (value := getattr(recipe.trainer, name)) > 1:
-            raise FieldError(f"trainer.{name}", value, "needs as many ranks; raise trainer.nproc, or use 1")
     policy = load_policy(source, recipe.model, recipe.trainer, device)
     return _learner(policy, recipe, source, World(RankLayout(), device), resume)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.errors import ServiceError
 from pipelinerl.service.settings import RankSettings
 
 SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE = "score", "weights", "adapter", "value head", "save"
@@ -31,7 +31,7 @@ HEARTBEAT, END = "beat", "end"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Place of one rank among `size` ranks. Raises `FieldError` if `sequence_ranks` or `shard_ranks` does not divide `size`."""
+    """Place of one rank among `size` ranks, which `sequence_ranks` and `shard_ranks` divide."""
 
     rank: int = 0
     size: int = 1
@@ -39,13 +39,6 @@ class RankLayout:
     """Number of ranks that share the tokens of one row."""
     shard_ranks: int = 1
     """Number of ranks that share one copy of weights, gradients and optimizer state."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("context_parallel", self.sequence_ranks), ("shard_ranks", self.shard_ranks)):
-            if self.size % value:
-                divisors = [number for number in range(1, self.size + 1) if self.size % number == 0]
-                fix = f"does not divide the {self.size} ranks of the trainer; use one of {divisors}"
-                raise FieldError(f"trainer.{name}", value, fix)
 
     @property
     def data_ranks(self) -> int:
@@ -206,7 +199,7 @@ def _agree(what: Mapping[str, str]) -> None:
 
 
 def world_of_ranks(context_parallel: int, shard_ranks: int, device: torch.device) -> World:
-    """Return the world of all ranks. All ranks must call this. `shard_ranks`: 0 = all ranks. Raises `FieldError`."""
+    """Return the world of all ranks. All ranks must call this. `shard_ranks`: 0 = all ranks."""
     size = dist.get_world_size()
     layout = RankLayout(dist.get_rank(), size, context_parallel, shard_ranks or size)
     links, saving, batches = Links(ORDER_TIMEOUT), Links(ORDER_TIMEOUT), Links(ORDER_TIMEOUT, BATCH_TIMEOUT)

@@ -143,7 +143,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 70B --lengths 64", "actor.engine.tensor_parallel_size = 1: 261 GiB of weights"),
         (
             f"{PLAN} 7B --lengths 64 --set actor.engine.gpu_memory_utilization=0.9",
-            "mine: 2 problems\n  - actor.engine.gpu_memory_utilization = 0.9: leaves 7.5 of 75 GiB outside vLLM",
+            "mine: 2 problems\n  - actor.engine.gpu_memory_utilization = 0.9: an actor's GPU needs at least 0.4 for weights",
         ),
         (f"{PLAN} 7B --lengths 64", "--accelerators = 2: an actor needs 1 of them and the trainer 2; give more"),
         ("report .", "has no recipe.yaml"),
@@ -214,8 +214,8 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
         assert f"parameters   {parameters}," in pipelinerl(*gsm, "--set", f"model.name={name}", "--fields-only")[1], name
     code, printed, errors = pipelinerl(*gsm, "--parameters", "7.6B", "--set", "actor.engine.gpu_memory_utilization=0.85")
     assert (code, printed) == (2, "")
-    assert "actor.engine.gpu_memory_utilization = 0.85: leaves 12.0 of 80 GiB outside vLLM" in errors
-    assert "use at most 0.79" in errors
+    assert "actor.engine.gpu_memory_utilization = 0.85: an actor's GPU needs at least 0.23 for weights" in errors
+    assert "and at most 0.79, because a weight update needs" in errors
     code, _, errors = pipelinerl(*gsm, "--set", "trainer.nproc=2")
     assert (code, "trainer.nproc = 2" in errors, "use at least 3 ranks" in errors) == (2, True, True)
     turns = ("mode=conventional", "algorithm.max_lag=null", "actor.colocate=true")

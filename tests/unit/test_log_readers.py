@@ -25,7 +25,7 @@ from pipelinerl.transfer.stores import LogStore, StoreError, open_store
 from pipelinerl.transfer.weight_log import WeightLog
 from pipelinerl.v1.control_pb2 import Registration
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.client import WeightLoading
+from services.actor.weight_sync.client import StagedWeights, WeightLoading
 from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener
 from services.trainer.weight_sync.log_writer import LogWriter
@@ -58,8 +58,10 @@ class ReadingReceiver(ScriptedReceiver):
         self.prepared.append(manifest.manifest_id)
         return WeightLoading("shadow")
 
-    async def open_stream(self, path: Path, version: PolicyVersion) -> None:
-        self.staged[version] = path.read_bytes()
+    async def receive(self, version: PolicyVersion, deadline_s: float, file: Path | None = None) -> StagedWeights:
+        if file is not None:
+            self.staged[version] = file.read_bytes()
+        return await super().receive(version, deadline_s)
 
 
 class Unreliable:

@@ -1,7 +1,6 @@
 """Adapters: they alone are trained, what is served is the policy that they make, and nothing else notices them."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,11 @@ from services.trainer.learn.lora import (
     served_parameters,
     served_weights,
 )
-from services.trainer.learn.meter import frozen_flops, model_flops
 from services.trainer.learn.model import frozen_copy, load_policy, wrap_model
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner
 from tests.support.learner import LENGTHS, SHAPE, VOCABULARY, build, group_of, model_of, sequences_of
 from tests.unit.builders import make_recipe
-from tests.unit.test_flops import LLAMA_8B
 
 FAMILIES = ("llama-tied", "qwen2-untied", "gpt2")
 """Tied and untied heads, biases, and weights kept as [in, out]."""
@@ -263,22 +260,12 @@ def test_a_recipe_says_adapters_by_naming_one_field_and_cannot_say_some() -> Non
 
 
 def test_frozen_products_cost_two_passes_of_three() -> None:
-    # Rank 16 on all linear layers of the 8B: 16 · (in + out) of q and o 8192 each, k and v 5120, three of 18432: 81920 · 16
-    # = 1,310,720 a layer, 41,943,040 in all. Three passes of the result are 2/3 of three passes, and 6 a trained weight.
-    forward = model_flops(LLAMA_8B, num_parameters=0)
-    num_trained = 32 * 16 * (2 * 8192 + 2 * 5120 + 3 * 18432)
-    assert num_trained == 41_943_040
-    cost = frozen_flops(forward, num_trained)
-    assert 3 * cost.per_token == pytest.approx(2 * forward.per_token + 6 * num_trained)
-    assert 3 * cost.per_output_token == pytest.approx(2 * forward.per_output_token)
-    assert cost.per_pair == forward.per_pair
-    assert cost == replace(cost, window=forward.window)
-
-
-def test_a_learner_counts_frozen_products_so() -> None:
+    """Three passes of the result are two passes of the frozen products, and three of the adapters' products."""
     whole, adapters = wrap_model(model("llama-tied")), adapted("llama-tied")
     group = [group_of(sequences_of(LENGTHS))]
     trained = sum(weight.numel() for weight in adapters.model.parameters() if weight.requires_grad)
-    expected = frozen_flops(learner(whole).cost_model, trained)
-    assert learner(adapters).cost_model == expected
+    forward, cost = learner(whole).cost_model, learner(adapters).cost_model
+    assert 3 * cost.per_token == pytest.approx(2 * forward.per_token + 6 * trained)
+    assert 3 * cost.per_output_token == pytest.approx(2 * forward.per_output_token)
+    assert cost.per_pair == forward.per_pair > 0
     assert learner(adapters).prepare(group, 0).flops < learner(whole).prepare(group, 0).flops

@@ -14,8 +14,9 @@ from pipelinerl.recipe import devices
 from pipelinerl.recipe.devices import Device, Devices
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.rl import placement
 from pipelinerl.rl.memory import GIB, Model, actor_problem, kv_cache_gib
-from pipelinerl.rl.placement import Placed, numbered, pinned, place, table
+from pipelinerl.rl.placement import Placed, numbered, table
 from pipelinerl.run_dir import RunDir, read_json
 from services.trainer.devices import described
 
@@ -34,6 +35,14 @@ def gpu(number: int, *, total: float = 80, free: float | None = None, linked: tu
 
 def recipe(*overrides: str) -> Recipe:
     return load_recipe("gsm8k", [*AUTO, *overrides])
+
+
+def place(wanted: Recipe, here: list[Device], parameters: int, active_share: float = 1.0) -> Placed:
+    return placement.place(wanted, here, Model.of(wanted, parameters, active_share=active_share) if parameters else None)
+
+
+def pinned(wanted: Recipe, here: list[Device], text: str, parameters: int) -> Placed:
+    return placement.pinned(wanted, here, text, Model.of(wanted, parameters) if parameters else None)
 
 
 def uuids(*numbers: int) -> tuple[str, ...]:
@@ -106,6 +115,32 @@ def test_what_does_not_fit_is_refused_with_what_does() -> None:
     assert place(large, [gpu(0), gpu(1)], 0).placement.trainer == uuids(0), "without a size, the processes check"
 
 
+def test_of_different_gpus_the_trainer_gets_those_with_the_most_room() -> None:
+    """The states of 3.21e9 parameters take 53.8 GiB, which is too much for 24 GiB, and the weights of an actor 6.0."""
+    small, large = gpu(0, total=24, name=RTX), gpu(1)
+    placed = place(recipe(), [small, large], 3_210_000_000)
+    assert (placed.placement.trainer, placed.placement.actors) == (uuids(1), (uuids(0),))
+    four = [small, large, gpu(2, total=24, name=RTX), gpu(3)]
+    assert place(recipe("actor.count=2"), four, 3_210_000_000).placement.trainer == uuids(1, 3)
+    mixed = [large, small, gpu(2, total=24, name=RTX)]
+    assert numbers_of(place(recipe(), mixed, 3_210_000_000)) == (1, 2), "a second rank would have too little memory"
+    assert numbers_of(place(recipe("actor.count=1"), mixed, 3_210_000_000)) == (1, 1)
+    partly = place(load_recipe("math", AUTO), [gpu(0, free=45), gpu(1)], 1_543_714_304)
+    assert partly.placement.trainer == uuids(1)
+    said = refusal(recipe(), [large, *(gpu(number, total=24, name=RTX) for number in (2, 3, 4))], LARGE)
+    assert "8 trainer ranks and 1 actor of 1 GPU need 9 GPUs" in said
+
+
+def test_bfloat16_needs_gpus_that_have_it() -> None:
+    old, new = gpu(0, name="Tesla T4").model_copy(update={"capability": 75}), gpu(1)
+    assert place(recipe(), [old, new], SMALL).placement.trainer == place(recipe(), [new], SMALL).placement.trainer
+    said = refusal(recipe(), [old], SMALL)
+    assert said.startswith("model.dtype = 'bfloat16': Tesla T4 cannot compute in it (compute capability 8.0 can); use float32")
+    with pytest.raises(FieldError, match=r"model\.dtype"):
+        pinned(recipe(), [old, new], '{"trainer": ["1"], "actors": [["0"]]}', SMALL)
+    assert place(load_recipe("arithmetic"), [old], SMALL).placement.trainer == uuids(0)
+
+
 def test_a_gpu_that_another_process_fills_is_left_out() -> None:
     here = [gpu(0, free=3), gpu(1), gpu(2)]
     placed = place(recipe(), here, SMALL)
@@ -131,7 +166,8 @@ def test_on_one_gpu_vllm_gets_what_trainer_and_updates_leave() -> None:
     own = placed.placement.trainer_environment({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert own["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{limit}"
     for said in (refusal(recipe(f"actor.engine.gpu_memory_utilization={share}"), here) for share in (0.5, 0.03)):
-        assert "at least 0.17 of the actors' GPU memory and may take at most 0.28" in said
+        assert "needs at least 0.17 for weights" in said
+        assert "and at most 0.28; use a value between, or auto" in said
     with_reference = place(recipe("algorithm.kl_coefficient=0.1"), here, SMALL).recipe
     assert with_reference.actor.engine.gpu_memory_utilization == 0.24, "0.92 GiB more"
     quantised = place(recipe("actor.engine.quantization=fp8"), here, SMALL).recipe
@@ -185,12 +221,12 @@ def test_a_mixture_with_adapters_fits_eight_gpus_and_not_one() -> None:
     assert ranks + 2 * actors == 8
     assert [len(group) for group in placed.placement.actors] == [2] * actors
     assert placed.recipe.actor.engine.gpu_memory_utilization == 0.9
-    model = Model.of(placed.recipe, mixture[0], 96 * 1024, active_share=mixture[1])
+    model = Model.of(placed.recipe, mixture[0], 48 * 1024, active_share=mixture[1])
     assert actor_problem(placed.recipe, model, 80.0) is None
     assert kv_cache_gib(placed.recipe, model, 80.0) == pytest.approx(2 * (72 - 3) - 56.87, abs=0.01)
     assert numbers_of(place(wanted, [gpu(number) for number in range(4)], *mixture)) == (2, 1)
     said = refusal(wanted, [gpu(number) for number in range(3)], *mixture)
-    assert "2 trainer ranks and 1 actor of 2 GPUs need 4 GPUs, and 3 GPUs are here; use a smaller model, or more GPUs" in said
+    assert "2 trainer ranks and 1 actor of 2 GPUs need 4 GPUs, and 3 GPUs are here; lower" in said
     alone = load_recipe("math-moe", ["actor.engine.tensor_parallel_size=1"])
     assert "GiB for the trainer, 2.1 GiB for weight updates" in refusal(alone, [gpu(0)], *mixture)
 
@@ -222,7 +258,7 @@ def test_alone_vllm_gets_its_usual_share_or_what_an_update_leaves() -> None:
 def test_memory_of_others_is_not_given_away_and_adapters_need_no_second_instance() -> None:
     half = [gpu(0), gpu(1, free=42)]
     assert place(recipe("trainer.nproc=1"), half, 0).recipe.actor.engine.gpu_memory_utilization == 0.52
-    assert "at least 0.01 of the actors' GPU memory and may take at most 0.52" in refusal(
+    assert "model.max_context, and at most 0.52; use" in refusal(
         recipe("trainer.nproc=1", "actor.engine.gpu_memory_utilization=0.9"), half, 0
     )
     mixed = [gpu(0), gpu(1), gpu(2, total=24)]
@@ -250,6 +286,8 @@ def test_mig_instances_are_devices_that_form_no_group() -> None:
     assert placed.placement.actors == (("MIG-1",), ("MIG-2",))
     assert "MIG instances cannot exchange tensors" in refusal(recipe("trainer.nproc=2"), here)
     assert "MIG instances" in refusal(recipe("actor.engine.tensor_parallel_size=2"), here)
+    pair = refusal(recipe("actor.engine.tensor_parallel_size=2"), whole[:2])
+    assert "need 3 GPUs, and 2 GPUs are here; lower actor.engine.tensor_parallel_size (2), train adapters" in pair
 
 
 def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
@@ -260,7 +298,9 @@ def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
     assert numbers_of(placed) == (1, 2)
     for text, said in (
         ("{", "give JSON such as"),
-        ('{"trainer": ["0"]}', "Field required"),
+        ('{"trainer": ["0"]}', "--placement.actors = {'trainer': ['0']}: Field required; give JSON"),
+        ('{"trainer": ["0"], "actors": [["1"]], "spares": []}', "--placement.spares = []: Extra inputs are not permitted"),
+        ('{"trainer": ["0"], "actors": ["1"]}', "--placement.actors.0 = '1': Input should be a valid array"),
         ('{"trainer": ["7"], "actors": [["1"]]}', "'7': no such GPU: 0 is NVIDIA H100"),
         ('{"trainer": [0, 0], "actors": [[1]]}', "no two ranks and no two actors"),
         ('{"trainer": ["0"], "actors": [["1"], ["GPU-1"]]}', "no two ranks and no two actors"),
@@ -271,6 +311,12 @@ def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
             pinned(recipe(), here, text, SMALL)
 
 
+def test_torch_is_limited_on_a_gpu_that_one_of_two_actors_shares() -> None:
+    here = [gpu(0), gpu(1)]
+    both = pinned(recipe(), here, '{"trainer": ["0"], "actors": [["0"], ["1"]]}', SMALL).placement
+    assert both.trainer_share == place(recipe(), here[:1], SMALL).placement.trainer_share < 1
+
+
 def test_without_a_gpu_auto_is_one() -> None:
     on_cpu = numbered(recipe())
     assert (on_cpu.trainer.nproc, on_cpu.actor.count, on_cpu.actor.engine.gpu_memory_utilization) == (1, 1, 0.9)
@@ -279,13 +325,13 @@ def test_without_a_gpu_auto_is_one() -> None:
 def test_a_run_writes_its_placement_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda: Devices(devices=(gpu(0), gpu(1))))
     wanted = load_recipe("arithmetic", AUTO)
-    changed, placement, lines = placed_here(wanted)
-    assert placement is not None
+    changed, chosen, lines = placed_here(wanted)
+    assert chosen is not None
     assert [line.rpartition("  ")[2] for line in lines] == ["trainer rank 0", "actor-0"]
     run_dir = RunDir(tmp_path, "x")
-    write_placement(run_dir, wanted, placement)
+    write_placement(run_dir, wanted, chosen)
     assert read_json(run_dir.placement)["automatic"] == [*(field.partition("=")[0] for field in AUTO), "weights.backend"]
-    assert placed_here(wanted, str(run_dir.placement)) == (changed, placement, lines)
+    assert placed_here(wanted, str(run_dir.placement)) == (changed, chosen, lines)
     with pytest.raises(FieldError, match="cannot be read"):
         placed_here(wanted, str(tmp_path / "none.json"))
     monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda: Devices(problem="the driver is too old"))
@@ -296,11 +342,11 @@ def test_a_run_writes_its_placement_for_the_next_one(tmp_path: Path, monkeypatch
 
 def test_two_processes_on_one_gpu_need_a_new_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, instance = gpu(0), gpu(0).model_copy(update={"uuid": "MIG-0"})
-    for release, device, backend in (("2.29.7", whole, "gloo"), ("2.30.7", whole, "auto"), ("2.30.7", instance, "gloo")):
-        monkeypatch.setattr("importlib.metadata.version", lambda _, release=release: release)
-        monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda device=device: Devices(devices=(device,)))
+    for release, device, backend in (((2, 29, 7), whole, "gloo"), ((2, 30, 7), whole, "auto"), ((2, 30, 7), instance, "gloo")):
+        here = Devices(devices=(device,), nccl=release)
+        monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda here=here: here)
         assert placed_here(load_recipe("arithmetic"))[0].weights.backend == backend
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.29.7")
+    monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda: Devices(devices=(whole,), nccl=(2, 29, 7)))
     with pytest.raises(FieldError, match=r"NCCL before 2\.30 does not connect two processes on one GPU; use auto or gloo"):
         placed_here(load_recipe("arithmetic", ["weights.backend=nccl"]))
 
@@ -334,6 +380,7 @@ def nvml(gpus: dict[str, list[str]], links: set[frozenset[str]] = frozenset()) -
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetUUID=lambda handle: handle,
         nvmlDeviceGetName=lambda handle: handle.encode(),
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (7, 0) if "old" in handle else (9, 0),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=8, free=5),
         nvmlDeviceGetMigMode=lambda handle: (int(bool(gpus[handle])), 0),
         nvmlDeviceGetMaxMigDeviceCount=lambda handle: 7,
@@ -348,7 +395,10 @@ def torch_of(*visible: str, cuda: str | None = "13.0", error: str = "") -> Any:
             raise RuntimeError(error)
 
     found = SimpleNamespace(
-        init=init, device_count=lambda: len(visible), get_device_properties=lambda n: SimpleNamespace(uuid=visible[n])
+        init=init,
+        device_count=lambda: len(visible),
+        get_device_properties=lambda n: SimpleNamespace(uuid=visible[n]),
+        get_arch_list=lambda: ["sm_90a", "sm_75", "compute_120"],
     )
     return SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(cuda=cuda), cuda=found)
 
@@ -361,6 +411,13 @@ def test_gpus_come_in_cudas_order_with_their_links() -> None:
         ("GPU-a", "GPU-a", 8, 5),
     ]
     assert [one.linked for one in found] == [("GPU-a",), ("GPU-b",)]
+    assert [one.capability for one in found] == [90, 90]
+    for visible in ("0,-1,1", "0,", "GPU-a"):
+        assert [one["uuid"] for one in described(torch_of("a"), tool, {"CUDA_VISIBLE_DEVICES": visible})] == ["GPU-a"]
+    with_old = nvml({"GPU-old": [], "GPU-a": []})
+    assert [one["uuid"] for one in described(torch_of("old", "a"), with_old, {})] == ["GPU-a"], (
+        "torch has no code for the other"
+    )
 
 
 def test_a_divided_gpu_shows_its_instances() -> None:
@@ -368,6 +425,8 @@ def test_a_divided_gpu_shows_its_instances() -> None:
     assert [one["uuid"] for one in described(torch_of("b"), tool, {})] == ["GPU-b", "MIG-1", "MIG-2"]
     for visible, shown, expected in (
         ("MIG-2", "x", ["MIG-2"]),
+        ("MIG-", "x", ["MIG-1"]),
+        ("MIG-1,MIG-9", "x", ["MIG-1", "MIG-9"]),  # of which NVML says that it does not exist
         ("GPU-b,MIG-1", "b", ["GPU-b", "MIG-1"]),
         ("1", "b", ["GPU-b"]),
     ):
@@ -378,11 +437,20 @@ def test_a_divided_gpu_shows_its_instances() -> None:
 
 
 def test_a_gpu_that_torch_cannot_use_is_told_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool, old = nvml({"GPU-a": []}), "The NVIDIA driver on your system is too old (found version 12020). Please update"
+    tool, old = (
+        nvml({"GPU-a": [], "GPU-old": []}),
+        "The NVIDIA driver on your system is too old (found version 12020). Please update",
+    )
     for torch, environment, said in (
         (torch_of(cuda=None), {}, "built without CUDA; install the CUDA build: make clean && make install DEVICE=cuda"),
         (torch_of(error=old), {}, "too old (found version 12020); torch 2.13.0 needs a driver for CUDA 13.0"),
         (torch_of(), {"CUDA_VISIBLE_DEVICES": ""}, "torch sees no GPU; CUDA_VISIBLE_DEVICES='' decides"),
+        (
+            torch_of("a"),
+            {"CUDA_VISIBLE_DEVICES": "0, 7,1"},
+            "= '0, 7,1': CUDA shows only the first 1 of these GPUs; correct '7'",
+        ),
+        (torch_of("old"), {}, "GPU-old has compute capability 7.0, but torch 2.13.0 needs 7.5 or more; use a newer GPU"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             described(torch, tool, environment, tmp_path)

@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from pipelinerl.cli import main
 from pipelinerl.commands.plan import lengths_of
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import LoraConfig, ModelConfig, Recipe
-from pipelinerl.recipe.model_folder import active_share
+from pipelinerl.recipe.model_folder import active_share, known_model
 from pipelinerl.rl.memory import GIB, Model
 from pipelinerl.rl.planner import Accelerator, Machine, estimated, longest_prompt, make_plan, misfits, play, tokens_held
 from pipelinerl.rl.throughput import DecodeCurve, Lengths, split
@@ -86,6 +87,37 @@ def test_a_models_folder_or_name_tells_how_much_of_it_a_token_uses(
     assert share * parameters == pytest.approx(active)
     assert active_share(ModelConfig(source="hub", name=f"a/{name}"), parameters) in (1.0, 0.1)
     assert active_share(ModelConfig(source="path", name=str(folder)), 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "kib"),
+    [
+        # Qwen2.5-7B: keys and values of 28 layers, 4 heads of 3584 / 28.
+        ({"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}, 56),
+        # Qwen3-30B-A3B: 48 layers, 4 heads of 128.
+        ({**QWEN, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}, 96),
+        ({"n_layer": 12, "n_embd": 768, "n_head": 12}, 36),
+        # DeepSeek-V3: 61 layers of 512 + 64.
+        ({"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 68.625),
+        # One layer of four has a cache that grows: 2 heads of 256.
+        (
+            {
+                "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+                "num_hidden_layers": 4,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+            },
+            2,
+        ),
+    ],
+)
+def test_a_models_config_tells_its_kv_cache(config: dict[str, Any], kib: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = recipe_with(None)
+    here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": str(tmp_path)})})
+    assert known_model(here, 8e9).kv_bytes == kib * 1024
+    assert known_model(recipe, 8e9).kv_bytes == 128 * 1024, "assumed"
 
 
 def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
@@ -188,8 +220,11 @@ def test_the_command_prints_a_plan_and_its_reasons(
     said = capsys.readouterr().out
     assert said.startswith("r: a plan for 9 accelerators (mine); all times are modelled\n")
     assert f"{plan['actors']} of 1 accelerator" in said
+    assert "; 1 KiB of KV cache a token (assumed, since its config.json is not on this machine)\n" in said
     assert f"100 steps take {plan['run_h']:.3g} h" in said
     assert all(f"  - {reason}\n" in said for reason in plan["reasons"])
+    assert main([*command, "--kv-kib-per-token", "2"]) == 0
+    assert "; 2 KiB of KV cache a token (as given)\n" in capsys.readouterr().out
     for key, value, problem in (
         ("kv_gib", 1e-9, "does not hold one sequence"),
         (

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.recipe.fields import TrainerConfig
+from pipelinerl.recipe.rules import undivided
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer import policy_trainer as loading
@@ -290,14 +292,13 @@ def test_each_rank_keeps_its_share_of_weights_and_moments_and_all_have_equally_m
 
 
 def test_worlds_and_heads_that_do_not_divide_are_refused_and_a_rank_alone_shares_no_rows(trained: Trained) -> None:
-    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 3: does not divide the 4 ranks .*\[1, 2, 4\]"):
-        RankLayout(0, 4, sequence_ranks=3, shard_ranks=4)
-    with pytest.raises(FieldError, match=r"trainer\.shard_ranks = 3: does not divide"):
-        RankLayout(0, 4, sequence_ranks=1, shard_ranks=3)
+    refused = [str(one) for one in undivided(TrainerConfig(context_parallel=3, shard_ranks=3), 4)]
+    assert [said.partition(": ")[0] for said in refused] == ["trainer.context_parallel = 3", "trainer.shard_ranks = 3"]
+    assert "does not divide the 4 ranks of the trainer; use one of [1, 2, 4]" in refused[0]
     with pytest.raises(FieldError, match=r"trainer\.context_parallel = 8: does not divide the model's 28 attention heads"):
         key_repeats(28, 4, 8)
     job = trained.jobs["rows shared by two"]
-    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 2: needs as many ranks; raise trainer\.nproc"):
+    with pytest.raises(FieldError, match=r"trainer\.context_parallel = 2: does not divide the 1 rank of the trainer"):
         load_learner(job.recipe(), job.folder, RankSettings())
 
 

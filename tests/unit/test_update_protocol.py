@@ -107,7 +107,7 @@ class ScriptedReceiver:
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
         self.joined.append((group.name, group.rank, group.world))
 
-    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
+    async def receive(self, version: PolicyVersion, deadline_s: float, file: Path | None = None) -> StagedWeights:
         await self.may_receive.wait()
         return StagedWeights(self.on_receive(version), 16, 0.001, 0.001)
 

@@ -1,6 +1,6 @@
 """Update a vLLM engine's weights from the actor's process: prepare, join, receive, commit, discard.
 
-`join_group`, `open_stream`, `receive` and `discard` go to vLLM's workers over a Unix socket, as one JSON object per line.
+`join_group`, `receive` and `discard` go to vLLM's workers over a Unix socket, as one JSON object per line.
 `prepare` and `commit` use vLLM's own remote calls, which wait for the end of a decode step and block decoding. vLLM labels
 tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
 """
@@ -65,25 +65,19 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     timeout_s: float
 
 
-class Open(msgspec.Struct, tag=True, frozen=True):
-    """Take the next version from a file that has its whole stream, instead of from a group."""
-
-    path: str
-    version: PolicyVersion
-
-
 class Receive(msgspec.Struct, tag=True, frozen=True):
-    """Receive a version into staging and prepare it for serving."""
+    """Receive a version into staging and prepare it for serving. `path`: file with its whole stream; "" = from the group."""
 
     version: PolicyVersion
     timeout_s: float
+    path: str = ""
 
 
 class Discard(msgspec.Struct, tag=True, frozen=True):
     """Give up a staged version, or a running transfer and its group. Chunks are kept until another version comes."""
 
 
-Order = Join | Open | Receive | Discard
+Order = Join | Receive | Discard
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -226,15 +220,11 @@ class WeightUpdateClient:
         assert self._link is not None, "prepare comes first"
         await self._link.ask(Join(replace(group, bind_host=self.bind_host), timeout_s))
 
-    async def open_stream(self, path: Path, version: PolicyVersion) -> None:
-        """Make the next `receive` read `version` from a file that has its whole stream. The file must not change meanwhile."""
+    async def receive(self, version: PolicyVersion, deadline_s: float, file: Path | None = None) -> StagedWeights:
+        """Receive and stage a version. If this fails, the workers leave the group. A cancelled caller must call `discard`.
+        `file`: file that has the version's whole stream and does not change meanwhile; None = receive from the group."""
         assert self._link is not None, "prepare comes first"
-        await self._link.ask(Open(str(path), version))
-
-    async def receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
-        """Receive and stage a version. If this fails, the workers leave the group. A cancelled caller must call `discard`."""
-        assert self._link is not None, "prepare comes first"
-        staged = await self._link.ask(Receive(version, deadline_s))
+        staged = await self._link.ask(Receive(version, deadline_s, "" if file is None else str(file)))
         checksums = {one.checksum for one in staged}
         if len(checksums) != 1:
             raise TransferError(f"ranks of one engine staged different bytes of version {version}: {sorted(checksums)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import ManifestMismatch
-from pipelinerl.rl.memory import GIB, update_bytes, update_shortage
+from pipelinerl.rl.memory import GIB, UPDATE_GIB, update_bytes
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 
 if TYPE_CHECKING:
@@ -55,15 +56,25 @@ class Loader(Protocol):
 
 def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int = 0) -> str:
     """Return why an update does not fit on a GPU beside an engine that has `share` of its memory; empty if it fits. If only the
-    room for receiving is small, log a warning. `weights`, `layer`: see `update_shortage`."""
+    room for receiving is small, log a warning. `weights`: bytes of a second instance of the weights on that GPU. `layer`: bytes
+    of the largest decoder layer, if weights are loaded during the pause."""
     if device.type != "cuda":
         return ""
-    free, total = device_room(device)
-    shortage = update_shortage(free, total, share, weights=weights, layer=layer)
-    if shortage and free >= weights + 2 * layer:
-        log.warning("%s", shortage)
+    (free, total), needed = device_room(device), update_bytes(weights, layer)
+    if needed <= free:
         return ""
-    return shortage
+    most = max(0.0, math.floor(100 * (share - (needed - free) / total)) / 100)
+    held = "twice the largest layer" if layer else "a second copy of the weights"
+    fix = "" if layer else ", or raise actor.engine.tensor_parallel_size"
+    shortage = (
+        f"{free / GIB:.1f} of {total / GIB:.1f} GiB of GPU memory are free outside vLLM, but a weight update needs "
+        f"{needed / GIB:.1f}: {needed / GIB - UPDATE_GIB:.1f} for {held} and {UPDATE_GIB:g} for receiving. Set "
+        f"actor.engine.gpu_memory_utilization to at most {most}{fix}"
+    )
+    if free < weights + 2 * layer:
+        return shortage
+    log.warning("%s", shortage)
+    return ""
 
 
 def device_room(device: torch.device) -> tuple[int, int]:

@@ -86,8 +86,7 @@ class LogReader:
         with root("weight_update", attributes={attributes.VERSION: version.number}) as span:
             try:
                 path = await self._fetched(replica, published)
-                await self._receiver.open_stream(path, version)
-                staged = await self._receiver.receive(version, STAGE_WITHIN_S)
+                staged = await self._receiver.receive(version, STAGE_WITHIN_S, path)
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
                 await self._swap(commit, trace_of(span))
             except TransferError as error:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
@@ -32,12 +32,14 @@ from pipelinerl.transfer.chunks import HEADER_SIZE, ReusedMemory, Unpacker, chec
 from pipelinerl.transfer.group import HOST, WeightGroup, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupFailed, Kept, Manifest, TransferAborted
 from pipelinerl.transfer.stream_file import StreamFile
-from services.actor.weight_sync.client import Discard, Join, Open, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
+from services.actor.weight_sync.client import Discard, Join, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
 from services.actor.weight_sync.loaders import Loader
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING_ORDERS = 16
+ENDING_S = 60.0
+"""Maximum seconds for a loader to end, which may free a whole model."""
 RELEASE = "release"
 
 
@@ -45,7 +47,8 @@ RELEASE = "release"
 class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. Iterate
     `tensors()` to the end, close the iterator in any case, then call `staged`. Closing takes at most the stall timeout; the
-    group is in use until then.
+    group is in use until then. `begin` runs a loader that does this on a new thread. If the group breaks, the loader keeps its
+    part and waits until `resume` continues or `drop` ends it. Call these three from one thread.
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
     and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reused for chunks, and for larger tensors.
@@ -61,20 +64,52 @@ class Receiver:
     buffers: int = 1
     memory: tuple[ReusedMemory, ReusedMemory] | None = None
     pinned: bool = False
-    regroup: Callable[[TransferError], bool] = lambda error: False
-    """Called with the error of a broken group. Sets another `group` and its `timeout_s`, or returns False to raise the
-    error."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._largest_chunk = max(chunk.num_bytes for chunk in self.manifest.chunks)
         self._checksums: list[int] = []
         self._receive_s = self._checked_s = self._waited_s = 0.0
+        self._loading: Future[StagedWeights] | None = None
+        self._waits = False
+        """True while the loader waits for another group if one breaks."""
+        self._resumed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     @property
     def kept(self) -> Kept:
-        """The chunks that are complete and checked."""
-        return Kept(self.manifest.content(self.version), len(self._checksums))
+        """The chunks that are complete and checked, and need not be received again."""
+        failed = self._loading is not None and self._loading.done() and self._loading.exception() is not None
+        return Kept() if failed else Kept(self.manifest.content(self.version), len(self._checksums))
+
+    def begin(self, load: Callable[[Receiver], StagedWeights]) -> None:
+        self._waits = True
+        self._loading = on_thread(f"load-{self.version}", partial(load, self))
+        self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
+
+    def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
+        """Begin to receive the missing chunks. If only other ranks lack some, wait for these; this may raise TransferError."""
+        assert self._loading is not None
+        self.group, self.timeout_s = group, timeout_s
+        if not self._loading.done():
+            self._resumed.put(True)
+        else:
+            self._waits = False
+            list(self.tensors())
+            self._problems.put(None)
+
+    def loaded(self) -> StagedWeights:
+        """Wait until the version is loaded, or the group has broken. Raises TransferError and the loader's errors."""
+        assert self._loading is not None
+        if (problem := self._problems.get()) is not None:
+            raise problem
+        return self._loading.result()
+
+    def drop(self) -> None:
+        """Wait for the loader's end. If it waits, or is about to wait, for another group, it ends without a loaded version."""
+        assert self._loading is not None
+        self._resumed.put(False)
+        wait([self._loading], ENDING_S)
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """Yield all parameters in the manifest's order. Raises TransferError; the group is then unusable."""
@@ -87,7 +122,10 @@ class Receiver:
                 started = time.monotonic()
                 if self._checksums:  # the error waits beside the loader: let go of its frames, which keep a chunk's memory
                     error.__cause__ = error.__context__ = error.__traceback__ = None
-                if not self._checksums or not self.regroup(error):
+                if not self._checksums or not self._waits:
+                    raise
+                self._problems.put(error)
+                if not self._resumed.get():
                     raise
                 self._waited_s += time.monotonic() - started
 
@@ -161,55 +199,6 @@ class Receiver:
         return min(self._deadline - time.monotonic(), max(self.stall_timeout_s, self.manifest.slowest_chunk_s))
 
 
-ENDING_S = 60.0
-"""Maximum seconds for a loader to end, which may free a whole model."""
-
-
-class Staging:
-    """One version on its way into the loader, which runs on its own thread. If the group breaks, the loader keeps its part and
-    waits until `resume` continues or `drop` ends it. Use this object from one thread."""
-
-    def __init__(self, receiver: Receiver, load: Callable[[Receiver], StagedWeights]) -> None:
-        self._receiver = receiver
-        self._resumed: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        receiver.regroup = self._wait_for_group
-        self._loading = on_thread(f"load-{receiver.version}", partial(load, receiver))
-        self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
-
-    @property
-    def kept(self) -> Kept:
-        """The chunks that need not be received again."""
-        failed = self._loading.done() and self._loading.exception() is not None
-        return Kept() if failed else self._receiver.kept
-
-    def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
-        """Begin to receive the missing chunks. If only other ranks lack some, wait for these; this may raise TransferError."""
-        self._receiver.group, self._receiver.timeout_s = group, timeout_s
-        if not self._loading.done():
-            self._resumed.put(True)
-        else:
-            self._receiver.regroup = lambda error: False
-            list(self._receiver.tensors())
-            self._problems.put(None)
-
-    def staged(self) -> StagedWeights:
-        """Wait until the version is loaded, or the group has broken. Raises TransferError and the loader's errors."""
-        if (problem := self._problems.get()) is not None:
-            raise problem
-        return self._loading.result()
-
-    def drop(self) -> None:
-        """Wait for the loader's end. If it waits, or is about to wait, for another group, it ends without a loaded version."""
-        self._resumed.put(False)
-        wait([self._loading], ENDING_S)
-        self._receiver.regroup = lambda error: False  # no longer refers to this object
-
-    def _wait_for_group(self, error: TransferError) -> bool:
-        self._problems.put(error)
-        return self._resumed.get()
-
-
 @dataclass(eq=False)
 class TransferWorker:
     """Performs the actor's orders in one vLLM worker. `loading` is the first message to the actor."""
@@ -229,7 +218,7 @@ class TransferWorker:
         self._memory = (ReusedMemory(buffers + 1), ReusedMemory(buffers)) if self.device.type == "cpu" else None
         self._placement = on_device(self.device)
         self._group: WeightGroup | StreamFile | None = None
-        self._staging: Staging | None = None
+        self._staging: Receiver | None = None
         self._staged: PolicyVersion | None = None
         self._to_swap: PolicyVersion | None = None
         self._loading = threading.Lock()  # held while the loader is in use, or has a part of a version
@@ -305,9 +294,6 @@ class TransferWorker:
             match order:
                 case Join():
                     self._join(order)
-                case Open():
-                    self._leave()
-                    self._group = StreamFile(order.path, self.manifest, order.version)
                 case Receive():
                     staged = self._receive(order)
                 case Discard():
@@ -329,6 +315,9 @@ class TransferWorker:
         self._group = WeightGroup.connect(spec, order.timeout_s, self._aborted, placement)
 
     def _receive(self, order: Receive) -> StagedWeights:
+        if order.path:
+            self._leave()
+            self._group = StreamFile(order.path, self.manifest, order.version)
         if self._group is None:
             raise TransferError("no transfer group is joined")
         receiver = Receiver(
@@ -345,10 +334,11 @@ class TransferWorker:
         try:
             if self._staging is None or self._staging.kept.content != receiver.kept.content:
                 self._drop()
-                self._staging = Staging(receiver, self._load)
+                self._staging = receiver
+                receiver.begin(self._load)
             else:
                 self._staging.resume(self._group, order.timeout_s)
-            staged = self._staging.staged()
+            staged = self._staging.loaded()
         except BaseException:
             self._leave()
             raise

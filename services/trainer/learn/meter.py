@@ -16,84 +16,57 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pipelinerl.messages.sequences import Sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, lag_bucket, weight_sums
 from pipelinerl.rl.packing import CostModel
 from services.trainer.learn.batch import HostMicroBatch, TrainingGroup
-from services.trainer.learn.lora import has_adapters
 
 TRAINING_PASSES = 3
 """Cost of a training step, in forward passes."""
 
-GATED_MODELS = frozenset(
-    {
-        "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-        "granite", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2", "olmo3",
-        "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
-    }
-)  # fmt: skip
-"""Values of `model_type` with grouped-query attention and a feed-forward layer of three matrices."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of a mixture's number of experts in configurations."""
 
 
-def model_flops(config: PretrainedConfig, num_parameters: int) -> CostModel:
-    """Return the FLOPs of one forward pass of a decoder-only model, as a function of sequence lengths. For an unknown
-    architecture, each token costs twice `num_parameters`, and attention is left out."""
-    text: Any = config.get_text_config()
-    if text.model_type not in GATED_MODELS:
-        return CostModel(per_token=2.0 * num_parameters)
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
-    attention = 2 * hidden * head_dim * (heads + key_value_heads)
-    windowed = _windowed_layers(text)
-    per_pair = 4 * heads * head_dim
+def cost_model_of(model: PreTrainedModel) -> CostModel:
+    """Return a training step's cost / `TRAINING_PASSES`, as a function of sequence lengths. Frozen weights get no gradients, so
+    their products take two passes instead of three. The layers' matrices are counted as they are in the model, so no
+    architecture need be known. Of a mixture's experts, the number that a token visits counts."""
+    text: Any = model.config.get_text_config()
+    decoder, head = model.get_decoder(), model.get_output_embeddings().weight
+    uncounted = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(head)}
+    experts = next(filter(None, (getattr(text, name, None) for name in EXPERTS)), 0)
+    visited = getattr(text, "num_experts_per_tok", experts) / experts if experts else 1.0
+
+    def products(weight: torch.nn.Parameter, used: float = 1.0) -> float:
+        return 2.0 * used * weight.numel() * (1.0 if weight.requires_grad else (TRAINING_PASSES - 1) / TRAINING_PASSES)
+
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    kinds = getattr(text, "layer_types", None) or [f"{'sliding' if window else 'full'}_attention"] * text.num_hidden_layers
+    windowed = kinds.count("sliding_attention") if window else 0
+    heads = getattr(text, "num_attention_heads", 0)
+    per_pair = 4.0 * heads * (getattr(text, "head_dim", None) or text.hidden_size // max(1, heads))
     return CostModel(
-        per_token=2.0 * (text.num_hidden_layers * attention + sum(_feed_forward(text))),
-        per_output_token=2.0 * hidden * text.vocab_size,
-        per_pair=float(per_pair * (text.num_hidden_layers - windowed)),
-        per_windowed_pair=float(per_pair * windowed),
-        window=text.sliding_window if windowed else 0,
+        per_token=sum(
+            products(weight, visited if ".experts." in name else 1.0)
+            for name, weight in decoder.named_parameters()
+            if weight.ndim >= 2 and id(weight) not in uncounted and not name.endswith("bias")
+        ),
+        per_output_token=products(head),
+        per_pair=per_pair * (sum("attention" in kind and "linear" not in kind for kind in kinds) - windowed),
+        per_windowed_pair=per_pair * windowed,
+        window=window if window and windowed else 0,
     )
-
-
-def frozen_flops(forward: CostModel, num_trained: int) -> CostModel:
-    """Return a training step's cost / `TRAINING_PASSES` if only `num_trained` adapter weights are trained. Frozen weights get
-    no gradients, so their matrix products take two passes instead of three. The cost of attention does not change."""
-    share = (TRAINING_PASSES - 1) / TRAINING_PASSES
-    return replace(
-        forward, per_token=share * forward.per_token + 2.0 * num_trained, per_output_token=share * forward.per_output_token
-    )
-
-
-def _windowed_layers(text: Any) -> int:
-    if not getattr(text, "sliding_window", None) or not getattr(text, "use_sliding_window", True):
-        return 0
-    kinds: list[str] | None = getattr(text, "layer_types", None)
-    return text.num_hidden_layers if kinds is None else sum(kind == "sliding_attention" for kind in kinds)
-
-
-def _feed_forward(text: Any) -> list[int]:
-    """Return, for each layer, the number of feed-forward weights that one token uses."""
-    dense = 3 * text.hidden_size * text.intermediate_size
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-    if not experts:
-        return [dense] * text.num_hidden_layers
-    expert_size = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    shared_size = getattr(text, "shared_expert_intermediate_size", None) or 0
-    shared = 3 * shared_size * text.hidden_size + (text.hidden_size if shared_size else 0)
-    sparse = 3 * text.hidden_size * expert_size * text.num_experts_per_tok + shared + text.hidden_size * experts
-    every, dense_layers = getattr(text, "decoder_sparse_step", 1), getattr(text, "mlp_only_layers", None) or []
-    return [dense if layer in dense_layers or (layer + 1) % every else sparse for layer in range(text.num_hidden_layers)]
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
@@ -102,15 +75,6 @@ def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> f
 
 
 PROCESS_STATUS = Path("/proc/self/status")
-
-
-def cost_model_of(model: PreTrainedModel) -> CostModel:
-    """Return a training step's cost / `TRAINING_PASSES`: one forward pass or, with adapters, `frozen_flops`."""
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
-    if not has_adapters(model):
-        return model_flops(model.config, trained + frozen)
-    return frozen_flops(model_flops(model.config, frozen), trained)
 
 
 def take_memory_peak(device: torch.device) -> int:
@@ -222,6 +186,10 @@ LARGEST_LOG_WEIGHT = 80.0
 """Bound on log w in means of w, which could otherwise overflow (e^80 is 5e34). The ESS does not need it."""
 
 
+EQUAL = 1e-12
+"""Variance, relative to the mean square, below which returns count as equal. Rounding causes about 1e-16."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenStatistics:
     """Statistics of one rank's sampled tokens, in B lag buckets. `token_figures` combines those of all ranks."""
@@ -232,7 +200,7 @@ class TokenStatistics:
     """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, not finite if a log weight is not.
     k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
     moments: NDArray[np.float64]
-    """[2, 3]: `_moments` of returns and of returns − baseline; all 0 without a learned baseline."""
+    """[2, 3]: number, sum and sum of squares of returns, and of returns − baseline; all 0 without a learned baseline."""
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
     reported: NDArray[np.float64]
@@ -252,7 +220,7 @@ def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch,
     return TokenStatistics(
         by_lag,
         np.array([_bucket_sums(values[:4, buckets == bucket]) for bucket in range(len(LAG_BUCKETS))]),
-        np.array([_moments(own) for own in series]),
+        np.array([(own.size, own.sum(), own @ own) for own in series]),
         np.stack((np.bincount(fresh), np.bincount(fresh, is_off)), axis=1).astype(np.int64),
         np.stack((branches[reported], values[0, reported]), axis=1),
     )
@@ -310,16 +278,8 @@ def summed(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return total
 
 
-def _moments(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return the number of values, their mean, and the sum of their squared deviations, which is exactly 0 if all are equal."""
-    mean = values[:1].sum() + (values - values[:1]).sum() / max(1, values.size)
-    return values.size, mean, ((values - mean) ** 2).sum()
-
-
 def explained_variance(moments: NDArray[np.float64]) -> float | None:
     """Return 1 − Var(R − v) / Var(R) for returns R and baseline v, from `moments` [parts, 2, 3]. None if returns are equal."""
-    tokens, means, deviations = moments.transpose(2, 1, 0)
-    shifts = means - means[:, [int(tokens[0].argmax())]]
-    shifts -= (tokens * shifts).sum(axis=1, keepdims=True) / tokens.sum(axis=1, keepdims=True)
-    of_returns, of_errors = (deviations + tokens * shifts**2).sum(axis=1).tolist()
-    return 1 - of_errors / of_returns if of_returns > 0 else None
+    tokens, sums, squares = moments.sum(axis=0).T
+    of_returns, of_errors = (squares - sums**2 / tokens).tolist()
+    return 1 - of_errors / of_returns if of_returns > EQUAL * squares[0] else None

@@ -19,7 +19,7 @@ from services.trainer.learn.attention import VARLEN, varlen_attention
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.policy import Policy, checked_policy
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULTS = TrainerConfig()
 
 

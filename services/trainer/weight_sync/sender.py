@@ -115,11 +115,6 @@ class Snapshot:
         """Return the SHA-256, in hex, of the weights in the form that actors receive."""
         return self.on_host()[1].hex()
 
-    def checksum(self, chunk: Chunk, placement: Placement) -> int:
-        """Return the chunk's checksum. The chunk is copied only if the checksum is not known yet."""
-        known = self._checksums.get(chunk.index)
-        return self.ready(chunk, placement)[1] if known is None else known
-
 
 class WeightSender:
     """The trainer's end of the collective: takes snapshots, opens a group for each epoch or side group, and starts broadcasts.
@@ -184,7 +179,7 @@ class WeightSender:
             checksums: list[int] = []
             try:
                 with placement.scope(), closing(ready):
-                    checksums.extend(snapshot.checksum(chunk, placement) for chunk in kept)
+                    checksums.extend(snapshot.ready(chunk, placement)[1] for chunk in kept)
                     for chunk, (raw, value) in zip(chunks, ready, strict=True):
                         checksums.append(value)
                         header = chunk_header(snapshot.version, chunk, value).to(placement.device)

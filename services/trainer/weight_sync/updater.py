@@ -602,9 +602,5 @@ def epoch_members(members: tuple[c.Member, ...]) -> tuple[pb.EpochMember, ...]:
 
 def actors_of(ranks: Iterable[int], members: tuple[c.Member, ...]) -> tuple[str, ...]:
     """Return the actors that own `ranks`, each once. Pure."""
-    wanted = set(ranks)
-    return tuple(
-        member.actor
-        for member in epoch_members(members)
-        if wanted & set(range(member.first_rank, member.first_rank + member.ranks))
-    )
+    owners = [member.actor for member in members for _ in range(member.ranks)]
+    return tuple(dict.fromkeys(owners[rank - 1] for rank in sorted(ranks)))
