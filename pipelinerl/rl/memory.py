@@ -1,9 +1,9 @@
 """Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates know
-a model by its size and, if possible, by the KV cache of a token. In a mixture of experts, memory counts all experts, and
-compute only those that a token visits. Activations get `ENGINE_GIB` of an actor's accelerator, and all but `MODEL_STATE_SHARE` of
-a rank's. Replicated tensors and other processes on the device are not counted.
+a model by its size and, if possible, by the KV cache of a token. In a mixture of experts, memory counts all experts,
+and compute only those that a token visits. Activations get `ENGINE_GIB` of an actor's accelerator, and all but
+`MODEL_STATE_SHARE` of a rank's. Replicated tensors and other processes on the device are not counted.
 """
 
 from __future__ import annotations
