@@ -43,6 +43,8 @@ def problems_in(folder: Path) -> Iterator[str]:
     if not folder.is_dir():
         yield "is not a folder; give one that contains a Hugging Face model"
         return
+    if (folder / "adapter_config.json").is_file():
+        yield "has a LoRA adapter, which actors would not apply; merge it into its model, and give a folder without it"
     if not (folder / "config.json").is_file():
         yield "has no config.json, so it contains no Hugging Face model; give the model's folder"
         return
@@ -62,7 +64,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 def longest_context(folder: Path) -> int | None:
     """Return the model's context in tokens; None if its config.json gives none, or scales it."""
-    config = _text_config(folder / "config.json")
+    config = text_config(folder / "config.json")
     scaled = '"factor"' in json.dumps([config.get("rope_scaling"), config.get("rope_parameters")])
     longest = config.get("max_position_embeddings")
     return longest if isinstance(longest, int) and not scaled else None
@@ -77,7 +79,7 @@ def active_share(model: ModelConfig, parameters: float) -> float:
         named = _ACTIVE_IN_NAME.search(model.name)
         return min(1.0, 1e9 * float(named[1]) / parameters) if named and parameters else 1.0
     try:
-        config = _text_config(path)
+        config = text_config(path)
     except (ValueError, TypeError, AttributeError):  # `problems_in` reports it
         return 1.0
 
@@ -93,7 +95,7 @@ def active_share(model: ModelConfig, parameters: float) -> float:
     return max(visited / experts, 1 - layers * (experts - visited) * expert / parameters)
 
 
-def _text_config(path: Path) -> dict[str, Any]:
+def text_config(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json. For a multimodal model, the text model's fields take precedence."""
     config: dict[str, Any] = json.loads(path.read_bytes())
     text = config.get("text_config")
@@ -109,6 +111,8 @@ def _weights_problems(folder: Path) -> Iterator[str]:
         return
     if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
         yield f"lacks {_some(missing)}, among the {len(shards)} weight files that {index.name} names; copy them"
+    elif shards and folder / "model.safetensors" in files and "model.safetensors" not in shards:
+        yield f"has {index.name} with its files and model.safetensors; delete the older ones, since actors may load others"
     if not files and not missing and not any(folder.glob("*.bin")):
         yield "has no weights (*.safetensors); copy them into it"
     broken = []

@@ -526,6 +526,8 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     refused(tmp_path, r"no config\.json")
     (tmp_path / "config.json").write_text('{"model_type": "no-such-thing"}')
     refused(tmp_path, "configuration does not load")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    refused(tmp_path, "its weights are quantised and cannot be trained; name the original checkpoint")
     model = model_of("llama-untied")
     model.save_pretrained(
         tmp_path, state_dict={name: value for name, value in model.state_dict().items() if "layers.1.mlp" not in name}

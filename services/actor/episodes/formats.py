@@ -280,7 +280,10 @@ class TemplateFormat:
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
         """Return the special token after an answer, or None, and the text after it. `asked_again`: a user's message follows."""
-        tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
+        try:
+            tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
+        except Exception:  # noqa: BLE001 - `render` will say why the template refuses a conversation
+            return None, ""
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""
         return tokens[0], str(self._tokenizer.decode(tokens[1:]))

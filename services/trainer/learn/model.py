@@ -136,8 +136,10 @@ def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:
 def _load_config(source: str, config: ModelConfig, hub: dict[str, Any]) -> PretrainedConfig:
     try:
         hf_config = AutoConfig.from_pretrained(source, **hub)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise FieldError("model.name", source, f"its configuration does not load: {first_line(error)}") from error
+    if getattr(hf_config, "quantization_config", None):
+        raise FieldError("model.name", source, "its weights are quantised and cannot be trained; name the original checkpoint")
     text = hf_config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     limits = {name: getattr(text, name, None) for name in ("max_position_embeddings", "attention_chunk_size")}
@@ -165,7 +167,7 @@ def _load_weights(source: str, hf_config: PretrainedConfig, config: ModelConfig,
         loaded = AutoModelForCausalLM.from_pretrained(
             source, config=hf_config, dtype=DTYPES[config.dtype], attn_implementation="eager", output_loading_info=True, **hub
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise FieldError("model.name", source, f"no causal language model loads: {first_line(error)}") from error
     model, report = loaded
     if report["missing_keys"] or report["mismatched_keys"]:
