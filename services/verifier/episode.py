@@ -31,7 +31,7 @@ from pipelinerl import episodes
 from pipelinerl.episodes import POLICY_FAULTS, Done, Environment, Messages, Tool, ToolCall, Turn
 from pipelinerl.errors import FieldError, UserError, as_unicode, located
 from pipelinerl.recipe.fields import ProblemSet, TaskConfig
-from pipelinerl.tasks.source import Division, Split, conversation
+from pipelinerl.tasks.source import Division, Split, conversation, prompt_of
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
@@ -200,7 +200,7 @@ class ToolUse:
         self.tools = [tool.schema for tool in tools.values()]
 
     def start(self, row: Mapping[str, Any], seed: int) -> Messages:
-        return conversation([{"role": "user", "content": str(row[self._task.prompt_field])}], self._task)
+        return conversation([{"role": "user", "content": prompt_of(row, self._task)[0]}], self._task)
 
     async def reply(self, turn: Turn) -> Messages | Done:
         """Return the results of the turn's calls. A turn without calls ends the episode; a scorer gives the reward later."""

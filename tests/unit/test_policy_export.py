@@ -42,6 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters in bfloat16": {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 2}}},
 }
 
+GENERATION = {"eos_token_id": [1, 2], "temperature": 0.6, "top_p": 0.9}
+"""As that of Llama 2, which transformers reads but refuses to write, because `do_sample` is not set."""
+
 
 def trainer_of(learner: Learner, recipe: Recipe) -> PolicyTrainer:
     nothing: Any = None
@@ -71,6 +74,7 @@ def check(folder: Path, then: dict[str, torch.Tensor], recipe: Recipe) -> None:
     named = dict(model.named_parameters())
     assert {weight.dtype for weight in named.values()} == {dtype}
     assert json.loads((folder / "config.json").read_text())["dtype"] == recipe.model.dtype
+    assert GENERATION.items() <= json.loads((folder / "generation_config.json").read_text()).items()
     heads = {name for name in then if name.startswith("value_head.")}
     assert named.keys() == then.keys() - heads
     for name, weight in named.items():
@@ -85,6 +89,7 @@ def check(folder: Path, then: dict[str, torch.Tensor], recipe: Recipe) -> None:
 @pytest.fixture
 def source(tmp_path: Path) -> str:
     model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(GENERATION))
     return str(tmp_path / "model")
 
 
