@@ -191,7 +191,7 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
     """Return the tokenizer of folder (or hub id) `source`, at the recipe's revision, with its template. Raises `FieldError`."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
     use_chat_template(tokenizer, recipe.model)
     return tokenizer

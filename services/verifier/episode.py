@@ -152,6 +152,8 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         if not all(map(math.isfinite, metrics.values())):
             return failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
+        if done.correct not in (None, True, False):
+            raise TypeError(f"Done has correct={done.correct!r:.100}; it must be True, False or None")
         if done.correct is not None:  # the component `answer` only says whether the answer is right
             components = {"answer": correct if done.correct else 0.0}
             components["environment"] = reward - components["answer"]

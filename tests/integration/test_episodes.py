@@ -111,6 +111,12 @@ async def test_an_environment_says_what_is_right(
     assert result.reward == 0.75
 
 
+async def test_an_environment_must_say_true_or_false(hostile: Verifier, policy: FakeEndpoint) -> None:
+    (result,) = await run(hostile.address.grpc, episode(policy, {"correct": "no"}))
+    assert status_name(result.status) == "crashed"
+    assert "Done has correct='no'; it must be True, False or None" in result.message
+
+
 @pytest.mark.parametrize(
     ("code", "http_status"), [("max_turns_exceeded", 400), ("context_length_exceeded", 400), ("request_too_large", 413)]
 )
