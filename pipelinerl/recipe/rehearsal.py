@@ -301,7 +301,7 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
         share = recipe.sets_by_place[place]
         for name in ("answer_pattern", "format_pattern"):
             if token := special.first(re.sub(r"\\(\W)", r"\1", pattern := getattr(share.reward, name))):
-                fix = f"rewards see completions without {token}, a special token of the model; leave it out, or unset special in tokenizer.json"
+                fix = f"rewards see completions without {token}, which is special; leave it out, or make it ordinary"
                 yield FieldError(f"{place}reward.{name}", pattern, fix)
         problems = source.problems if isinstance(source, FileSource) and _has_prompt(share) else []
         if spelled := [one for one in problems if any(map(spellings.first, one.texts))]:

@@ -56,7 +56,7 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
             token_ids = _token_ids(problem, share.task, tokenizer, model)
             if size and (largest := max(token_ids, default=0)) >= size:
                 token = tokenizer.convert_ids_to_tokens(largest)
-                fix = f"its vocabulary of {size:,} tokens (config.json) lacks {token} ({largest}), which prompts have; use its own tokenizer"
+                fix = f"its {size:,} tokens (vocab_size) lack {token} ({largest}), which prompts have; use its own tokenizer"
                 raise FieldError("model.name", model.name, fix)
         except FieldError as wrong:
             field = wrong.field if wrong.field.startswith("model.") else f"{place}{wrong.field}"

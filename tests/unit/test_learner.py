@@ -212,7 +212,7 @@ def test_attention_terms_that_would_be_dropped_and_models_whose_state_crosses_se
     with pytest.raises(FieldError, match="needs softcap: set eager"):
         varlen_attention(torch.nn.Identity(), tokens, tokens, tokens, None, packed=packed_layout(np.array([3])), softcap=30.0)
     model = build(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(FieldError, match="MambaForCausalLM scores packed sequences.*; use another architecture"):
+    with pytest.raises(FieldError, match=r"MambaForCausalLM scores packed sequences.*; use another architecture"):
         wrap_model(model)
     # Its layers do not pass on the packed layout.
     assert wrap_model(build(StableLmConfig, StableLmForCausalLM, **SHAPE)).attention == "eager"
@@ -259,7 +259,8 @@ def test_dropout_is_off_in_training_and_gradient_checkpointing_changes_no_gradie
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}
     sequence, calls = sequences_of([(1, 9)])[0], list[object]()
     for checkpointing in (False, True):
-        for model in (build(GPT2Config, GPT2LMHeadModel, **config), build(MixtralConfig, MixtralForCausalLM, **SHAPE, **experts)):
+        noisy = build(MixtralConfig, MixtralForCausalLM, **SHAPE, **experts)
+        for model in (build(GPT2Config, GPT2LMHeadModel, **config), noisy):
             noiseless = plain_logprobs(model.eval(), sequence).detach().numpy()
             policy = wrap_model(model, gradient_checkpointing=checkpointing)
             found = policy.sequence_logprobs(np.append(sequence.prompt_token_ids, sequence.completion_token_ids))

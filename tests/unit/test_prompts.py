@@ -253,7 +253,7 @@ def test_validate_shows_the_prompt_and_warns_of_what_may_not_be_meant(
     assert "tokens, special ones in ⟨⟩\n    | ⟨<|im_start|>⟩user\n" in shown
     assert "⟨<|im_start|>⟩assistant\n    | ⟨<think>⟩\n    | \n    | ⟨</think>⟩\n    | \n    | \n" in shown
     assert "the chat template never reads thinking;" in shown
-    assert "rewards see completions without <|im_start|>, a special token of the model; leave it out, or" in shown
+    assert "rewards see completions without <|im_start|>, which is special; leave it out" in shown
     assert "has control tokens such as <|im_end|> in 1 prompt, the first in line 3" in shown
 
 
@@ -296,7 +296,7 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_named_before_a_run(
         (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": size}))
         found = preview(recipe, "model", {"": Problem("2+2")})["mistakes"]
         assert len(found) == mistakes
-    assert f"its vocabulary of {begins:,} tokens (config.json) lacks <|im_" in str(FieldError(*found[0]))
+    assert f"its {begins:,} tokens (vocab_size) lack <|im_" in str(FieldError(*found[0]))
 
 
 def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() -> None:
