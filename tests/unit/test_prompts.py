@@ -133,6 +133,9 @@ def test_thoughts_that_a_template_strips_begin_a_branch_and_others_are_extended(
     after = tokenizer.encode("\n<|im_start|>user\nWhy<|im_end|>\n<|im_start|>assistant\n")
     assert extended == ([*context, *sampled, *after] if "keeps = true" in template else None)
     assert ("hm" in tokenizer.decode(chat.render(said, []))) is ("keeps = true" in template)
+    tokenizer = tokenizer_with(CHATML + "{{ '<think>' if add_generation_prompt else '' }}")
+    chat, cut = TemplateFormat(tokenizer), [*asked, {"role": "assistant", "content": "hm"}, said[-1]]
+    assert chat.extend(chat.render(asked, []), tokenizer.encode("hm<|im_end|>"), cut, 2, []) is None
 
 
 def test_a_turn_that_the_next_roles_token_ends() -> None:

@@ -254,6 +254,8 @@ class TemplateFormat:
         said = messages[num_known - 1].get("content", "").strip()
         if not (everything.startswith(known) and known.endswith(end) and said in known):
             return None
+        if not known.startswith(self._text(messages[: num_known - 1], tools)):  # such as <think>, which only begins a turn
+            return None
         rest, is_ended = everything[len(known) :], sampled_ids[-1:] == [self._end]
         if self._is_next_role:
             new = self.control.encode(rest)
