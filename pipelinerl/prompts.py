@@ -99,9 +99,14 @@ class ControlTokens:
         return (self._all if is_result else self._control).parted(value)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode a text. A control token in it that a mark splits is encoded as ordinary text."""
+        """Encode a text that will be continued, without tokens that the tokenizer adds at the end of a text. A control token
+        in it that a mark splits is encoded as ordinary text."""
         first, *others = text.split(_MARK)
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
+        if add_special_tokens:
+            bare = list(self._tokenizer.encode(first, add_special_tokens=False))
+            ends = (at for at in range(len(token_ids), 0, -1) if token_ids[:at][-len(bare) :] == bare)
+            token_ids = token_ids[: next(ends, len(token_ids))]
         if not others:
             return token_ids
         # Some tokenizers put a space before a first word, so encode each part after a line end, which is then removed.
@@ -110,10 +115,7 @@ class ControlTokens:
         for part, ids in zip(others, behind, strict=True):
             is_whole = ids[: len(line_end)] == line_end
             following += ids[len(line_end) :] if is_whole else self._tokenizer.encode(part, add_special_tokens=False)
-        # The tokenizer may add tokens at the end of a text. They belong after the last part.
-        bare = list(self._tokenizer.encode(first, add_special_tokens=False))
-        end = next((at for at in range(len(token_ids), 0, -1) if token_ids[:at][-len(bare) :] == bare), len(token_ids))
-        return [*token_ids[:end], *following, *token_ids[end:]]
+        return token_ids + following
 
 
 control_tokens = lru_cache(maxsize=8)(ControlTokens)

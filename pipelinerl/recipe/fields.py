@@ -232,8 +232,8 @@ class ModelConfig(Section):
     `model`: they round it to `dtype`, and this rounding changes log-probabilities by hundredths of a nat."""
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
-    """The trainer's attention. `auto`: PipelineRL's attention for packed rows (`sdpa` for models with chunked attention) if it
-    reproduces the model's log-probabilities, else `eager`."""
+    """The trainer's attention. `auto`: PipelineRL's attention for packed rows if it reproduces the model's log-probabilities,
+    else `eager`."""
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with a hub model.")
     chat_template: str = Field("", description="Jinja chat template, or its file; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}

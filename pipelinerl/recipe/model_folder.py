@@ -44,6 +44,8 @@ def problems_in(folder: Path) -> Iterator[str]:
     if not folder.is_dir():
         yield "is not a folder; give one that contains a Hugging Face model"
         return
+    if (folder / "adapter_config.json").is_file():
+        yield "has a LoRA adapter, which actors would not apply; merge it into its model, and give a folder without it"
     if not (folder / "config.json").is_file():
         yield "has no config.json, so it contains no Hugging Face model; give the model's folder"
         return
@@ -63,7 +65,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 def longest_context(folder: Path) -> int | None:
     """Return the model's context in tokens; None if its config.json gives none, or scales it."""
-    config = _text_config(folder / "config.json")
+    config = text_config(folder / "config.json")
     scaled = '"factor"' in json.dumps([config.get("rope_scaling"), config.get("rope_parameters")])
     longest = config.get("max_position_embeddings")
     return longest if isinstance(longest, int) and not scaled else None
@@ -110,7 +112,7 @@ def _known_config(model: ModelConfig) -> dict[str, Any] | None:
     folder = model_folder(model)
     path = cached(model, "config.json") if folder is None else folder / "config.json"
     try:
-        return _text_config(path) if path is not None and path.is_file() else None
+        return text_config(path) if path is not None and path.is_file() else None
     except (ValueError, TypeError, AttributeError):
         return {}
 
@@ -119,7 +121,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
 
 
-def _text_config(path: Path) -> dict[str, Any]:
+def text_config(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json. For a multimodal model, the text model's fields take precedence."""
     config: dict[str, Any] = json.loads(path.read_bytes())
     text = config.get("text_config")
@@ -135,6 +137,8 @@ def _weights_problems(folder: Path) -> Iterator[str]:
         return
     if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
         yield f"lacks {_some(missing)}, among the {len(shards)} weight files that {index.name} names; copy them"
+    elif shards and folder / "model.safetensors" in files and "model.safetensors" not in shards:
+        yield f"has {index.name} with its files and model.safetensors; delete the older ones, since actors may load others"
     if not files and not missing and not any(folder.glob("*.bin")):
         yield "has no weights (*.safetensors); copy them into it"
     broken = []

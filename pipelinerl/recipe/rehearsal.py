@@ -228,11 +228,13 @@ _TIMEOUT_S = 180.0
 @dataclass(frozen=True)
 class Preview:
     """Rendered prompts as `rows` (name, value) to print, and findings about the chat template: `mistakes` (field, value, fix),
-    the tokenizer's `control` tokens, and variables in `model.chat_template_kwargs` that the template leaves `unread`."""
+    the tokenizer's `control` tokens and `special` ones, which rewards do not see, and variables in `model.chat_template_kwargs`
+    that the template leaves `unread`."""
 
     rows: Sequence[tuple[str, str]] = ()
     mistakes: Sequence[tuple[str, Any, str]] = ()
     control: Sequence[str] = ()
+    special: Sequence[str] = ()
     unread: Sequence[str] = ()
 
 
@@ -289,7 +291,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
     """Yield warnings about the chat template, and about rows whose text contains a control token, which stays plain text."""
-    model, spellings = recipe.model, Spellings(set(found.control))
+    model, spellings, special = recipe.model, Spellings(set(found.control)), Spellings(set(found.special))
     if found.unread:
         fix = f"the chat template never reads {', '.join(found.unread)}; correct the name, or leave it out"
         yield FieldError("model.chat_template_kwargs", model.chat_template_kwargs, fix)
@@ -297,6 +299,10 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
         yield FieldError("model.chat_template", model.chat_template, "no prompt uses it; set task.prompt_style to chat")
     for place, source in sources.items():
         share = recipe.sets_by_place[place]
+        for name in ("answer_pattern", "format_pattern"):
+            if token := special.first(re.sub(r"\\(\W)", r"\1", pattern := getattr(share.reward, name))):
+                fix = f"rewards see completions without {token}, which is special; leave it out, or make it ordinary"
+                yield FieldError(f"{place}reward.{name}", pattern, fix)
         problems = source.problems if isinstance(source, FileSource) and _has_prompt(share) else []
         if spelled := [one for one in problems if any(map(spellings.first, one.texts))]:
             token = spellings.first("\n".join(spelled[0].texts))

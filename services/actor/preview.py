@@ -23,6 +23,7 @@ from pipelinerl.episodes import tool_of
 from pipelinerl.errors import FieldError
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt, refusal, use_chat_template
 from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig
+from pipelinerl.recipe.model_folder import text_config
 from pipelinerl.tasks.source import Problem, conversation
 from services.actor.episodes.formats import Unrenderable, chat_format_of
 
@@ -30,13 +31,15 @@ _SHOWN = 160
 
 
 def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[str, Any]:
-    found: dict[str, Any] = {"rows": [], "mistakes": [], "control": [], "unread": []}
+    found: dict[str, Any] = {"rows": [], "mistakes": [], "control": [], "special": [], "unread": []}
     from transformers import AutoTokenizer
 
     model, folder, file = recipe.model, Path(source), {}
     if source.endswith(".gguf"):
         folder, file = folder.parent, {"gguf_file": folder.name}
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code, **file)
+    found["special"] = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    size = text_config(config).get("vocab_size") if (config := folder / "config.json").is_file() else None
     try:
         if template := model.chat_template or tokenizer.chat_template:
             found["unread"] = unread_variables(template, model.chat_template_kwargs)
@@ -51,6 +54,10 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
                 use_chat_template(tokenizer, model)
                 found["control"] = sorted(control_tokens(tokenizer).texts)
             token_ids = _token_ids(problem, share.task, tokenizer, model)
+            if size and (largest := max(token_ids, default=0)) >= size:
+                token = tokenizer.convert_ids_to_tokens(largest)
+                fix = f"its {size:,} tokens (vocab_size) lack {token} ({largest}), which prompts have; use its own tokenizer"
+                raise FieldError("model.name", model.name, fix)
         except FieldError as wrong:
             field = wrong.field if wrong.field.startswith("model.") else f"{place}{wrong.field}"
             found["mistakes"].append((field, wrong.value, wrong.fix))

@@ -360,7 +360,8 @@ class VllmEngine:
         return np.asarray(scored, dtype=np.float32)
 
     def decode(self, token_ids: Sequence[int] | TokenIds) -> str:
-        return str(self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
+        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(np.asarray(token_ids).tolist(), **how))
 
     async def check_health(self) -> None:
         if self.llm.errored:

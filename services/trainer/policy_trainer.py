@@ -192,7 +192,7 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
     """Return the tokenizer of folder (or hub id) `source`, at the recipe's revision, with its template. Raises `FieldError`."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
     use_chat_template(tokenizer, recipe.model)
     return tokenizer
@@ -292,10 +292,6 @@ def rank_device(local_rank: int) -> torch.device:
     return device
 
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings that depend on a row's longest position. A rank with only a part of the row does not know it."""
-
-
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
     """Shard `policy` over the ranks of `world`, which all must call this. The policy then computes in `dtype`. `reshard`: drop
     gathered weights after each forward pass, which saves memory but costs traffic. Raises `FieldError` if the model has no list
@@ -332,14 +328,10 @@ def row_part(model: PreTrainedModel, attention: str, world: World) -> RowPart | 
         return None
     config = model.config.get_text_config()
     if not attention.startswith("pipelinerl"):
-        fix = f"needs attention 'auto', and this model has {attention!r}; use 1, or a model without chunked attention"
+        fix = f"needs attention 'auto', and this model has {attention!r}; use 1, or another model"
         raise FieldError("trainer.context_parallel", layout.sequence_ranks, fix)
     heads = config.num_attention_heads
     key_repeats(heads, getattr(config, "num_key_value_heads", None) or heads, layout.sequence_ranks)
-    scaling = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if scaling in _LENGTH_DEPENDENT:
-        fix = f"does not work with the model's {scaling} rotary embedding, which depends on the row's length; use 1"
-        raise FieldError("trainer.context_parallel", layout.sequence_ranks, fix)
     return RowPart(layout.sequence_index, layout.sequence_ranks, world.row_group)
 
 

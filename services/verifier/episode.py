@@ -31,7 +31,7 @@ from pipelinerl import episodes
 from pipelinerl.episodes import POLICY_FAULTS, Done, Environment, Messages, Tool, ToolCall, Turn
 from pipelinerl.errors import FieldError, UserError, as_unicode, located
 from pipelinerl.recipe.fields import ProblemSet, TaskConfig
-from pipelinerl.tasks.source import Division, Split, conversation
+from pipelinerl.tasks.source import Division, Split, conversation, prompt_of
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
@@ -152,6 +152,8 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         if not all(map(math.isfinite, metrics.values())):
             return failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
+        if done.correct not in (None, True, False):
+            raise TypeError(f"Done has correct={done.correct!r:.100}; it must be True, False or None")
         if done.correct is not None:  # the component `answer` only says whether the answer is right
             components = {"answer": correct if done.correct else 0.0}
             components["environment"] = reward - components["answer"]
@@ -200,7 +202,7 @@ class ToolUse:
         self.tools = [tool.schema for tool in tools.values()]
 
     def start(self, row: Mapping[str, Any], seed: int) -> Messages:
-        return conversation([{"role": "user", "content": str(row[self._task.prompt_field])}], self._task)
+        return conversation([{"role": "user", "content": prompt_of(row, self._task)[0]}], self._task)
 
     async def reply(self, turn: Turn) -> Messages | Done:
         """Return the results of the turn's calls. A turn without calls ends the episode; a scorer gives the reward later."""

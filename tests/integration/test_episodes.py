@@ -111,6 +111,12 @@ async def test_an_environment_says_what_is_right(
     assert result.reward == 0.75
 
 
+async def test_an_environment_must_say_true_or_false(hostile: Verifier, policy: FakeEndpoint) -> None:
+    (result,) = await run(hostile.address.grpc, episode(policy, {"correct": "no"}))
+    assert status_name(result.status) == "crashed"
+    assert "Done has correct='no'; it must be True, False or None" in result.message
+
+
 @pytest.mark.parametrize(
     ("code", "http_status"), [("max_turns_exceeded", 400), ("context_length_exceeded", 400), ("request_too_large", 413)]
 )
@@ -307,13 +313,14 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         "source": "tools",
         "name": "sums",
         "path": "unused.jsonl",
+        "prompt_template": "{left} * {right}?",
         "tools": [f"hostile_environments:{name}" for name in ("multiply", "divide", "repeat", "run")],
         "system_prompt": "You have tools.",
         "instruction": "Write # before the answer.",
     }
     data = recipe(task=task, reward={"answer_pattern": "#(.*)", "overlong": {"buffer_tokens": 8, "penalty": 0.5}})
     with fake_endpoint(lambda _: next(turns)) as endpoint:
-        request = episode(endpoint, {"prompt": "6 * 7?"}, answer="42", task="sums", max_tokens=10)
+        request = episode(endpoint, {"left": 6, "right": 7}, answer="42", task="sums", max_tokens=10)
         (result,) = await served(tmp_path, data, request)
     assert (status_name(result.status), result.answer) == ("ok", "It is #42")
     assert dict(result.components) == {"answer": 1.0, "overlong": pytest.approx(-0.5 * (9 - 2) / 8)}

@@ -24,6 +24,10 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 from pipelinerl.errors import FieldError
@@ -208,8 +212,10 @@ def test_attention_terms_that_would_be_dropped_and_models_whose_state_crosses_se
     with pytest.raises(FieldError, match="needs softcap: set eager"):
         varlen_attention(torch.nn.Identity(), tokens, tokens, tokens, None, packed=packed_layout(np.array([3])), softcap=30.0)
     model = build(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(FieldError, match="MambaForCausalLM scores packed sequences"):
+    with pytest.raises(FieldError, match=r"MambaForCausalLM scores packed sequences.*; use another architecture"):
         wrap_model(model)
+    # Its layers do not pass on the packed layout.
+    assert wrap_model(build(StableLmConfig, StableLmForCausalLM, **SHAPE)).attention == "eager"
 
 
 def test_lengths_apart_are_laid_out_in_blocks_of_similar_ones_once_and_only_when_asked_for() -> None:
@@ -250,14 +256,21 @@ def test_a_model_that_makes_its_logits_itself_has_them_in_float32_too() -> None:
 
 def test_dropout_is_off_in_training_and_gradient_checkpointing_changes_no_gradient() -> None:
     config = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    policy = wrap_model(build(GPT2Config, GPT2LMHeadModel, **config))
-    assert policy.model.training
-    tokens = np.arange(10, dtype=np.int32)
-    assert policy.sequence_logprobs(tokens).tolist() == policy.sequence_logprobs(tokens).tolist()
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}
+    sequence, calls = sequences_of([(1, 9)])[0], list[object]()
+    for checkpointing in (False, True):
+        noisy = build(MixtralConfig, MixtralForCausalLM, **SHAPE, **experts)
+        for model in (build(GPT2Config, GPT2LMHeadModel, **config), noisy):
+            noiseless = plain_logprobs(model.eval(), sequence).detach().numpy()
+            policy = wrap_model(model, gradient_checkpointing=checkpointing)
+            found = policy.sequence_logprobs(np.append(sequence.prompt_token_ids, sequence.completion_token_ids))
+            assert found == pytest.approx(noiseless, abs=1e-5)
     group = group_of(sequences_of(LENGTHS))
     bare = packed_gradients(wrap_model(model_of("llama-tied")), group, AlgorithmConfig())
     checkpointed = wrap_model(model_of("llama-tied"), gradient_checkpointing=True)
+    checkpointed.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))  # type: ignore[union-attr]
     assert_same(bare, packed_gradients(checkpointed, group, AlgorithmConfig()))
+    assert len(calls) == 2, "the backward pass computes the layer again"
 
 
 # Shared prompts, and sequences that have no gradient
@@ -514,6 +527,8 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     refused(tmp_path, r"no config\.json")
     (tmp_path / "config.json").write_text('{"model_type": "no-such-thing"}')
     refused(tmp_path, "configuration does not load")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    refused(tmp_path, "its weights are quantised and cannot be trained; name the original checkpoint")
     model = model_of("llama-untied")
     model.save_pretrained(
         tmp_path, state_dict={name: value for name, value in model.state_dict().items() if "layers.1.mlp" not in name}
@@ -530,7 +545,7 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("max_context", 129, r"model\.max_context = 129: the model's context is 128"),
+        ("max_context", 129, r"model\.max_context = 129: is above the model's max_position_embeddings of 128"),
         pytest.param(
             "attention",
             "flash_attention_2",
@@ -543,6 +558,38 @@ def test_what_a_model_cannot_do_is_refused(field: str, value: Any, problem: str,
     model_of("llama-tied").save_pretrained(tmp_path)
     with pytest.raises(FieldError, match=problem):
         load_policy(str(tmp_path), model_config(tmp_path, **{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("attention_chunk_size", {"attention_chunk_size": 64}),
+        (
+            "original_max_position_embeddings",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}},
+        ),
+    ],
+)
+def test_a_context_in_which_neighbours_in_a_row_would_change_a_sequence_is_refused(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model_of("llama-tied", **changes).save_pretrained(tmp_path)
+    load_policy(str(tmp_path), model_config(tmp_path, max_context=64))
+    with pytest.raises(FieldError, match=rf"model\.max_context = 128: is above the model's {name} of 64 tokens; lower it"):
+        load_policy(str(tmp_path), model_config(tmp_path))
+
+
+@pytest.mark.parametrize("max_context", [16, 128])
+def test_the_context_chooses_the_rotary_embedding_of_longrope_as_in_vllm(max_context: int, tmp_path: Path) -> None:
+    def rope(short: list[float]) -> dict[str, Any]:
+        factors = {"short_factor": short, "long_factor": [1.0, 2.0, 3.0, 4.0], "original_max_position_embeddings": 16}
+        return {"rope_parameters": {"rope_type": "longrope", **factors}}
+
+    model_of("llama-tied", **rope([1.0] * 4)).save_pretrained(tmp_path)
+    policy, sequence = load_policy(str(tmp_path), model_config(tmp_path, max_context=max_context)), sequences_of([(1, 9)])[0]
+    served = model_of("llama-tied", **rope([1.0, 2.0, 3.0, 4.0] if max_context > 16 else [1.0] * 4))
+    found = policy.sequence_logprobs(np.append(sequence.prompt_token_ids, sequence.completion_token_ids))
+    assert found == pytest.approx(plain_logprobs(served, sequence).detach().numpy(), abs=1e-5)
 
 
 def test_a_value_head_learns_what_rewards_are_and_the_policy_what_is_better() -> None:

@@ -242,13 +242,6 @@ def test_experts_that_lie_in_one_tensor_are_refused_and_attention_is_adapted(
     assert set(layer_adapters(mixture)) == {f"model.layers.{n}.self_attn.{p}_proj" for n in range(2) for p in "qkvo"}
 
 
-def test_a_quantised_model_is_refused() -> None:
-    quantised = model("llama-tied")
-    quantised.config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(FieldError, match=r"trainer.lora = .*not quantised"):
-        add_adapters(quantised, RANK_4)
-
-
 def test_a_recipe_says_adapters_by_naming_one_field_and_cannot_say_some() -> None:
     sizes = {"tokens_per_microbatch": 64, "batch_size": 4}
     recipe: Recipe = make_recipe(trainer={**sizes, "lora": {"rank": 8}})

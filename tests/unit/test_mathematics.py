@@ -80,7 +80,15 @@ def test_a_reference_that_marks_nothing_fails_by_name(reference: str, problem: s
             paid(scorer, reference, r"\boxed{42}")
 
 
+def test_a_thought_that_the_prompt_begins_earns_nothing_until_it_ends() -> None:
+    for scorer in SCORERS:
+        for completion, value in ((r"so \boxed{42}", 0.0), (r"so \boxed{7}</think> \boxed{42}", 1.0)):
+            for prompt, earned in (("6 * 7<think>\n", value), ("6 * 7", 1.0)):
+                assert SCORERS[scorer](RewardInput(prompt, completion, completion, {"answer": "42"})).value == earned
+
+
 HOSTILE = (
+    r"\9", "0_[]",
     "9^{9^{9^9}}", "(10^9)!", "((10^4)!)!", "^".join(["9"] * 900), "1e9999", "2^{-10^{12}}", "9999999999^{6500}" * 30,
     r"\log_1 2", "*".join(["65000!"] * 100), "(" * 900 + "1" + ")" * 900, r"\frac{" * 200 + "1" + "}{2}" * 200,
     "-" * 1500 + "42", r"\ln 0", "f(" * 300 + "x" + ")" * 300, "+".join(["5000!/7"] * 240), "+".join(["sin(x)"] * 280),

@@ -42,6 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters in bfloat16": {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 2}}},
 }
 
+GENERATION = {"eos_token_id": [1, 2], "temperature": 0.6, "top_p": 0.9}
+"""As that of Llama 2, which transformers reads but refuses to write, because `do_sample` is not set."""
+
 
 def trainer_of(learner: Learner, recipe: Recipe) -> PolicyTrainer:
     nothing: Any = None
@@ -85,6 +88,7 @@ def check(folder: Path, then: dict[str, torch.Tensor], recipe: Recipe) -> None:
 @pytest.fixture
 def source(tmp_path: Path) -> str:
     model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(GENERATION))
     return str(tmp_path / "model")
 
 
@@ -95,6 +99,7 @@ def test_what_is_written_is_of_when_it_began(source: str, tmp_path: Path, case: 
     trainer, folder = trainer_of(learner, recipe), tmp_path / "partial"
     then = checkpoint_beside_training(trainer, folder)
     check(folder, then, recipe)
+    assert GENERATION.items() <= json.loads((folder / "generation_config.json").read_text()).items()
     again = load_learner(recipe, source, RankSettings(), folder / "resume" / "state")
     assert again.optimizer.steps_taken == 1
     for name, weight in again.gather(WEIGHTS):

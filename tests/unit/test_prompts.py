@@ -133,6 +133,9 @@ def test_thoughts_that_a_template_strips_begin_a_branch_and_others_are_extended(
     after = tokenizer.encode("\n<|im_start|>user\nWhy<|im_end|>\n<|im_start|>assistant\n")
     assert extended == ([*context, *sampled, *after] if "keeps = true" in template else None)
     assert ("hm" in tokenizer.decode(chat.render(said, []))) is ("keeps = true" in template)
+    tokenizer = tokenizer_with(CHATML + "{{ '<think>' if add_generation_prompt else '' }}")
+    chat, cut = TemplateFormat(tokenizer), [*asked, {"role": "assistant", "content": "hm"}, said[-1]]
+    assert chat.extend(chat.render(asked, []), tokenizer.encode("hm<|im_end|>"), cut, 2, []) is None
 
 
 def test_a_turn_that_the_next_roles_token_ends() -> None:
@@ -212,14 +215,14 @@ def test_text_of_a_row_never_becomes_a_control_token(style: str, kind: str) -> N
         assert Counter(ids)[tokenizer.eos_token_id] == 3
 
 
-def test_a_token_that_ends_every_text_ends_a_parted_one_once() -> None:
+def test_a_token_that_ends_every_text_ends_no_prompt() -> None:
     tokenizer = tokenizer_with(None, bos="<s>")
     ends = [("<s>", tokenizer.bos_token_id), ("<|im_end|>", tokenizer.eos_token_id)]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A <|im_end|>", special_tokens=ends)
-    ids = _plain_ids("a<|im_end|>b<s>c", tokenizer)
-    assert [ids[0], ids[-1]] == [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    assert tokenizer.decode(ids[1:-1]) == "a<|im_end|>b<s>c"
-    assert set(ids[1:-1]).isdisjoint(tokenizer.all_special_ids)
+    for text in ("abc", "a<|im_end|>b<s>c"):
+        ids = _plain_ids(text, tokenizer)
+        assert (ids[0], tokenizer.decode(ids[1:])) == (tokenizer.bos_token_id, text)
+        assert set(ids[1:]).isdisjoint(tokenizer.all_special_ids)
 
 
 def recipe_with(tmp_path: Path, template: str | None, monkeypatch: pytest.MonkeyPatch, **sections: dict) -> Recipe:
@@ -230,7 +233,8 @@ def recipe_with(tmp_path: Path, template: str | None, monkeypatch: pytest.Monkey
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"source": "jsonl", "path": "sums.jsonl", "heldout_problems": 1, "prompt_style": "chat", **sections.get("task", {})}
     model = {"source": "path", "name": "model", **sections.get("model", {})}
-    return recipe_from_data({"name": "mine", "model": model, "task": task, "seed": 1}, "mine.yaml")
+    content = {"name": "mine", "model": model, "task": task, "reward": sections.get("reward", {}), "seed": 1}
+    return recipe_from_data(content, "mine.yaml")
 
 
 def test_validate_shows_the_prompt_and_warns_of_what_may_not_be_meant(
@@ -239,7 +243,11 @@ def test_validate_shows_the_prompt_and_warns_of_what_may_not_be_meant(
     (tmp_path / "thinks.jinja").write_text(THINKS)
     variables = {"enable_thinking": False, "thinking": 1}
     recipe = recipe_with(
-        tmp_path, CHATML, monkeypatch, model={"chat_template": "thinks.jinja", "chat_template_kwargs": variables}
+        tmp_path,
+        CHATML,
+        monkeypatch,
+        model={"chat_template": "thinks.jinja", "chat_template_kwargs": variables},
+        reward={"answer_pattern": r"<\|im_start\|>(.*)"},
     )
     assert recipe.model.chat_template == THINKS
     (tmp_path / "mine.yaml").write_text(recipe_yaml(recipe))
@@ -248,6 +256,7 @@ def test_validate_shows_the_prompt_and_warns_of_what_may_not_be_meant(
     assert "tokens, special ones in ⟨⟩\n    | ⟨<|im_start|>⟩user\n" in shown
     assert "⟨<|im_start|>⟩assistant\n    | ⟨<think>⟩\n    | \n    | ⟨</think>⟩\n    | \n    | \n" in shown
     assert "the chat template never reads thinking;" in shown
+    assert "rewards see completions without <|im_start|>, which is special; leave it out" in shown
     assert "has control tokens such as <|im_end|> in 1 prompt, the first in line 3" in shown
 
 
@@ -278,6 +287,25 @@ def test_a_template_that_cannot_be_used_is_named_before_a_run(
     recipe = recipe_with(tmp_path, template, monkeypatch, **sections)
     (mistake,) = preview(recipe, "model", {"": Problem("2+2")})["mistakes"]
     assert said in str(FieldError(*mistake))
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_named_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_with(tmp_path, CHATML, monkeypatch)
+    token_id = len(AutoTokenizer.from_pretrained("model")) - 1
+    begins = AutoTokenizer.from_pretrained("model").convert_tokens_to_ids("<|im_start|>")
+    for size, mistakes in ((token_id + 1, 0), (begins, 1)):
+        (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": size}))
+        found = preview(recipe, "model", {"": Problem("2+2")})["mistakes"]
+        assert len(found) == mistakes
+    assert f"its {begins:,} tokens (vocab_size) lack <|im_" in str(FieldError(*found[0]))
+
+
+def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() -> None:
+    tokenizer = tokenizer_with("{% for d in documents %}{{ d }}{% endfor %}{{ messages[0].content }}")
+    with pytest.raises(Unrenderable, match="does not take these messages: 'NoneType' object is not iterable"):
+        chat_format(tokenizer, "mine").render([{"role": "user", "content": "Hi"}], [])
 
 
 def test_a_run_does_not_start_with_such_a_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

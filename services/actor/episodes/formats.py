@@ -254,6 +254,8 @@ class TemplateFormat:
         said = messages[num_known - 1].get("content", "").strip()
         if not (everything.startswith(known) and known.endswith(end) and said in known):
             return None
+        if not known.startswith(self._text(messages[: num_known - 1], tools)):  # such as <think>, which only begins a turn
+            return None
         rest, is_ended = everything[len(known) :], sampled_ids[-1:] == [self._end]
         if self._is_next_role:
             new = self.control.encode(rest)
@@ -280,7 +282,10 @@ class TemplateFormat:
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
         """Return the special token after an answer, or None, and the text after it. `asked_again`: a user's message follows."""
-        tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
+        try:
+            tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
+        except Exception:  # noqa: BLE001 - `render` will say why the template refuses a conversation
+            return None, ""
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""
         return tokens[0], str(self._tokenizer.decode(tokens[1:]))

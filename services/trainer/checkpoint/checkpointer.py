@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipelinerl.audit.journal import Journal
 from pipelinerl.errors import FieldError, ServiceError
@@ -190,7 +190,7 @@ class Checkpointer:
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
 """Path within a checkpoint. The folder is separate because vLLM loads all safetensors files beside the model as its weights."""
-_KEPT = ("generation_config", "_weight_conversions", "peft_config")
+_KEPT = ("_weight_conversions", "peft_config")
 """Attributes of a model that `save_pretrained` uses, in addition to the model's class and configuration."""
 
 
@@ -206,6 +206,7 @@ class PolicyExport:
         for name in _KEPT:
             if (value := getattr(model, name, None)) is not None:
                 setattr(self.form, name, copy.deepcopy(value))
+        self._generation, self.form.generation_config = copy.deepcopy(model.generation_config), GenerationConfig()
         self._tokenizer, self._dtype = tokenizer, dtype
         self.staged: dict[str, dict[str, Tensor]] = {}
         """Tensors of one version in host memory, by kind (`WEIGHTS`, `VALUE_HEAD`, `ADAPTER`) and then by name in the files."""
@@ -228,6 +229,8 @@ class PolicyExport:
     def write(self, folder: Path, info: Mapping[str, Any]) -> None:
         """Write model, tokenizer and `info` (as pipelinerl.json) into the existing `folder`, on any thread, during training."""
         self.form.save_pretrained(folder, state_dict=self.staged[WEIGHTS], safe_serialization=True)
+        if self._generation is not None:  # `save_pretrained` would refuse the settings of some public models
+            self._generation.to_json_file(folder / "generation_config.json")
         self._tokenizer.save_pretrained(folder)
         if VALUE_HEAD in self.staged:
             save_value_head(self.staged[VALUE_HEAD], folder / VALUE_HEAD_FILE)

@@ -296,7 +296,8 @@ def varlen_attention(
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
-    assert packed is not None, "the model was called without its packed layout"
+    if packed is None:
+        raise FieldError("model.attention", "auto", "this architecture does not pass on the sequences' boundaries: set eager")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed.part is not None:
         q, k, v = packed.part.to_heads(q, k, v)

@@ -87,9 +87,6 @@ def rounded_once() -> type[nn.Module]:
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]:
-    if getattr(model.config, "quantization_config", None):
-        fix = "needs a model whose weights are not quantised: adapters are merged into them; name the original checkpoint"
-        raise FieldError("trainer.lora", f"rank {config.rank}", fix)
     modules, field = dict(model.named_modules()), "trainer.lora.target_modules"
     head = model.get_output_embeddings()
     body: dict[str, nn.Module]

@@ -1,5 +1,5 @@
-"""Load and prepare the policy: any Hugging Face causal language model, from a folder or, by name, from the hub. Dropout is
-always off, because the policy that is trained must be the one that sampled."""
+"""Load and prepare the policy: any Hugging Face causal language model, from a folder or, by name, from the hub. Dropout and
+other noise are always off, because the policy that is trained must be the one that sampled."""
 
 from __future__ import annotations
 
@@ -26,20 +26,15 @@ DEFAULTS = TrainerConfig()
 def load_policy(
     source: str, config: ModelConfig, trainer: TrainerConfig = DEFAULTS, device: torch.device | str = "cpu"
 ) -> Policy:
-    """Load the model from folder or hub id `source` onto `device`, in training mode, with new adapters if `trainer` has them.
-    Raises `FieldError` if the model does not load or does not suit the recipe."""
+    """Load the model from folder or hub id `source` onto `device`, with new adapters if `trainer` has them. Raises `FieldError`
+    if the model does not load or does not suit the recipe."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
     elif config.source != "hub" or Path(source).is_absolute():
         raise FieldError("model.name", source, "there is no such folder")
     hub = hub_arguments(source, config)
-    hf_config = _load_config(source, hub)
-    longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and longest < config.max_context:
-        raise FieldError("model.max_context", config.max_context, f"the model's context is {longest} tokens at most")
-    _disable_dropout(hf_config)
-    model: Any = _load_weights(source, hf_config, config, hub)
+    model: Any = _load_weights(source, _load_config(source, config, hub), config, hub)
     if trainer.lora is not None:
         add_adapters(model, trainer.lora, source)
     model.to(device)
@@ -50,8 +45,7 @@ def load_policy(
 def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, attention: str, own_logits: bool) -> Policy:
     """Return a policy on the meta device. `attention` and `own_logits` come from the rank that loaded and checked the policy.
     Raises `FieldError` if the model's configuration does not load."""
-    hf_config = _load_config(source, hub_arguments(source, config))
-    _disable_dropout(hf_config)
+    hf_config = _load_config(source, config, hub_arguments(source, config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=DTYPES[config.dtype], trust_remote_code=config.trust_remote_code
@@ -66,16 +60,13 @@ def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, atten
 def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
-    """Return a policy of `model`. `auto`: use this project's attention (`sdpa` if the model has chunked attention). If that
-    does not reproduce the model's log-probabilities, use `eager`."""
-    _disable_dropout(model.config)
+    """Return a policy of `model`. `auto`: use this project's attention, or `eager` if that does not reproduce the model's
+    log-probabilities."""
     _prepare(model, gradient_checkpointing)
     if attention != "auto":
         return checked_policy(model, attention, float32_head)
-    # Only transformers' own masks implement chunked attention.
-    chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
     try:
-        return checked_policy(model, "sdpa" if chunked else VARLEN, float32_head)
+        return checked_policy(model, VARLEN, float32_head)
     except FieldError:
         return checked_policy(model, "eager", float32_head)
 
@@ -86,13 +77,13 @@ def _has_float32_head(config: ModelConfig) -> bool:
 
 def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
     AttentionInterface.register(VARLEN, varlen_attention)
-    for module in model.modules():
-        _disable_dropout(module)
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
+    _disable_dropout(model.config)
+    model.eval()  # in training mode, some models also add noise to their routers
+    for module in model.modules():
+        _disable_dropout(module)
+        module.training = getattr(module, "gradient_checkpointing", False)  # else it would not recompute its layers
 
 
 def frozen_copy(policy: Policy) -> Policy:
@@ -142,16 +133,31 @@ def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:
     return {**hub, "revision": config.revision} if config.revision and not Path(source).is_dir() else hub
 
 
-def _load_config(source: str, hub: dict[str, Any]) -> PretrainedConfig:
+def _load_config(source: str, config: ModelConfig, hub: dict[str, Any]) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(source, **hub)
-    except (OSError, ValueError, KeyError) as error:
+        hf_config = AutoConfig.from_pretrained(source, **hub)
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise FieldError("model.name", source, f"its configuration does not load: {first_line(error)}") from error
+    if getattr(hf_config, "quantization_config", None):
+        raise FieldError("model.name", source, "its weights are quantised and cannot be trained; name the original checkpoint")
+    text = hf_config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = {name: getattr(text, name, None) for name in ("max_position_embeddings", "attention_chunk_size")}
+    name = "original_max_position_embeddings"
+    if rope.get("rope_type") == "dynamic":  # beyond this, a token's embedding depends on the length of its row
+        limits[name] = rope.get(name)
+    elif rope.get("rope_type") == "longrope" and config.max_context > rope[name]:
+        rope["short_factor"] = rope["long_factor"]  # as in vLLM; transformers would choose by the longest sequence of a row
+    for name, longest in limits.items():
+        if longest is not None and longest < config.max_context:
+            fix = f"is above the model's {name} of {longest:,} tokens; lower it"
+            raise FieldError("model.max_context", config.max_context, fix)
+    return hf_config
 
 
 def _disable_dropout(holder: PretrainedConfig | torch.nn.Module) -> None:
     for name, value in list(vars(holder).items()):
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+        if isinstance(value, float) and "drop" in name:
             setattr(holder, name, 0.0)
 
 
@@ -161,7 +167,7 @@ def _load_weights(source: str, hf_config: PretrainedConfig, config: ModelConfig,
         loaded = AutoModelForCausalLM.from_pretrained(
             source, config=hf_config, dtype=DTYPES[config.dtype], attn_implementation="eager", output_loading_info=True, **hub
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise FieldError("model.name", source, f"no causal language model loads: {first_line(error)}") from error
     model, report = loaded
     if report["missing_keys"] or report["mismatched_keys"]:

@@ -161,18 +161,15 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
         raise FieldError("model.attention", attention, f"not available here: {first_line(error)}") from error
     # Soft capping hardly changes the small logits of an untrained model, so the configuration decides, not a measurement.
     caps_logits = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-    own_logits = caps_logits or not is_plain_linear(model.get_output_embeddings())
+    own_logits = caps_logits or not is_plain_linear(model.get_output_embeddings()) or model.base_model is model
     policy = Policy(model, attention, own_logits=own_logits, float32_head=float32_head)
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.25  # nats between two ways to compute a log-probability
     if _packing_error(policy) > tolerance:
         policy.leave_logits_to_model()
         if (off := _packing_error(policy)) > tolerance:
-            raise FieldError(
-                "model.attention",
-                attention,
-                f"{type(model).__name__} scores packed sequences up to {off:.2g} nats differently from each one alone; "
-                "try sdpa or eager, or another architecture",
-            )
+            fix = f"{type(model).__name__} scores packed sequences up to {off:.2g} nats differently from each one alone; "
+            fix += "use another architecture" if attention == "eager" else "try sdpa or eager, or another architecture"
+            raise FieldError("model.attention", attention, fix)
     policy.may_share_prompts = attention == VARLEN and _packing_error(policy, shared=3) <= tolerance
     return policy
 

@@ -364,9 +364,9 @@ class _Reader:
 
     def _primary(self) -> Node:
         token = self._take()
-        if token[-1].isdigit():
+        if token[-1].isdecimal() and token[0] != "\\":
             base = self._argument() if self._is_next("_") else None
-            return number(token) if base is None else Node("unit", f"base {base.name or base.parts[0]}", (number(token),))
+            return number(token) if base is None else Node("unit", f"base {base.name or base.parts[:1]}", (number(token),))
         if token == "|":
             before, self._in_bars = self._in_bars, True
             node = self._items()

@@ -25,7 +25,8 @@ from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput,
 _TAIL_CHARACTERS = 4000
 """Number of characters at the end of a completion in which an answer outside a box is found."""
 _LONGEST_TEXT = 200
-_THOUGHT = r"(?:think|thinking|thought|reasoning)"
+_BEGINS_THOUGHT = r"<(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷"
+_ENDS_THOUGHT = r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷"
 _CLAIM = re.compile(
     r"\b(?:answer|option|choice|result|solution)s?\b(?:[\s*_]{0,9}[:=]|[^.\n:=$\\]{0,60}?\b(?:is|are|be)\b)[\s*_:]{0,99}(?:(?:option|choice)\s)?|####\s{0,9}",
     re.IGNORECASE,
@@ -64,8 +65,7 @@ _MONTH = re.compile(
 
 def thoughtless(text: str) -> str:
     """Return `text` without its thoughts, even if the last thought is cut off."""
-    text = re.split(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷", text)[-1]
-    return re.split(rf"<{_THOUGHT}>|\[THINK\]|◁think▷", text, maxsplit=1)[0]
+    return re.split(_BEGINS_THOUGHT, re.split(_ENDS_THOUGHT, text)[-1], maxsplit=1)[0]
 
 
 def claims(text: str, *, boxed: bool) -> list[str]:
@@ -456,6 +456,8 @@ def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
         wanted = reference_text(reference_answer(item))
         if item.answer is None:
             return NO_ANSWER
+        if re.search(rf"(?:{_BEGINS_THOUGHT})\s*$", item.prompt) and not re.search(_ENDS_THOUGHT, item.completion):
+            return Score(0.0, "the thought that the prompt begins has no end")
         try:
             with _alarm(timeout_s / 4):
                 found = claims(item.answer, boxed=boxed)
