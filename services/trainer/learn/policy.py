@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError, first_line
-from services.trainer.learn.attention import VARLEN, Collected, RowPart, forward_arguments, on_device
+from services.trainer.learn.attention import VARLEN, RowPart, forward_arguments, on_device
 from services.trainer.learn.batch import TokenRow, token_row
 
 MAX_LOGITS = 2**25
@@ -100,7 +100,7 @@ class Policy(nn.Module):
         own_row = TokenRow(row.input_ids[:, tokens], row.position_ids[:, tokens], replace(row.layout, part=part))
         scores = self(own_row, predictors[own] - tokens.start, targets[own], temperature, entropy_grad)
         there = torch.stack([one for one in scores if one is not None])
-        return TokenScores(*Collected.apply(there, counts, part.index, part.group))
+        return TokenScores(*part.collected(there, counts))
 
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool

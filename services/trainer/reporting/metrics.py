@@ -20,7 +20,7 @@ from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.figures import FIGURES, Figure, plain
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
-from pipelinerl.rl.groups import StaleReason
+from pipelinerl.rl.groups import StaleReason, issue_limit
 from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
 from pipelinerl.rl.memory import GIB
 from pipelinerl.run_summary import StepRecord
@@ -347,18 +347,9 @@ class TrainerMetrics:
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
     """Export `pipelinerl_actor_replicas_wanted` for an autoscaler, which keeps the current replicas until there is a value."""
-    advice = ReplicasWanted(
-        slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
-    )
+    in_flight, batch_size = issue_limit(recipe, 0) * recipe.sampling.group_size, recipe.trainer.batch_size
+    advice = ReplicasWanted(slots=recipe.actor.sequences_in_progress, batch_size=batch_size, in_flight=in_flight)
     text = "Number of actors that would keep the trainer busy within the lag bound; no series until it is measured."
     wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
     wanted.read(lambda: advice.wanted)
     return advice
-
-
-def most_in_flight(recipe: Recipe) -> int | None:
-    """Return M, the maximum number of sequences issued but not consumed; None if only the number of actors bounds it. Pure."""
-    if recipe.mode == "conventional":
-        return recipe.algorithm.conventional_g * recipe.trainer.batch_size
-    max_lag = recipe.algorithm.max_lag
-    return None if max_lag is None else (1 + max_lag) * recipe.trainer.batch_size
