@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
@@ -273,17 +273,10 @@ def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
         return None
     if message.run != run or not (message.group_id and message.task and 1 <= message.num_samples <= MAX_SAMPLES):
         return None
-    known = {name: getattr(message, name) for name in ("run", "group_id", "problem_index", "task", "num_samples", "token")}
-    return PromptGroup(
-        **known,
-        prompt_text="",
-        reference_json="",
-        seed=0,
-        issued_version=0,
-        prompt_token_ids=np.empty(0, dtype=np.int32),
-        sampling=SamplingParams(),
-        done_samples=tuple(sorted({index for index in message.done_samples if index < message.num_samples})),
-    )
+    for name in ("prompt_token_ids", "prompt_text", "reference_json", "seed", "issued_version", "sampling", "partials"):
+        message.ClearField(name)
+    group = PromptGroup(**_from_proto(message, _GROUP))
+    return replace(group, done_samples=tuple(sorted({index for index in group.done_samples if index < group.num_samples})))
 
 
 def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:

@@ -6,7 +6,6 @@ It makes one record per optimizer step, adds up the run's totals, and writes the
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import deque
@@ -35,7 +34,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.reporting.metrics import RunView, TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
-from services.trainer.reporting.samples import Sample, has_tokens, sample_of, without_tokens
+from services.trainer.reporting.samples import Sample, has_tokens, reference_answer, sample_of, without_tokens
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
@@ -453,8 +452,4 @@ def answer_figures(batch: list[TrainingGroup], recipe: Recipe) -> dict[str, Any]
 
 def has_reference(sequence: Sequence) -> bool:
     """Return whether the problem's reference occurs in the completion."""
-    try:
-        answer = str(json.loads(sequence.reference_json).get("answer") or "").strip()
-    except (ValueError, AttributeError, RecursionError):
-        return False
-    return occurs(answer, sequence.completion_text)
+    return occurs(str(reference_answer(sequence.reference_json) or "").strip(), sequence.completion_text)
