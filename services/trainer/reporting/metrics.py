@@ -287,11 +287,11 @@ STATE_METRICS = (
                 "without uploads.", lambda run: run.uploads.waiting_s),
     StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: len(run.intake.ready)),
     StateMetric("feeder_allowance_groups", "Groups that the feeder could issue now if only the staleness bound limited it; "
-                "without a bound, all groups until the run's end.", lambda run: run.feeder.allowance_by_version),
+                "without a bound, all groups until the run's end.", lambda run: run.feeder.room.by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, or in complete groups whose step has not begun.",
-                lambda run: run.feeder.in_flight),
+                lambda run: run.feeder.room.in_flight),
     StateMetric("in_flight_limit_sequences", "Current freshness limit on in_flight_sequences; no series in conventional "
-                "mode.", lambda run: run.feeder.in_flight_limit),
+                "mode.", lambda run: run.feeder.room.limit),
 )  # fmt: skip
 
 
