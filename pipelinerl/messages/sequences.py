@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -218,7 +217,6 @@ FINISH_REASON_TO_PROTO = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
-FINISH_REASON_FROM_PROTO = {number: reason for reason, number in FINISH_REASON_TO_PROTO.items()}
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 """Dtypes of token ids and log-probabilities in messages."""
 
@@ -301,10 +299,10 @@ def _to_proto(value: Any) -> dict[str, Any]:
 def _from_proto(message: Message, kind: str, prefix: str = "") -> dict[str, Any]:
     """Return a message's fields as those of its dataclass. Raises `MessageError` only for lengths of arrays and for unknown
     finish reasons."""
-    names, converted = _fields_of(type(message))
-    fields = {name: getattr(message, name) for name in names}
-    for name, decode in converted.items():
-        fields[name] = decode(fields[name], kind, prefix + name)
+    fields = {name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name}
+    for name in fields:
+        if name in _DECODERS:
+            fields[name] = _DECODERS[name](fields[name], kind, prefix + name)
     if isinstance(message, pb.Branch) and fields["turns"]:
         fields["finish_reason"] = fields["turns"][-1].finish_reason
     return fields
@@ -319,9 +317,10 @@ def _array_of(dtype: np.dtype) -> Callable[..., Any]:
 
 
 def _finish_reason(number: int, kind: str, field: str) -> FinishReason | None:
-    if number not in FINISH_REASON_FROM_PROTO:
-        raise MessageError(kind, field, f"{number} names no finish reason")
-    return FINISH_REASON_FROM_PROTO[number]
+    for reason, its_number in FINISH_REASON_TO_PROTO.items():
+        if its_number == number:
+            return reason
+    raise MessageError(kind, field, f"{number} names no finish reason")
 
 
 _ENCODERS: dict[str, Callable[[Any], Any]] = {
@@ -345,12 +344,6 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("reward_components", "metrics"), lambda given, *_: dict(given)),
 }
 """Conversions by the name of the field. Fields without a conversion are the same on both sides."""
-
-
-@cache
-def _fields_of(message_type: type[Message]) -> tuple[tuple[str, ...], dict[str, Callable[..., Any]]]:
-    names = tuple(message_type.DESCRIPTOR.fields_by_name)
-    return names, {name: _DECODERS[name] for name in names if name in _DECODERS}
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:

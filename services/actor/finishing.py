@@ -155,5 +155,6 @@ def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
     """Return an encoded sequence without arrays, texts and reward, and its `failure`."""
     log.error("sequence %s cannot be stored as it is: %s", sequence.sequence_id, failure)
     identity = sequence.run, sequence.group_id, sequence.sample_index, sequence.group_size
-    origin = {"task": sequence.task, "actor": sequence.actor, "group_token": sequence.group_token}
-    return encode_sequence(replace(failed_sample(*identity, failure), **origin)), failure
+    failed = failed_sample(*identity, failure)
+    origin = replace(failed, task=sequence.task, actor=sequence.actor, group_token=sequence.group_token)
+    return encode_sequence(origin), failure

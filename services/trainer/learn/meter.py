@@ -117,7 +117,7 @@ def take_memory_peak(device: torch.device) -> int:
     if device.type != "cuda":
         status = dict(line.split(":", 1) for line in PROCESS_STATUS.read_text(errors="replace").splitlines())
         # Some container runtimes leave VmHWM out. `getrusage` may return the parent's peak.
-        kib = status.get("VmHWM", "").split() or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
+        kib = status.get("VmHWM", "").split() or [str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)]
         return int(kib[0]) * 1024
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -265,11 +265,13 @@ class Learner:
 
     def microbatch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
+        given, reference = (batch.row, batch.predictors, batch.targets, self.temperature), None
         with torch.set_grad_enabled(batch.has_gradient):
-            scores = self.policy.scores(
-                batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
-            )
-            output = compute_loss(batch, scores, self.algorithm, self._reference_logprobs(batch))
+            scores = self.policy.scores(*given, self.algorithm.entropy_coefficient > 0)
+            if self.reference is not None:
+                with torch.no_grad(), adapters_off(self.reference.model):
+                    reference = self.reference.scores(*given).logprobs
+            output = compute_loss(batch, scores, self.algorithm, reference)
         if batch.has_gradient:
             output.loss.backward()
         values = [output.log_weights, output.clipped.float(), output.masked.float(), scores.entropy.detach()]
@@ -277,13 +279,6 @@ class Learner:
             values.append(scores.values.detach())
         terms = (output.loss.detach(), output.reference_kl, output.value_loss, batch.weights.sum())
         return torch.stack(values).float(), torch.stack(terms)
-
-    @torch.no_grad()
-    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
-        if self.reference is None:
-            return None
-        with adapters_off(self.reference.model):
-            return self.reference.scores(batch.row, batch.predictors, batch.targets, self.temperature).logprobs
 
     def score(self, token_ids: TokenIds, *, adapters: bool = True) -> Logprobs:
         """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.

@@ -229,11 +229,6 @@ class RunView:
         """Return the newest version that every member serves; None before the first."""
         return self.updater.served_version if self.updater.served_version >= 0 else None
 
-    @property
-    def member_states(self) -> dict[str, int]:
-        states = list(self.updater.states.values())
-        return {state: states.count(state) for state in MEMBER_STATES}
-
 
 class StateMetric(NamedTuple):
     """A metric of the run's current state. With `labels`, `read` returns a mapping by label value."""
@@ -249,7 +244,9 @@ STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
     StateMetric("served_version", "Newest version that every member serves; no series before the first.",
                 lambda run: run.served_version),
-    StateMetric("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
+    StateMetric("members", "Registered actors by state.",
+                lambda run: dict.fromkeys(MEMBER_STATES, 0) | Counts(list(run.updater.states.values())), "actors",
+                {"state": MEMBER_STATES}),
     StateMetric("regroups_total", "How often the transfer group of all members was formed again.",
                 lambda run: run.updater.regroups, "groups of members"),
     StateMetric("weight_updates_total", "Weight updates: versions that all members came to serve, and aborted transfers.",
@@ -321,7 +318,7 @@ class TrainerMetrics:
         }
         for name, (text, of) in of_streams.items():
             reading = metrics.reading(name, text, {"stream": ("prompts", "sequences")})
-            reading.read(partial(self._by_stream, of))
+            reading.read(partial(lambda of: {stream: of(info) for stream, info in self.streams.items()}, of))
         self.membership = MembershipMetrics(metrics)
         phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
         phase.read_state(PHASES, lambda: phase_name(self._phase()))
@@ -335,9 +332,6 @@ class TrainerMetrics:
 
     def _read(self, state: StateMetric) -> Values:
         return None if self._view is None else state.read(self._view())
-
-    def _by_stream(self, of: Callable[[StreamInfo], float]) -> Values:
-        return {stream: of(info) for stream, info in self.streams.items()}
 
     def _unread(self, run: RunView) -> int | None:
         """Return the number of unread messages: those at the last check of the stream, less those read since."""

@@ -68,9 +68,10 @@ class Recorder:
     ) -> None:
         """A sink that is None is disabled. The caller opens and closes sinks."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
-        self._files, self.metrics, self._board, self._context = files, metrics, board, context
+        self._files, self.metrics, self._board = files, metrics, board
         self._trackers = trackers or RunTrackers()
-        self._set_version(self._start.version)
+        self._context = context or LogContext(run, "trainer", "")
+        self._context.policy_version = self._start.version
         self._tokenizer = tokenizer
         self._replicas = replica_advice(recipe, metrics.registry)
         self._used_up: int | None = None
@@ -136,7 +137,7 @@ class Recorder:
         self.feed.add(record)
         self._trackers.step(record)
         self._tell_page(lambda board: board.step(record))
-        self._set_version(record["policy_version"])
+        self._context.policy_version = record["policy_version"]
         lag = (record.get("lag") or {}).get("mean")
         self.progress |= {"step": str(record["step"])} | ({} if lag is None else {"lag": f"{lag:.2f}"})
         shown = {key: record.get(key) for key in ("reward_mean", "heldout_accuracy", "ess", "loss")}
@@ -362,10 +363,6 @@ class Recorder:
     def _actor_busy_fraction(self) -> float | None:
         uptime_s = sum(load.uptime_s for load in self._loads.values())
         return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
-
-    def _set_version(self, version: int) -> None:
-        if self._context is not None:
-            self._context.policy_version = version
 
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
         run, wall_s = self._view(), time.monotonic() - self._started_at
