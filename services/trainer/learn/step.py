@@ -220,7 +220,7 @@ class Learner:
             for report in links.receive(*range(layout.sequence_ranks, layout.size, layout.sequence_ranks)):  # one of each row
                 parts.append(meter.TokenStatistics(**report.arrays))
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
-        loads = [batch.num_tokens for batch in prepared.batches if batch.num_branches]
+        loads = [len(batch.token_ids) for batch in prepared.batches if batch.num_branches]
         figures |= meter.token_figures(parts, totals, loads, self.trainer.tokens_per_microbatch, applied=not figures["skipped"])
         figures["sequences_trained"] = 0 if figures["skipped"] else len(prepared.sequence_ids)
         figures |= prepared.figures
