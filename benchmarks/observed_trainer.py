@@ -28,6 +28,7 @@ from benchmarks.trainer_cases import Case
 from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.rl.groups import IssueRoom
 from pipelinerl.rl.ledger import LedgerCounts, SequenceTracker
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.http import health_app, serve_http
@@ -118,7 +119,7 @@ class Observed:
         updater: Any = SimpleNamespace(served_version=1, epoch=3, members=names, states=dict.fromkeys(names, "serving"))
         updater.serving, updater.evictions, updater.bad_messages = names, 0, 0
         updater.regroups, updater.updates = 0, {"served": 1, "aborted": 0}
-        feeder: Any = SimpleNamespace(allowance_by_version=1, in_flight=1, in_flight_limit=1, refused={})
+        feeder: Any = SimpleNamespace(room=IssueRoom(1, 1, False, 1, 1), refused={})
         feeder.tracker, feeder.bounds = tracker, bounds
         intake: Any = SimpleNamespace(tokens_arrived_here=1, position=1, bad_messages=0, failures={}, ready=[()])
         intake.quarantine = SimpleNamespace(actors=())

@@ -156,7 +156,7 @@ def main() -> None:
     load = round(os.getloadavg()[0], 2)
     values, share = synthetic_share(0)
     part = token_statistics(values, share, BOUND_16_BIT)
-    loads = [batch.num_tokens for batch in share] * RANKS
+    loads = [len(batch.token_ids) for batch in share] * RANKS
     told = on_ranks(PROCESSES, play, arguments.rounds)[0]
     by_ranks = {
         "figures_s": seconds(lambda: token_statistics(values, share, BOUND_16_BIT))

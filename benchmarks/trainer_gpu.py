@@ -44,7 +44,7 @@ def run_case(case: GpuCase, device: torch.device, plan: Plan) -> dict[str, Any]:
     ours = measure_ours(case, device, plan)
     bare = measure_bare(case, device, plan, prepared.batches)
     peak = device_peak(device)
-    tokens = sum(batch.num_tokens for batch in prepared.batches)
+    tokens = sum(len(batch.token_ids) for batch in prepared.batches)
     return {
         "model": case.model,
         "row_tokens": case.row_tokens,

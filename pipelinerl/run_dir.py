@@ -269,13 +269,13 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(data, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str, *, mode: int = 0o666, durably: bool = False) -> None:
-    """Replace a text file atomically, so that a reader never sees half of it. `mode`: file mode before the umask. `durably`:
+def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666, durably: bool = False) -> None:
+    """Replace a file atomically, so that a reader never sees half of it. `mode`: file mode before the umask. `durably`:
     wait for the disk, so that the old or the new file also survives a crash."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             if durably:
                 file.flush()
                 os.fsync(file.fileno())

@@ -8,9 +8,9 @@ module, checks whether a version exists or a group was issued. Arrays of a decod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -217,51 +217,23 @@ FINISH_REASON_TO_PROTO = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
-FINISH_REASON_FROM_PROTO = {int(number): reason for reason, number in FINISH_REASON_TO_PROTO.items() if reason}
-CompletionMessage = pb.Sequence | pb.PartialSequence | pb.Branch
-_SAME_IN_SEQUENCE = (
-    *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "reward", "failure", "actor"),
-    *("completion_text", "prompt_text", "reference_json", "generation_s", "answer", "reason", "group_token"),
-)
-"""Fields of the same type in the dataclass and in the protobuf message."""
-_SAME_IN_GROUP = (
-    *("run", "group_id", "problem_index", "task", "prompt_text", "reference_json", "num_samples", "seed"),
-    *("issued_version", "episodic", "token"),
-)
+INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+"""Dtypes of token ids and log-probabilities in messages."""
 
 
 def encode_sequence(sequence: Sequence) -> bytes:
     """Encode a sequence. Raises `MessageError` if `decode_sequence` would refuse it."""
     _check_sequence(sequence)
-    fields = vars(sequence)
     with building(_SEQUENCE):
-        message = pb.Sequence(
-            **{name: fields[name] for name in _SAME_IN_SEQUENCE},
-            prompt_token_ids=sequence.prompt_token_ids.tobytes(),
-            finish_reason=FINISH_REASON_TO_PROTO[sequence.finish_reason],
-            turns=map(_turn_to_proto, sequence.turns),
-        )
-        write_completion(message, sequence)
-        message.branches.extend(map(branch_to_proto, sequence.branches))
-        message.reward_components.update(sequence.reward_components)
-        message.metrics.update(sequence.metrics)
-        return message.SerializeToString()
+        return pb.Sequence(**_to_proto(sequence)).SerializeToString()
 
 
 def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
     """Decode a sequence. `expected_run`: its only allowed run; empty = any. Raises `MessageError`."""
     message = parse(pb.Sequence(), data, _SEQUENCE)
-    unfinished = message.failure and message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
-    sequence = Sequence(
-        **{name: getattr(message, name) for name in _SAME_IN_SEQUENCE},
-        prompt_token_ids=array_from_bytes(message.prompt_token_ids, INT32, _SEQUENCE, "prompt_token_ids"),
-        **read_completion(message, _SEQUENCE),
-        turns=tuple(map(_turn_from_proto, message.turns)),
-        branches=tuple(branch_from_proto(branch, _SEQUENCE) for branch in message.branches),
-        reward_components=dict(message.reward_components),
-        metrics=dict(message.metrics),
-        finish_reason=FinishReason.STOP if unfinished else _finish_reason(message.finish_reason, _SEQUENCE),
-    )
+    if message.failure and message.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+        message.finish_reason = pb.FINISH_REASON_STOP
+    sequence = Sequence(**_from_proto(message, _SEQUENCE))
     _check_sequence(sequence, expected_run)
     return sequence
 
@@ -280,25 +252,12 @@ def encode_group(group: PromptGroup) -> bytes:
     """Encode a group. Raises `MessageError` if `decode_group` would refuse it."""
     check_group(group)
     with building(_GROUP):
-        return pb.PromptGroup(
-            **{name: getattr(group, name) for name in _SAME_IN_GROUP},
-            prompt_token_ids=group.prompt_token_ids.tobytes(),
-            sampling=pb.SamplingParams(**vars(group.sampling)),
-            partials=[_partial_to_proto(partial) for partial in group.partials],
-            done_samples=group.done_samples,
-        ).SerializeToString()
+        return pb.PromptGroup(**_to_proto(group)).SerializeToString()
 
 
 def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
     """Decode a group. `expected_run`: its only allowed run; empty = any. Raises `MessageError`."""
-    message = parse(pb.PromptGroup(), data, _GROUP)
-    group = PromptGroup(
-        **{name: getattr(message, name) for name in _SAME_IN_GROUP},
-        prompt_token_ids=array_from_bytes(message.prompt_token_ids, INT32, _GROUP, "prompt_token_ids"),
-        sampling=sampling_from_proto(message.sampling),
-        partials=tuple(_partial_from_proto(partial) for partial in message.partials),
-        done_samples=tuple(message.done_samples),
-    )
+    group = PromptGroup(**_from_proto(parse(pb.PromptGroup(), data, _GROUP), _GROUP))
     check_group(group, expected_run=expected_run)
     return group
 
@@ -312,17 +271,10 @@ def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
         return None
     if message.run != run or not (message.group_id and message.task and 1 <= message.num_samples <= MAX_SAMPLES):
         return None
-    known = {name: getattr(message, name) for name in ("run", "group_id", "problem_index", "task", "num_samples", "token")}
-    return PromptGroup(
-        **known,
-        prompt_text="",
-        reference_json="",
-        seed=0,
-        issued_version=0,
-        prompt_token_ids=np.empty(0, dtype=np.int32),
-        sampling=SamplingParams(),
-        done_samples=tuple(sorted({index for index in message.done_samples if index < message.num_samples})),
-    )
+    for name in ("prompt_token_ids", "prompt_text", "reference_json", "seed", "issued_version", "sampling", "partials"):
+        message.ClearField(name)
+    group = PromptGroup(**_from_proto(message, _GROUP))
+    return replace(group, done_samples=tuple(sorted({index for index in group.done_samples if index < group.num_samples})))
 
 
 def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
@@ -333,93 +285,73 @@ def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
     return letter
 
 
-def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Convert without checks. The temperature, a float32, becomes the shortest decimal number that rounds to it."""
-    return SamplingParams(
-        temperature=float(str(np.float32(message.temperature))),
-        max_tokens=message.max_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-        stop=tuple(message.stop),
-    )
+# Protobuf messages have the fields of their dataclasses, except `Branch.finish_reason`, which is that of the last turn.
 
 
-def write_completion(message: CompletionMessage, completion: Completion) -> None:
-    """Write a completion's tokens, log-probabilities and spans to a message without spans."""
-    message.completion_token_ids = completion.completion_token_ids.tobytes()
-    message.behaviour_logprobs = completion.behaviour_logprobs.tobytes()
-    for span in completion.spans:  # added in place, at half the cost of passing a list
-        message.spans.add(version=span.version, start=span.start, end=span.end, incarnation=span.incarnation)
+def _to_proto(value: Any) -> dict[str, Any]:
+    """Return a dataclass's fields as the constructor of its protobuf message takes them."""
+    fields = {name: _ENCODERS[name](given) if name in _ENCODERS else given for name, given in vars(value).items()}
+    if type(value) is Branch:
+        del fields["finish_reason"]
+    return fields
 
 
-def read_completion(message: CompletionMessage, kind: str, prefix: str = "") -> dict[str, Any]:
-    """Return tokens, log-probabilities and spans of a message as fields of a `Completion`. Raises `MessageError` only for the
-    lengths of the arrays."""
-    return {
-        "completion_token_ids": array_from_bytes(message.completion_token_ids, INT32, kind, f"{prefix}completion_token_ids"),
-        "behaviour_logprobs": array_from_bytes(message.behaviour_logprobs, FLOAT32, kind, f"{prefix}behaviour_logprobs"),
-        "spans": tuple(VersionSpan(span.version, span.start, span.end, span.incarnation) for span in message.spans),
-    }
+def _from_proto(message: Message, kind: str, prefix: str = "") -> dict[str, Any]:
+    """Return a message's fields as those of its dataclass. Raises `MessageError` only for lengths of arrays and for unknown
+    finish reasons."""
+    fields = {name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name}
+    for name in fields:
+        if name in _DECODERS:
+            fields[name] = _DECODERS[name](fields[name], kind, prefix + name)
+    if isinstance(message, pb.Branch) and fields["turns"]:
+        fields["finish_reason"] = fields["turns"][-1].finish_reason
+    return fields
 
 
-def _finish_reason(number: int, kind: str) -> FinishReason:
-    """Convert a finish reason. Raises `MessageError` for 0 and for unknown numbers."""
-    reason = FINISH_REASON_FROM_PROTO.get(number)
-    if reason is None:
-        raise MessageError(kind, "finish_reason", f"{number} names no finish reason")
-    return reason
+def _several(part: type[Any]) -> Callable[..., Any]:
+    return lambda given, kind, field: tuple(part(**_from_proto(one, kind, f"{field.rpartition('.')[2]}.")) for one in given)
 
 
-def _partial_to_proto(partial: PartialSequence) -> pb.PartialSequence:
-    message = pb.PartialSequence(
-        sample_index=partial.sample_index,
-        finish_reason=FINISH_REASON_TO_PROTO[partial.finish_reason],
-        generation_s=partial.generation_s,
-        branches=map(branch_to_proto, partial.branches),
-    )
-    write_completion(message, partial)
-    return message
+def _array_of(dtype: np.dtype) -> Callable[..., Any]:
+    return lambda given, kind, field: array_from_bytes(given, dtype, kind, field)
 
 
-def _partial_from_proto(message: pb.PartialSequence) -> PartialSequence:
-    unfinished = message.finish_reason == pb.FINISH_REASON_UNSPECIFIED
-    return PartialSequence(
-        sample_index=message.sample_index,
-        **read_completion(message, _GROUP, "partials."),
-        finish_reason=None if unfinished else _finish_reason(message.finish_reason, _GROUP),
-        generation_s=message.generation_s,
-        branches=tuple(branch_from_proto(branch, _GROUP) for branch in message.branches),
-    )
+def _finish_reason(number: int, kind: str, field: str) -> FinishReason | None:
+    for reason, its_number in FINISH_REASON_TO_PROTO.items():
+        if its_number == number:
+            return reason
+    raise MessageError(kind, field, f"{number} names no finish reason")
 
 
-def branch_to_proto(branch: Branch) -> pb.Branch:
-    message = pb.Branch(prompt_token_ids=branch.prompt_token_ids.tobytes(), turns=map(_turn_to_proto, branch.turns))
-    write_completion(message, branch)
-    return message
-
-
-def branch_from_proto(message: pb.Branch, kind: str) -> Branch:
-    """Convert a branch. Raises `MessageError` only for the lengths of its arrays."""
-    turns = tuple(map(_turn_from_proto, message.turns))
-    return Branch(
-        prompt_token_ids=array_from_bytes(message.prompt_token_ids, INT32, kind, "branches.prompt_token_ids"),
-        turns=turns,
-        finish_reason=turns[-1].finish_reason if turns else None,
-        **read_completion(message, kind, "branches."),
-    )
-
-
-def _turn_to_proto(turn: Turn) -> pb.Turn:
-    return pb.Turn(start=turn.start, end=turn.end, finish_reason=FINISH_REASON_TO_PROTO[turn.finish_reason])
-
-
-def _turn_from_proto(message: pb.Turn) -> Turn:
-    return Turn(message.start, message.end, FINISH_REASON_FROM_PROTO.get(message.finish_reason))
+_ENCODERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("prompt_token_ids", "completion_token_ids", "behaviour_logprobs"), np.ndarray.tobytes),
+    **dict.fromkeys(("turns", "branches", "partials"), lambda given: [*map(_to_proto, given)]),
+    "spans": lambda given: [*map(vars, given)],
+    "sampling": vars,
+    "finish_reason": FINISH_REASON_TO_PROTO.__getitem__,
+}
+_DECODERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("prompt_token_ids", "completion_token_ids"), _array_of(INT32)),
+    "behaviour_logprobs": _array_of(FLOAT32),
+    "turns": _several(Turn),
+    "branches": _several(Branch),
+    "partials": _several(PartialSequence),
+    "spans": lambda given, *_: tuple(VersionSpan(one.version, one.start, one.end, one.incarnation) for one in given),
+    "sampling": lambda given, kind, _: SamplingParams(**_from_proto(given, kind)),
+    "temperature": lambda given, *_: float(str(np.float32(given))),  # the shortest number that rounds to this float32
+    "finish_reason": _finish_reason,
+    **dict.fromkeys(("done_samples", "stop_token_ids", "stop"), lambda given, *_: tuple(given)),
+    **dict.fromkeys(("reward_components", "metrics"), lambda given, *_: dict(given)),
+}
+"""Conversions by the name of the field. Fields without a conversion are the same on both sides."""
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
     """Check a sequence. Only one with a `failure` may lack tokens."""
     _check_names(sequence, expected_run, _SEQUENCE)
     _check_num_samples(sequence.group_size, _SEQUENCE, "group_size")
+    if sequence.finish_reason is None:
+        raise MessageError(_SEQUENCE, "finish_reason", "is not set, although the sequence names no failure")
     if not 0 <= sequence.sample_index < sequence.group_size:
         problem = f"{sequence.sample_index} is not in [0, {sequence.group_size}) (group_size)"
         raise MessageError(_SEQUENCE, "sample_index", problem)
@@ -539,8 +471,6 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
 _Proto = TypeVar("_Proto", bound=Message)
 LOGPROB_ROUNDING = 1e-3
 """A log-probability may exceed 0 by this much, nats, because engines compute it in low precision."""
-INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-"""Dtypes of token ids and log-probabilities in messages."""
 
 
 def parse(message: _Proto, data: bytes, kind: str) -> _Proto:

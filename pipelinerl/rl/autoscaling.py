@@ -9,7 +9,8 @@ once, P is estimated from the rate p at a share `o` of used slots. P is between 
 costs nothing); the estimate is their geometric mean, `p / sqrt(o)`.
 
 **Replicas.** `C / P` actors keep up with the trainer, and at least one is wanted. More than `ceil(M / H)` would leave slots
-empty. M is the number of sequences that the lag bound allows in flight: (1 + max_lag) * B, or G * B in conventional mode.
+empty. M is the number of sequences that may be issued before the first step: (1 + max_lag) * B, or G * B in conventional mode,
+but at most those of the whole run.
 """
 
 from __future__ import annotations
@@ -56,25 +57,20 @@ def full_rate(rate: float, occupancy: float, known: float | None) -> float:
     return max(rate, known) if known is not None else rate / math.sqrt(min(1.0, occupancy))
 
 
-def most_useful(in_flight: int | None, slots: int) -> int | None:
-    """Return the number of actors that `in_flight` sequences occupy, ceil(M / H); None if M is unbounded."""
-    return None if in_flight is None else max(1, math.ceil(in_flight / slots))
-
-
-def replicas_wanted(needed: float, most: int | None, current: int | None = None) -> int:
+def replicas_wanted(needed: float, most: int, current: int | None = None) -> int:
     """Return the number of actors for `needed` = C / P, at most `most`. The previous number `current` is kept while at most 0.1
     actors are lacking and at most one actor and a tenth of `current` are surplus."""
     enough = max(1, math.ceil(needed))
     if current is not None and current - 1 - 0.1 * current <= needed <= current + 0.1:
         enough = current
-    return enough if most is None else min(enough, most)
+    return min(enough, most)
 
 
 class ReplicasWanted:
-    """The number of actors wanted; None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M, or None."""
+    """The number of actors wanted; None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M."""
 
-    def __init__(self, *, slots: int, batch_size: int, in_flight: int | None) -> None:
-        self._slots, self._batch_size, self._most = slots, batch_size, most_useful(in_flight, slots)
+    def __init__(self, *, slots: int, batch_size: int, in_flight: int) -> None:
+        self._slots, self._batch_size, self._most = slots, batch_size, max(1, math.ceil(in_flight / slots))
         self._consumption: deque[float] = deque(maxlen=STEPS)
         self._warm = False
         self._seen: dict[str, ActorState] = {}

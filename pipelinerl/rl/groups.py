@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,19 @@ WAIT_SHARE = 0.02
 """Share of a step's time that may be spent waiting for sequences without raising the freshness limit."""
 
 
+class IssueRoom(NamedTuple):
+    """Room for groups at a moment. `allowance`: groups that may be issued now. `by_version`: groups that the staleness bound
+    alone would allow. `held_by_max_lag`: whether `max_lag`, rather than the end of the run, is why no more groups may be
+    issued. `in_flight`: samples that the freshness limit counts: in progress, or of groups that wait for a step. `limit`: the
+    freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
+
+    allowance: int
+    by_version: int
+    held_by_max_lag: bool
+    in_flight: int
+    limit: int | None
+
+
 class IssueBounds:
     """The staleness bound and, in pipeline mode, the freshness limit. `unlost`: groups issued and not lost since the start of
     the run. `version`: the oldest version that an actor serves."""
@@ -83,33 +96,21 @@ class IssueBounds:
         self._waited = False
         self.steps_begun = 0
 
-    def by_version(self, version: int, unlost: int) -> int:
-        """Return how many more groups the staleness bound allows to be issued."""
-        return max(0, issue_limit(self._recipe, version) - unlost)
-
-    def held_by_max_lag(self, version: int, unlost: int) -> bool:
-        """Return whether `max_lag`, rather than the end of the run, is why no more groups may be issued."""
+    def room(self, version: int, num_actors: int, unlost: int, num_waiting: int) -> IssueRoom:
+        """Return the room for groups now. `num_waiting`: samples of incomplete groups that have arrived."""
         max_lag, steps = self._recipe.algorithm.max_lag, self._recipe.trainer.steps
+        by_version = max(0, issue_limit(self._recipe, version) - unlost)
         bounded = self._recipe.mode == "pipeline" and max_lag is not None and version + 1 + max_lag < steps
-        return bounded and self.by_version(version, unlost) == 0
-
-    def allowance(self, version: int, num_actors: int, unlost: int, num_waiting: int) -> int:
-        """Return how many groups may be issued now. `num_waiting`: samples of incomplete groups that have arrived."""
-        by_version, limit = self.by_version(version, unlost), self.limit(num_actors)
-        if limit is None:
-            return by_version
-        return max(0, min(by_version, (limit - self.in_flight(unlost, num_waiting)) // self._group_size))
+        limit, in_flight = self.limit(num_actors), self._unused(unlost) * self._group_size - num_waiting
+        fresh = by_version if limit is None else (limit - in_flight) // self._group_size
+        return IssueRoom(max(0, min(by_version, fresh)), by_version, bounded and by_version == 0, in_flight, limit)
 
     def limit(self, num_actors: int) -> int | None:
-        """Return the freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
+        """Return the freshness limit, as in `IssueRoom`."""
         if self._recipe.mode == "conventional":
             return None
         held_back = self._held_back if num_actors >= self._num_actors else 0
         return max(self._batch_size, self._ceiling(num_actors) - held_back)
-
-    def in_flight(self, unlost: int, num_waiting: int) -> int:
-        """Return the samples that count against the freshness limit."""
-        return self._unused(unlost) * self._group_size - num_waiting
 
     @property
     def holds_actors_back(self) -> bool:

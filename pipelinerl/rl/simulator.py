@@ -280,9 +280,8 @@ class _Run:
         )
 
     def _issue(self) -> None:
-        version, unlost = max(0, self.served), self.issued - self.lost
-        allowance = self.bounds.allowance(version, len(self.actors), unlost, self.num_waiting)
-        for _ in range(allowance):
+        room = self.bounds.room(max(0, self.served), len(self.actors), self.issued - self.lost, self.num_waiting)
+        for _ in range(room.allowance):
             self.prompts.append(_Group(self.issued, list(islice(self.drawn, self.group_size))))
             self.open[self.issued] = None
             self.issued += 1
@@ -333,7 +332,7 @@ class _Run:
         yield lambda: self.served == 0
         batch_at = self.now
         for version in range(steps):
-            for_max_lag = self.bounds.held_by_max_lag(self.served, self.issued - self.lost)
+            for_max_lag = self.bounds.room(self.served, len(self.actors), self.issued - self.lost, 0).held_by_max_lag
             asked_at = self.now
             yield self._has_batch
             waited = self.now - asked_at

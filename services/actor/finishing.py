@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
 
-import numpy as np
 from opentelemetry.trace import SpanKind
 
 from pipelinerl.bus.jetstream import Bus
@@ -17,6 +16,7 @@ from pipelinerl.bus.protocol import Headers, Subjects
 from pipelinerl.errors import MessageError, PayloadTooLarge, ServiceError
 from pipelinerl.messages.sequences import PromptGroup, Sequence, building, encode_sequence
 from pipelinerl.messages.verification import VerifierClient, item_of, judged, status_name
+from pipelinerl.rl.ledger import failed_sample
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import BoundedLabels
@@ -152,17 +152,9 @@ def encoded(sequence: Sequence) -> tuple[bytes, str]:
 
 
 def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
-    """Return an encoded sequence without arrays and texts, and its `failure`."""
+    """Return an encoded sequence without arrays, texts and reward, and its `failure`."""
     log.error("sequence %s cannot be stored as it is: %s", sequence.sequence_id, failure)
-    nothing = replace(
-        without_arrays(sequence, failure),
-        prompt_token_ids=np.empty(0, dtype=np.int32),
-        reward_components={},
-        metrics={},
-        answer="",
-        reason="",
-        completion_text="",
-        prompt_text="",
-        reference_json="",
-    )
-    return encode_sequence(nothing), failure
+    identity = sequence.run, sequence.group_id, sequence.sample_index, sequence.group_size
+    failed = failed_sample(*identity, failure)
+    origin = replace(failed, task=sequence.task, actor=sequence.actor, group_token=sequence.group_token)
+    return encode_sequence(origin), failure

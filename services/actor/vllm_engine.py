@@ -21,7 +21,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, lru_cache
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,14 +50,10 @@ _LOOK_S = 0.1
 _Built = TypeVar("_Built")
 
 
-async def build_off_loop(
-    build: Callable[[], _Built],
-    stop: asyncio.Event,
-    children: Callable[[], Sequence[BaseProcess]] = multiprocessing.active_children,
-) -> _Built:
-    """Call `build()` on a thread, so that the event loop keeps answering probes. If `stop` is set, terminate the processes that
-    `children()` lists, which makes `build` fail, and raise `StartStopped`. If `build` succeeds nevertheless, return its result,
-    which the caller must shut down. Without a stop, errors of `build` are raised unchanged."""
+async def build_off_loop(build: Callable[[], _Built], stop: asyncio.Event) -> _Built:
+    """Call `build()` on a thread, so that the event loop keeps answering probes. If `stop` is set, terminate this process's
+    children, which makes `build` fail, and raise `StartStopped`. If `build` succeeds nevertheless, return its result, which the
+    caller must shut down. Without a stop, errors of `build` are raised unchanged."""
     building = asyncio.ensure_future(asyncio.to_thread(build))
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -66,14 +61,14 @@ async def build_off_loop(
         if not building.done():
             log.info("stopped before the engine was up")
         while not building.done():  # repeated, because `build` may start further processes
-            for child in children():
+            for child in multiprocessing.active_children():
                 child.terminate()
             await asyncio.wait((building,), timeout=_LOOK_S)
         if stop.is_set() and building.exception() is not None:
             raise StartStopped("stopped before the engine was up") from building.exception()
         return building.result()
     except asyncio.CancelledError:
-        for child in children():
+        for child in multiprocessing.active_children():
             child.terminate()
         raise
     finally:
@@ -289,10 +284,6 @@ class VllmEngine:
         self._inside: set[str] = set()
         self._overtaken: set[str] = set()
         """Requests that had no token when the weights were swapped, and must therefore restart."""
-        self.use(weights)
-
-    def use(self, weights: WeightUpdateClient) -> None:
-        """Receive all further weights through this client."""
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:

@@ -99,18 +99,15 @@ def _answer(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
 def _device(nvml: Any, uuid: str, handles: Mapping[str, Any]) -> dict[str, Any]:
     capability = _answer(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handles[uuid]) or (8, 0)  # unknown for instances
     memory, name = nvml.nvmlDeviceGetMemoryInfo(handles[uuid]), nvml.nvmlDeviceGetName(handles[uuid])
-
-    def is_linked(other: Any) -> bool:
-        status = _answer(nvml, nvml.nvmlDeviceGetP2PStatus, handles[uuid], other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        return bool(status == nvml.NVML_P2P_STATUS_OK)
-
+    others, link = handles.keys() - {uuid}, nvml.NVML_P2P_CAPS_INDEX_NVLINK
+    links = {other: _answer(nvml, nvml.nvmlDeviceGetP2PStatus, handles[uuid], handles[other], link) for other in others}
     return {
         "uuid": uuid,
         "name": name.decode() if isinstance(name, bytes) else name,
         "total_bytes": memory.total,
         "free_bytes": memory.free,
         "capability": 10 * capability[0] + capability[1],
-        "linked": [other for other, handle in handles.items() if other != uuid and is_linked(handle)],
+        "linked": [other for other in handles if links.get(other) == nvml.NVML_P2P_STATUS_OK],
     }
 
 

@@ -203,7 +203,7 @@ class OptimizerLoop:
         seconds, began_at = self._carried_s, time.monotonic()
         self._carried_s = {}
         self.waiting_for = f"sequences for step {self.version + 1}"
-        held_by_max_lag = self._feeder.held_by_max_lag
+        held_by_max_lag = self._feeder.room.held_by_max_lag
         with measured(seconds, "wait"):
             batch, prepared = await (self._next or self._prepared(self.version))
             await self._take_gpu()

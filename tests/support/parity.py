@@ -154,7 +154,7 @@ class Running:
 
     def new_client(self, **options: Any) -> WeightUpdateClient:
         client = WeightUpdateClient(self.llm, bind_host="127.0.0.1", stall_timeout_s=STALL_TIMEOUT_S, **options)
-        self.engine.use(client)
+        self.engine.weights, client.before_swap = client, self.engine._overtake
         return client
 
     async def label(self, version: PolicyVersion) -> None:

@@ -332,6 +332,7 @@ BAD_SEQUENCES = [
     ("turns", {"turns": [pb.Turn(start=0, end=2, finish_reason=1)]}),  # ends with one
     ("turns", {"turns": [pb.Turn(start=0, end=2, finish_reason=1), pb.Turn(start=1, end=3, finish_reason=1)]}),
     ("turns", {"turns": [pb.Turn(start=0, end=3)]}),  # unfinished
+    ("turns.finish_reason", {"turns": [pb.Turn(start=0, end=3, finish_reason=9)]}),
     ("behaviour_logprobs", {"turns": [pb.Turn(start=0, end=1, finish_reason=1), pb.Turn(start=2, end=3, finish_reason=1)]}),
     (
         "spans",  # 0 to 3, over an observation

@@ -1,6 +1,7 @@
 """An engine is built on a thread: the loop goes on, and a stop ends what was begun; what its steps and its work take."""
 
 import asyncio
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -50,9 +51,10 @@ async def test_the_loop_goes_on_meanwhile_and_hears_of_a_failure() -> None:
 
 
 @pytest.mark.parametrize("fails_then", [True, False])
-async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: bool) -> None:
+async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was built in spite of it is not lost."""
     stop, child, ended = asyncio.Event(), Child(), []
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
 
     def build() -> int:
         child.ended.wait(60)
@@ -64,7 +66,7 @@ async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: boo
     asyncio.get_running_loop().call_later(0.05, stop.set)
     async with asyncio.timeout(60):
         with pytest.raises(StartStopped) if fails_then else nullcontext():
-            assert await build_off_loop(build, stop, lambda: [child]) == 7  # type: ignore[list-item]
+            assert await build_off_loop(build, stop) == 7
     assert ended == [True]
 
 

@@ -65,10 +65,10 @@ async def test_what_is_in_flight_follows_actors_arrivals_and_steps() -> None:
         for group in (first, second):  # as complete groups they count again
             await one.publish(make_sequence(group, 1))
         await one.until(lambda: len(one.intake.ready) == 2)
-        assert (one.feeder.in_flight, one.feeder.allowance) == (70, 0)
+        assert (one.feeder.room.in_flight, one.feeder.room.allowance) == (70, 0)
         assert len(await one.intake.take_batch(version=0)) == 2
         one.feeder.begin_step(wait_share=1.0, for_max_lag=False)
-        assert one.feeder.in_flight == 66
+        assert one.feeder.room.in_flight == 66
         assert len(await one.take_issued()) == 1
         assert one.tracker.issued_groups == 36
 
@@ -398,7 +398,7 @@ async def trained_phase(one: Desk, version: int) -> list[int]:
     first = await one.intake.take_batch(version)
     one.serve(version + 1)
     second = await one.intake.take_batch(version + 1)
-    assert (len(first), len(second), one.feeder.allowance) == (2, 2, 0)
+    assert (len(first), len(second), one.feeder.room.allowance) == (2, 2, 0)
     issued = [group.group_id for group in groups]
     return [issued.index(group.sequences[0].group_id) for group in first + second]
 

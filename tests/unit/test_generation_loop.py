@@ -1,6 +1,7 @@
 """The actor's loop over an in-memory bus, with an engine and a verifier made for the test."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.errors import BusError
-from pipelinerl.messages.sequences import Completion, PolicyVersion, PromptGroup, VersionSpan, decode_group
+from pipelinerl.messages.sequences import Completion, PolicyVersion, PromptGroup, VersionSpan, decode_group, decode_sequence
 from pipelinerl.telemetry.metrics import MOST_REASONS
 from pipelinerl.v1.verifier_pb2 import (
     VERIFY_STATUS_BAD_REWARD,
@@ -19,7 +20,7 @@ from pipelinerl.v1.verifier_pb2 import (
     VerifyResult,
 )
 from services.actor.engine import EngineError, GenerationRequest, without_arrays
-from services.actor.finishing import FinishedSample, Finisher
+from services.actor.finishing import FinishedSample, Finisher, encoded
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.gate import ServingGate
 from tests.support.generation import GOOD, ScriptedVerifier, generated, stage
@@ -184,6 +185,19 @@ async def test_a_completion_that_cannot_be_trained_on_costs_that_sequence(made: 
         assert by_index[0].failure.startswith(failure)
         assert len(by_index[0].completion_token_ids) == 0
         assert (by_index[1].failure, by_index[1].reward) == ("", 1.0)
+
+
+def test_a_sequence_with_invalid_numbers_is_stored_as_a_failure() -> None:
+    invalid = replace(make_sequence(make_group(0), 0), reward=math.inf, generation_s=-1.0)
+    payload, failure = encoded(invalid)
+    stored = decode_sequence(payload)
+    assert failure.startswith("invalid: Sequence.reward: ")
+    assert (stored.failure, stored.reward, stored.sequence_id, stored.actor) == (
+        failure,
+        0.0,
+        invalid.sequence_id,
+        invalid.actor,
+    )
 
 
 async def test_a_prompt_that_fills_the_context_fails_without_the_engine() -> None:

@@ -124,9 +124,10 @@ def test_issue_limits_by_hand(recipe: Recipe, limits: list[int]) -> None:
 
 def test_the_lag_limit_holds_the_feeder_where_it_allows_no_more_before_the_end() -> None:
     bounds = IssueBounds(bounded(16, max_lag=4, steps=10))
-    assert [bounds.held_by_max_lag(3, unlost) for unlost in (127, 128)] == [False, True]  # (3 + 1 + 4) · 16
-    assert not bounds.held_by_max_lag(5, 160), "the run ends"
-    assert not IssueBounds(bounded(4, mode="conventional", conventional_g=3, max_lag=4)).held_by_max_lag(0, 12)
+    assert [bounds.room(3, 1, unlost, 0).held_by_max_lag for unlost in (127, 128)] == [False, True]  # (3 + 1 + 4) · 16
+    assert not bounds.room(5, 1, 160, 0).held_by_max_lag, "the run ends"
+    conventional = IssueBounds(bounded(4, mode="conventional", conventional_g=3, max_lag=4))
+    assert not conventional.room(0, 1, 12, 0).held_by_max_lag
 
 
 def test_phases_by_hand() -> None:
@@ -177,7 +178,7 @@ def test_every_run_ends_whatever_is_lost_and_nothing_is_left_over(
         while taken < groups_before_step(recipe, version):
             if random.random() < 0.5:
                 served = sent
-            may_issue = bounds.allowance(served, 1, issued - lost, num_waiting=0)
+            may_issue = bounds.room(served, 1, issued - lost, 0).allowance
             issued += may_issue
             on_their_way += [served] * may_issue
             if not on_their_way and served < sent:
@@ -236,7 +237,7 @@ def test_the_freshness_limit_by_hand() -> None:
         """`left_over` groups of 2 beyond the batch, and none on its way but `oldest_open`."""
         unlost = 4 * (bounds.steps_begun + 1) + left_over
         bounds.begin_step(1, unlost, 0, wait_share, for_max_lag=for_max_lag, issued=unlost, oldest_open=oldest_open or unlost)
-        assert bounds.in_flight(unlost, num_waiting=3) == 2 * left_over - 3
+        assert bounds.room(0, 1, unlost, 3).in_flight == 2 * left_over - 3
         return bounds.limit(1)
 
     assert [bounds.limit(actors) for actors in (0, 1, 2)] == [26, 26, 44]  # actors * (16 + 2) + 8
@@ -259,10 +260,10 @@ def test_what_an_actor_had_in_hand_starves_no_step_when_it_is_gone() -> None:
         unlost = 4 * (bounds.steps_begun + 1) + 13
         bounds.begin_step(2, unlost, 0, 0.0, for_max_lag=False, issued=unlost, oldest_open=unlost)
     unlost = 4 * bounds.steps_begun + 4
-    assert bounds.allowance(0, 2, unlost, 0) == 0, "a batch is in flight"
+    assert bounds.room(0, 2, unlost, 0).allowance == 0, "a batch is in flight"
     # One of the two is gone, with up to 16 + 2 of them: as many more, and never less than a batch, come from the other.
     assert [bounds.limit(actors) for actors in (0, 1, 2)] == [26, 26, 8]
-    assert bounds.allowance(0, 1, unlost, 0) == 9
+    assert bounds.room(0, 1, unlost, 0).allowance == 9
     bounds.begin_step(1, unlost + 4, 0, 0.5, for_max_lag=False, issued=unlost + 4, oldest_open=unlost)
     assert [bounds.limit(actors) for actors in (1, 2)] == [26, 44]
 
@@ -277,7 +278,7 @@ def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(tr
 
     def fill_slots() -> None:
         nonlocal queued, unlost
-        allowance = bounds.allowance(0, actors, unlost, num_waiting=0)
+        allowance = bounds.room(0, actors, unlost, 0).allowance
         queued, unlost = queued + allowance, unlost + allowance
         while queued and len(generating) < 16 * actors:
             queued -= 1

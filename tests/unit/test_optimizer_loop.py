@@ -14,6 +14,7 @@ import pytest
 from pipelinerl.audit.journal import JOURNAL, read_events
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.figures import FIGURES, run_figures
+from pipelinerl.rl.groups import IssueRoom
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.run_dir import resumable
 from pipelinerl.service.lifecycle import GpuTurn
@@ -88,7 +89,7 @@ async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
     async with bench(tmp_path) as one:
         waits: list[tuple[float, bool]] = []
         one.run.feeder.begin_step = lambda share, for_max_lag: waits.append((share, for_max_lag))  # type: ignore[method-assign]
-        one.run.feeder.bounds.held_by_max_lag = lambda *_: len(waits) > 1  # type: ignore[method-assign]
+        one.run.feeder.bounds.room = lambda *_: IssueRoom(0, 0, len(waits) > 1, 0, None)  # type: ignore[method-assign]
         said, offer, updater = list[tuple[int, str]](), one.run.updater.offer, cast("Any", one.run.updater)
 
         async def offered(version: int, snapshot: object) -> None:

@@ -280,7 +280,8 @@ def test_each_arrival_and_departure_of_an_actor_is_logged(desk: Desk, caplog: py
 
 def test_what_steps_use_up_without_waiting_tells_how_many_actors_are_wanted(tmp_path: Path) -> None:
     with RunFiles(tmp_path) as files:
-        desk = Desk(tmp_path, files, actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19})
+        trainer = {"steps": 10, "batch_size": 4, "tokens_per_microbatch": 64}
+        desk = Desk(tmp_path, files, actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19}, trainer=trainer)
         for finished in (0, 60):  # one a second, with all slots in use
             load = ActorState(uptime_s=1e3, sequences_in_progress=8, sequences_finished=finished, busy_s=finished)
             desk.recorder.actor_loads({"actor-0": load}, measuring=False)

@@ -6,20 +6,18 @@ import pytest
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pipelinerl.rl.autoscaling import ReplicasWanted, full_rate, most_useful, replicas_wanted
+from pipelinerl.rl.autoscaling import ReplicasWanted, full_rate, replicas_wanted
 from pipelinerl.v1.actor_pb2 import ActorState
-from services.trainer.reporting.metrics import most_in_flight, replica_advice
+from services.trainer.reporting.metrics import replica_advice
 from tests.unit.builders import make_recipe
 
 RATES = st.floats(0.01, 1000.0)
+MANY = 1_000_000
 
 
 def test_by_hand() -> None:
     # The trainer uses up 512 sequences in 32 s, 16 a second; a full actor makes 2.5 a second: 6.4 actors.
-    assert replicas_wanted(512 / 32 / 2.5, most_useful(None, 64)) == 7
-    # max_lag 1 lets 1024 sequences be in flight: at 256 each, 4 actors have slots for all of them.
-    assert most_useful(2 * 512, 256) == 4
-    assert most_useful(2 * 512, 255) == 5
+    assert replicas_wanted(512 / 32 / 2.5, MANY) == 7
     assert replicas_wanted(6.4, 4) == 4
     assert replicas_wanted(0.01, 4) == 1
 
@@ -29,14 +27,13 @@ def test_a_full_actors_rate_by_hand_and_small_changes_change_nothing() -> None:
     assert full_rate(2.0, occupancy=0.25, known=3.0) == 3.0
     assert full_rate(3.5, occupancy=0.25, known=3.0) == 3.5
     # Of 10, up to 10.1 may be needed, and down to 10 - 1 - 1 = 8.
-    assert [replicas_wanted(needed, None, current=10) for needed in (10.1, 10.11, 8.0, 7.99)] == [10, 11, 10, 8]
-    assert [replicas_wanted(needed, None, current=2) for needed in (1.2, 0.81, 0.79)] == [2, 2, 1]
+    assert [replicas_wanted(needed, MANY, current=10) for needed in (10.1, 10.11, 8.0, 7.99)] == [10, 11, 10, 8]
+    assert [replicas_wanted(needed, MANY, current=2) for needed in (1.2, 0.81, 0.79)] == [2, 2, 1]
     assert replicas_wanted(10.0, most=3, current=10) == 3
 
 
-def advice(**changes: int | None) -> ReplicasWanted:
-    given: dict[str, int | None] = {"slots": 10, "batch_size": 100, "in_flight": None}
-    return ReplicasWanted(**given | changes)  # type: ignore[arg-type]
+def advice(**changes: int) -> ReplicasWanted:
+    return ReplicasWanted(**{"slots": 10, "batch_size": 100, "in_flight": MANY, **changes})
 
 
 def load(finished: float, busy_s: float, in_progress: int) -> ActorState:
@@ -92,13 +89,13 @@ def bending(in_progress: float) -> float:
     return in_progress / 5 / (1 + in_progress / 10)
 
 
-def follow(rate: Callable[[float], float], consumption: float, actors: int, in_flight: int | None) -> list[int]:
+def follow(rate: Callable[[float], float], consumption: float, actors: int, in_flight: int) -> list[int]:
     """Numbers of actors of an autoscaler that does what is wanted at once. `rate(n)`: of an actor with n in progress."""
     one, slots, history = advice(in_flight=in_flight), 10, []
     finished, busy_s = 0.0, 0.0
     one.step(100, 1.0)
     for _ in range(400):
-        most = min(slots, (in_flight or 10**9) / actors)
+        most = min(slots, in_flight / actors)
         in_progress = most
         if actors * rate(most) > consumption:  # the bound keeps the actors from going faster
             low, high = 0.0, most
@@ -120,7 +117,7 @@ def follow(rate: Callable[[float], float], consumption: float, actors: int, in_f
 def test_an_autoscaler_that_follows_comes_to_rest_at_what_is_needed(
     rate: Callable[[float], float], actors: int, consumption: float
 ) -> None:
-    history = follow(rate, consumption, actors, in_flight=None)
+    history = follow(rate, consumption, actors, in_flight=MANY)
     needed = consumption / rate(10)
     assert len(set(history[200:])) == 1, history
     assert needed - 0.15 <= history[-1] <= max(1, needed * 1.15 + 2.1)
@@ -128,10 +125,19 @@ def test_an_autoscaler_that_follows_comes_to_rest_at_what_is_needed(
 
 def test_more_actors_than_a_recipes_bound_occupies_are_not_wanted() -> None:
     assert follow(linear, consumption=100.0, actors=1, in_flight=40)[-1] == 4
-    assert most_in_flight(make_recipe(algorithm={"max_lag": 2})) == 3 * 4
-    assert most_in_flight(make_recipe(algorithm={"max_lag": None})) is None
-    conventional = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 2})
-    assert most_in_flight(conventional) == 2 * 4
+    trainer = {"steps": 5, "batch_size": 4, "tokens_per_microbatch": 64}
+    for mode, algorithm, most in (
+        ("pipeline", {"max_lag": 2}, 3 * 4),
+        ("pipeline", {"max_lag": None}, 5 * 4),  # all sequences of the run
+        ("conventional", {"max_lag": None, "conventional_g": 2}, 2 * 4),
+    ):
+        recipe = make_recipe(mode=mode, algorithm=algorithm, trainer=trainer, actor={"sequences_in_progress": 1})
+        one = replica_advice(recipe, CollectorRegistry())
+        one.actors({"a": load(0, 0.0, 1)})
+        one.actors({"a": load(60, 60.0, 1)})
+        for _ in range(4):
+            one.step(4, 0.01)
+        assert one.wanted == most
 
 
 # In the trainer
@@ -139,7 +145,9 @@ def test_more_actors_than_a_recipes_bound_occupies_are_not_wanted() -> None:
 
 def test_the_metric_has_no_value_until_it_is_known() -> None:
     registry = CollectorRegistry()
-    advice = replica_advice(make_recipe(actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19}), registry)
+    trainer = {"steps": 20, "batch_size": 4, "tokens_per_microbatch": 64}
+    recipe = make_recipe(actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19}, trainer=trainer)
+    advice = replica_advice(recipe, registry)
     advice.actors({"a": load(0, 0.0, 8)})
     advice.actors({"a": load(60, 60.0, 8)})  # one a second
     for _ in range(4):

@@ -16,7 +16,7 @@ from pipelinerl.figures import FIGURES
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import RunTotals
 from services.trainer.learn import meter
-from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, PhaseTimer, process_memory_peak, take_memory_peak
+from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, PhaseTimer, take_memory_peak
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from tests.support.learner import group_of, model_of, sequences_of
@@ -119,16 +119,17 @@ def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:
         assert figures["mfu"] == pytest.approx(learner.prepare([group], 2).flops / (seconds * 1e12))
 
 
-def test_memory_of_the_process_rises_with_what_it_holds_and_without_a_status_file_the_system_is_asked(
+def test_memory_of_the_process_rises_with_what_it_holds_and_without_a_peak_in_its_status_the_system_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before, resident = take_memory_peak(torch.device("cpu")), _status_kib("VmRSS") * 1024
     held = np.ones(before - resident + 2**26, dtype=np.uint8)
     assert take_memory_peak(torch.device("cpu")) >= before + 2**25
     assert held[-1] == 1
-    told = process_memory_peak()
-    monkeypatch.setattr("services.trainer.learn.meter.PROCESS_STATUS", tmp_path / "none")
-    assert process_memory_peak() >= told * 0.99
+    told, status = take_memory_peak(torch.device("cpu")), tmp_path / "status"
+    status.write_text("Name:\tpython: 3\n")
+    monkeypatch.setattr("services.trainer.learn.meter.PROCESS_STATUS", status)
+    assert take_memory_peak(torch.device("cpu")) >= told * 0.99
 
 
 def _status_kib(key: str) -> int:

@@ -77,7 +77,7 @@ class Life:
     async def idle(self) -> None:
         end = (await self.bus.sequences_info()).last_position
         self.feeder.look_again()
-        while self.feeder.allowance > 0 or self.intake.position < end:
+        while self.feeder.room.allowance > 0 or self.intake.position < end:
             await asyncio.sleep(0)
         for _ in range(20):
             await asyncio.sleep(0)

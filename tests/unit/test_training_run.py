@@ -118,11 +118,11 @@ async def test_what_may_be_issued_follows_the_actors_that_are_registered(
     changes = {"algorithm": {"max_lag": None}, "actor": {"sequences_in_progress": 6}}
     trainer = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
     async with training_run(tmp_path, trainer=trainer, **changes) as (run, _):
-        assert run.feeder.allowance == 6
+        assert run.feeder.room.allowance == 6
         monkeypatch.setattr(WeightUpdater, "num_present", 8)
         run.feeder._look.clear()
         run.updater.on_change()
-        assert (run.feeder.allowance, run.feeder._look.is_set()) == (34, True)
+        assert (run.feeder.room.allowance, run.feeder._look.is_set()) == (34, True)
 
 
 FINISHED = trainer_pb2.TRAINER_PHASE_FINISHED

@@ -22,6 +22,7 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.messages import sequences as messages
 from pipelinerl.messages.sequences import FinishReason, PolicyVersion, PromptGroup, decode_group, encode_sequence
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.rl.groups import IssueRoom
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.logs import LogContext
@@ -215,7 +216,7 @@ def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunVie
     """A run of four actors in epoch 2, before the first version is served."""
     parts = {
         "updater": {"served_version": -1, "epoch": 2, "evictions": 0, "bad_messages": 1, "members": (), "serving": ()},
-        "feeder": {"allowance_by_version": 5, "in_flight": 7, "in_flight_limit": 12, "refused": {}},
+        "feeder": {"room": IssueRoom(0, 5, False, 7, 12), "refused": {}},
         "intake": {"tokens_arrived_here": 12, "position": 7, "bad_messages": 0, "failures": {}, "ready": [()] * 3},
         "uploads": {"waiting_s": None, "last": {}},
         "checkpoints": {"positions": {2: 5, 4: 7}, "saved_at_s": 9100.0},
@@ -419,7 +420,7 @@ class Desk:
 
     async def take_issued(self) -> list[PromptGroup]:
         groups = []
-        while self.feeder.allowance > 0 or (await self.bus.prompts_info()).messages:
+        while self.feeder.room.allowance > 0 or (await self.bus.prompts_info()).messages:
             delivery = await self.bus.next_prompt(timeout_s=1.0)
             if delivery is not None:
                 groups.append(decode_group(delivery.payload, expected_run=RUN))

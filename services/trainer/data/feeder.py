@@ -24,7 +24,7 @@ from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, encode_group
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
 from pipelinerl.recipe.fields import ProblemSet, Recipe
-from pipelinerl.rl.groups import IssueBounds
+from pipelinerl.rl.groups import IssueBounds, IssueRoom
 from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.service.retry import retry_forever
@@ -118,27 +118,9 @@ class Feeder:
         """Set once the run has begun or is taken over. While it is None, no token is needed."""
 
     @property
-    def allowance(self) -> int:
-        updater, waiting = self._updater, self.tracker.num_waiting
-        return self.bounds.allowance(max(0, updater.served_version), updater.num_present, self._unlost, waiting)
-
-    @property
-    def allowance_by_version(self) -> int:
-        """Return the number of groups that the staleness bound alone would allow."""
-        return self.bounds.by_version(max(0, self._updater.served_version), self._unlost)
-
-    @property
-    def held_by_max_lag(self) -> bool:
-        return self.bounds.held_by_max_lag(max(0, self._updater.served_version), self._unlost)
-
-    @property
-    def in_flight(self) -> int:
-        """Return the samples that the lag limit counts: samples in progress, and those of groups that wait for a step."""
-        return self.bounds.in_flight(self._unlost, self.tracker.num_waiting)
-
-    @property
-    def in_flight_limit(self) -> int | None:
-        return self.bounds.limit(self._updater.num_present)
+    def room(self) -> IssueRoom:
+        updater = self._updater
+        return self.bounds.room(max(0, updater.served_version), updater.num_present, self._unlost, self.tracker.num_waiting)
 
     @property
     def _unlost(self) -> int:
@@ -162,11 +144,11 @@ class Feeder:
 
     def take_figures(self) -> dict[str, Any]:
         """Return a step record's figures about sequences. `ended_by_length` covers the time since the previous call."""
-        tracker = self.tracker
+        tracker, room = self.tracker, self.room
         return {
-            "in_flight": self.in_flight,
-            "in_flight_limit": self.in_flight_limit,
-            "held_by_max_lag": self.held_by_max_lag,
+            "in_flight": room.in_flight,
+            "in_flight_limit": room.limit,
+            "held_by_max_lag": room.held_by_max_lag,
             "sequences": tracker.ledger.counts.as_dict(),
             "ended_by_length": tracker.take_ended_by_length(),
             "largest_lag": recipe_lag(self._recipe, self._updater.num_present, tracker.longest_tokens, tracker.mean_tokens),
@@ -181,7 +163,7 @@ class Feeder:
         while True:
             await self._look.wait()
             self._look.clear()
-            while (allowance := self.allowance) > 0:
+            while (allowance := self.room.allowance) > 0:
                 self._journal.write({"event": "reserve", "groups": self.next_group + allowance})
                 await asyncio.to_thread(self._journal.sync)
                 for _ in range(allowance):

@@ -6,8 +6,8 @@ messages, because people also use them for analysis, offline training and distil
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from pipelinerl import __version__
 from pipelinerl.errors import ServiceError, first_line
 from pipelinerl.messages.sequences import Branch, FinishReason, Sequence, Turn, VersionSpan
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.run_dir import sync_folder
+from pipelinerl.run_dir import write_whole
 from services.trainer.learn.batch import TrainingGroup
 
 if TYPE_CHECKING:
@@ -73,16 +73,11 @@ def write_step(run_dir: Path, recorded: RecordedStep) -> None:
     """Write a step durably, and replace an earlier record of it. Raises `ServiceError` if the disk does not take it."""
     import pyarrow.parquet as pq
 
-    path = recorded_file(run_dir, recorded.step)
-    beside = path.with_name(f".{path.name}")
+    path, content = recorded_file(run_dir, recorded.step), io.BytesIO()
+    pq.write_table(to_table(recorded), content, compression="zstd")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with beside.open("wb") as file:
-            pq.write_table(to_table(recorded), file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        sync_folder(path.parent)
+        write_whole(path, content.getvalue(), durably=True)
     except OSError as error:
         raise ServiceError(
             f"record: true, but step {recorded.step} cannot be recorded in {path}: {first_line(error)}"

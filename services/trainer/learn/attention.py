@@ -79,23 +79,6 @@ def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
     return next(repeat for repeat in range(1, share + 1) if share % repeat == 0 and key_heads * repeat % ranks == 0)
 
 
-class Collected(torch.autograd.Function):
-    """Map x [k, own tokens] → [k, tokens of all ranks]. Backward returns the gradient of the rank's own tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int], rank: int, group: Any) -> Tensor:
-        ctx.own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        padded = x.new_zeros((x.shape[0], max(counts)))
-        padded[:, : x.shape[1]] = x
-        everything = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(everything, padded, group=group)
-        return torch.cat([part[:, :count] for part, count in zip(everything, counts, strict=True)], dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0][:, ctx.own].contiguous(), None, None, None
-
-
 @dataclass(frozen=True, eq=False)
 class RowPart:
     """Rank `index` of the `ranks` that share each row. `group`: their process group."""
@@ -128,6 +111,15 @@ class RowPart:
         """Map [tokens, heads / P, dim] → [tokens / P, heads, dim]."""
         parts = x.unflatten(0, (self.ranks, -1)).contiguous()
         return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
+
+    def collected(self, x: Tensor, counts: list[int]) -> Tensor:
+        """Map [k, own tokens] → [k, tokens of all ranks], `counts` of each. Only the own part of the result has a gradient."""
+        padded = x.new_zeros((x.shape[0], max(counts)))
+        padded[:, : x.shape[1]] = x.detach()
+        everything = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(everything, padded, group=self.group)
+        parts = [part[:, :count] for part, count in zip(everything, counts, strict=True)]
+        return torch.cat([*parts[: self.index], x, *parts[self.index + 1 :]], dim=1)
 
 
 @dataclass(frozen=True, eq=False)

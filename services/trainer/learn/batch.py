@@ -64,9 +64,9 @@ class HostMicroBatch:
     """A micro-batch in host memory: one row of T tokens that packs S branches, in which C tokens were sampled."""
 
     token_ids: NDArray[np.int64]
-    """[T], including padding."""
+    """[T], without padding."""
     lengths: NDArray[np.int64]
-    """[S] in order of the row, including prompts; [S + 1] with padding."""
+    """[S] in order of the row, including prompts."""
     places: NDArray[np.int64]
     """[sum of lengths]: place in the row of each token of each branch; 0 .. T - 1 if no prompt is shared."""
     predictors: NDArray[np.int64]
@@ -88,15 +88,15 @@ class HostMicroBatch:
     reported: NDArray[np.int64]
     """[S]: number of the branch if rank 0 needs the log weights of its tokens, else -1."""
     num_branches: int
-    num_tokens: int
-    """Number of tokens in the row, without padding."""
+    pad_multiple: int
+    """The model gets a row that is padded to a multiple of this number of tokens."""
     has_gradient: bool = True
     """True if any token's loss may have a gradient. All ranks have the same value."""
 
     def on(self, device: torch.device | str) -> MicroBatch:
         names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "branch_index")
         tensors = {name: on_device(getattr(self, name), device) for name in names}
-        row = token_row(self.token_ids, self.lengths, device=device, places=self.places)
+        row = token_row(self.token_ids, self.lengths, self.pad_multiple, device, self.places)
         row = replace(row, predictors=self.predictors)
         return MicroBatch(row=row, num_branches=self.num_branches, has_gradient=self.has_gradient, **tensors)
 
@@ -124,8 +124,10 @@ def token_row(
     places: NDArray[np.int64] | None = None,
 ) -> TokenRow:
     """Return a row of packed branches, padded to a multiple of `pad_multiple` tokens. `places`: as in `PackedLayout`."""
-    places = np.arange(len(token_ids)) if places is None else places
-    token_ids, lengths, places = _padded(token_ids, lengths, places, pad_multiple)
+    num_tokens, places = len(token_ids), np.arange(len(token_ids)) if places is None else places
+    if padding := -num_tokens % pad_multiple if num_tokens else pad_multiple:
+        token_ids = np.concatenate((token_ids, np.zeros(padding, dtype=np.int64)))
+        lengths, places = np.append(lengths, padding), np.append(places, np.arange(num_tokens, num_tokens + padding))
     positions = np.empty(len(token_ids), dtype=np.int64)
     positions[places] = ranges(np.zeros_like(lengths), lengths)
     shared = len(places) > len(token_ids)
@@ -134,17 +136,6 @@ def token_row(
         on_device(positions[None], device),
         packed_layout(lengths, device, places if shared else None),
     )
-
-
-def _padded(
-    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], places: NDArray[np.int64], multiple: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    num_tokens = len(token_ids)
-    padding = -num_tokens % multiple if num_tokens else multiple
-    if padding == 0:
-        return token_ids, lengths, places
-    padded_places = np.concatenate((places, np.arange(num_tokens, num_tokens + padding)))
-    return np.concatenate((token_ids, np.zeros(padding, dtype=np.int64))), np.append(lengths, padding), padded_places
 
 
 def row_order(branches: list[Branch]) -> list[int]:
@@ -184,11 +175,10 @@ def host_microbatch(
     lags = version - np.repeat(versions, ends - firsts)
     assert lags.min(initial=0) >= 0, f"a token was sampled by a version after {version}"
     completion_ids = _joined([member.completion_token_ids for member in members], np.int64)
-    padded_ids, padded_lengths, padded_places = _padded(token_ids, lengths, places, pad_multiple)
     return HostMicroBatch(
-        token_ids=padded_ids,
-        lengths=padded_lengths,
-        places=padded_places,
+        token_ids=token_ids,
+        lengths=lengths,
+        places=places,
         predictors=places[np.repeat(last_of_prompts, outputs) + sampled],
         targets=completion_ids[np.repeat(np.cumsum(completions) - completions, outputs) + sampled],
         behaviour_logprobs=_joined([member.behaviour_logprobs for member in members], np.float32),
@@ -199,7 +189,7 @@ def host_microbatch(
         actors=np.zeros(len(members), dtype=np.int64) if actors is None else actors[order],
         reported=np.full(len(members), -1) if reported is None else reported[order],
         num_branches=len(members),
-        num_tokens=len(token_ids),
+        pad_multiple=pad_multiple,
         has_gradient=has_gradient,
     )
 

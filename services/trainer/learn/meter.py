@@ -12,7 +12,6 @@ Each rank reduces its tokens' results to `TokenStatistics`, from which rank 0 co
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,20 +79,13 @@ PROCESS_STATUS = Path("/proc/self/status")
 def take_memory_peak(device: torch.device) -> int:
     """Return peak memory in bytes: on a GPU, of tensors since the last call; on a CPU, of the process since its start."""
     if device.type != "cuda":
-        return process_memory_peak()
+        status = dict(line.split(":", 1) for line in PROCESS_STATUS.read_text(errors="replace").splitlines())
+        # Some container runtimes leave VmHWM out. `getrusage` may return the parent's peak.
+        kib = status.get("VmHWM", "").split() or [str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)]
+        return int(kib[0]) * 1024
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return peak
-
-
-def process_memory_peak() -> int:
-    """Return the process's peak resident memory in bytes. `getrusage`, which may return the parent's peak, is a fallback."""
-    if PROCESS_STATUS.is_file():
-        for line in PROCESS_STATUS.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @contextmanager

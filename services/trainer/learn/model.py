@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -109,23 +108,16 @@ def compile_policy(policy: Policy, device: torch.device) -> None:
     if not layers:
         fix = f"{type(policy.model).__name__} has no list of layers to compile; set false"
         raise FieldError("trainer.compile", True, fix)
-    _try_compiler(device)
-    AttentionInterface.register(VARLEN, torch.compiler.disable(varlen_attention, reason="its layout differs by row"))
-    for layer in layers:
-        layer.compile(dynamic=True)
-    policy.compiled_head = True
-
-
-def _try_compiler(device: torch.device) -> None:
-    def double(x: Tensor) -> Tensor:
-        return 2 * x
-
     try:
-        torch.compile(double)(torch.ones(8, device=device))
+        torch.compile(lambda x: 2 * x)(torch.ones(8, device=device))
     except RuntimeError as error:
         needed = "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
         fix = f"torch.compile needs {needed}: install that, or set false ({first_line(error)})"
         raise FieldError("trainer.compile", True, fix) from error
+    AttentionInterface.register(VARLEN, torch.compiler.disable(varlen_attention, reason="its layout differs by row"))
+    for layer in layers:
+        layer.compile(dynamic=True)
+    policy.compiled_head = True
 
 
 def hub_arguments(source: str, config: ModelConfig) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from pipelinerl.errors import FieldError, first_line
-from services.trainer.learn.attention import VARLEN, Collected, RowPart, forward_arguments, on_device
+from services.trainer.learn.attention import VARLEN, RowPart, forward_arguments, on_device
 from services.trainer.learn.batch import TokenRow, token_row
 
 MAX_LOGITS = 2**25
@@ -100,7 +100,7 @@ class Policy(nn.Module):
         own_row = TokenRow(row.input_ids[:, tokens], row.position_ids[:, tokens], replace(row.layout, part=part))
         scores = self(own_row, predictors[own] - tokens.start, targets[own], temperature, entropy_grad)
         there = torch.stack([one for one in scores if one is not None])
-        return TokenScores(*Collected.apply(there, counts, part.index, part.group))
+        return TokenScores(*part.collected(there, counts))
 
     def forward(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float, entropy_grad: bool
@@ -333,16 +333,14 @@ def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """
     blocks = head.blocks()
     buffer = head.buffer()
-    exponentials = None if head.compiled else head.buffer()
+    room = None if head.compiled else head.buffer()
     chosen = head.hidden.new_zeros(len(head.hidden), dtype=head.dtype)
     found = []
     for words in blocks:
         logits = head.logits(words, buffer)
         index, inside = head.place(words)
         chosen = torch.where(inside, logits.gather(1, index[:, None])[:, 0], chosen)
-        found.append(
-            _compiled(_fused_sums)(logits) if exponentials is None else _block_sums(logits, head.view(exponentials, words))
-        )
+        found.append(_compiled(_sums)(logits) if room is None else _sums(logits, logits, head.view(room, words)))
     largest, sums, weighted = (torch.stack(part) for part in zip(*found, strict=True))
     peak = largest.amax(0)
     shift = largest - peak
@@ -355,24 +353,19 @@ def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return chosen - peak - log_total, entropy, log_normaliser, kept
 
 
-def _block_sums(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z, and replace z by z − m. `room`: memory of their shape."""
+def _sums(logits: Tensor, shifted: Tensor | None = None, room: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z. `shifted`: memory for z − m, which may be that of z.
+    `room`: memory of the same shape. Compiled code needs neither."""
     largest = logits.amax(1)
-    torch.exp(logits.sub_(largest[:, None]), out=room)
-    return largest, room.sum(1), room.mul_(logits).sum(1)
+    shifted = torch.sub(logits, largest[:, None], out=shifted)
+    exponentials = torch.exp(shifted, out=room)
+    total = exponentials.sum(1)
+    return largest, total, torch.mul(exponentials, shifted, out=room).sum(1)
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
-
-
-def _fused_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `_block_sums`, but leave the logits unchanged."""
-    largest = logits.amax(1)
-    shifted = logits - largest[:, None]
-    exponentials = shifted.exp()
-    return largest, exponentials.sum(1), (exponentials * shifted).sum(1)
 
 
 class _LinearScores(torch.autograd.Function):
@@ -400,19 +393,12 @@ class _LinearScores(torch.autograd.Function):
         of_weight = torch.empty_like(weight) if wanted[1] else None
         of_bias = torch.empty_like(bias) if wanted[2] else None
         g, h = (grad / head.temperature for grad in (grad_logprobs, grad_entropy))
-        buffer = head.buffer()
+        spread, buffer = (h, entropy) if ctx.entropy_grad else None, head.buffer()
         for words in head.blocks():
             logits = head.logits(words, buffer) if kept is None else kept
             index, inside = head.place(words)
-            of_target = torch.where(inside, g, 0)
-            if head.compiled:
-                spread = (h, entropy) if ctx.entropy_grad else None
-                fused = _compiled(_fused_gradient)
-                of_logits = fused(logits, log_normaliser, g, index, of_target, spread, hidden.dtype)
-            else:
-                log_p = torch.sub(logits, log_normaliser[:, None], out=head.view(buffer, words))
-                wide = _spread(log_p, g, h, entropy) if ctx.entropy_grad else log_p.exp_().mul_(-g[:, None])
-                of_logits = wide.scatter_add_(1, index[:, None], of_target[:, None]).to(hidden.dtype)
+            given = (logits, log_normaliser, g, index, torch.where(inside, g, 0), spread, hidden.dtype)
+            of_logits = _compiled(_gradient)(*given) if head.compiled else _gradient(*given, head.view(buffer, words))
             if summed is not None and summed.dtype == of_logits.dtype:
                 summed.addmm_(of_logits, weight[words])
             elif summed is not None:
@@ -424,7 +410,7 @@ class _LinearScores(torch.autograd.Function):
         return None if summed is None else summed.to(hidden.dtype), of_weight, of_bias, None, None
 
 
-def _fused_gradient(
+def _gradient(
     logits: Tensor,
     log_normaliser: Tensor,
     g: Tensor,
@@ -432,16 +418,20 @@ def _fused_gradient(
     of_target: Tensor,
     spread: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return −p · (g + h · (log p + entropy)) [C, words] in `dtype`, with `of_target` [C] added at `index` [C]. `spread`: h and
-    entropy; None if entropy has no gradient."""
-    log_p = logits - log_normaliser[:, None]
-    factor = -g[:, None] if spread is None else -(g[:, None] + spread[0][:, None] * (log_p + spread[1][:, None]))
+    entropy; None if entropy has no gradient. `out`: memory for the result, which may be that of the logits; None in compiled
+    code."""
+    log_p = torch.sub(logits, log_normaliser[:, None], out=out)
+    if spread is None:
+        wide = torch.mul(torch.exp(log_p, out=out), -g[:, None], out=out)
+    else:
+        h, entropy = spread
+        p = log_p.exp()
+        factor = torch.mul(torch.add(log_p, entropy[:, None], out=out), -h[:, None], out=out)
+        wide = torch.mul(torch.sub(factor, g[:, None], out=out), p, out=out)
+    if out is not None:
+        return wide.scatter_add_(1, index[:, None], of_target[:, None]).to(dtype)
     at_target = torch.arange(logits.shape[1], device=logits.device) == index[:, None]
-    return (factor * log_p.exp() + torch.where(at_target, of_target[:, None], 0.0)).to(dtype)
-
-
-def _spread(log_p: Tensor, g: Tensor, h: Tensor, entropy: Tensor) -> Tensor:
-    """Replace log_p [C, words] by −p · (g + h · (log p + entropy)); the other arguments are [C]."""
-    p = log_p.exp()
-    return log_p.add_(entropy[:, None]).mul_(-h[:, None]).sub_(g[:, None]).mul_(p)
+    return (wide + torch.where(at_target, of_target[:, None], 0.0)).to(dtype)

@@ -220,7 +220,7 @@ class Learner:
             for report in links.receive(*range(layout.sequence_ranks, layout.size, layout.sequence_ranks)):  # one of each row
                 parts.append(meter.TokenStatistics(**report.arrays))
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
-        loads = [batch.num_tokens for batch in prepared.batches if batch.num_branches]
+        loads = [len(batch.token_ids) for batch in prepared.batches if batch.num_branches]
         figures |= meter.token_figures(parts, totals, loads, self.trainer.tokens_per_microbatch, applied=not figures["skipped"])
         figures["sequences_trained"] = 0 if figures["skipped"] else len(prepared.sequence_ids)
         figures |= prepared.figures
@@ -265,11 +265,13 @@ class Learner:
 
     def microbatch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
+        given, reference = (batch.row, batch.predictors, batch.targets, self.temperature), None
         with torch.set_grad_enabled(batch.has_gradient):
-            scores = self.policy.scores(
-                batch.row, batch.predictors, batch.targets, self.temperature, self.algorithm.entropy_coefficient > 0
-            )
-            output = compute_loss(batch, scores, self.algorithm, self._reference_logprobs(batch))
+            scores = self.policy.scores(*given, self.algorithm.entropy_coefficient > 0)
+            if self.reference is not None:
+                with torch.no_grad(), adapters_off(self.reference.model):
+                    reference = self.reference.scores(*given).logprobs
+            output = compute_loss(batch, scores, self.algorithm, reference)
         if batch.has_gradient:
             output.loss.backward()
         values = [output.log_weights, output.clipped.float(), output.masked.float(), scores.entropy.detach()]
@@ -277,13 +279,6 @@ class Learner:
             values.append(scores.values.detach())
         terms = (output.loss.detach(), output.reference_kl, output.value_loss, batch.weights.sum())
         return torch.stack(values).float(), torch.stack(terms)
-
-    @torch.no_grad()
-    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
-        if self.reference is None:
-            return None
-        with adapters_off(self.reference.model):
-            return self.reference.scores(batch.row, batch.predictors, batch.targets, self.temperature).logprobs
 
     def score(self, token_ids: TokenIds, *, adapters: bool = True) -> Logprobs:
         """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.

@@ -20,7 +20,7 @@ from pipelinerl.bus.protocol import StreamInfo
 from pipelinerl.figures import FIGURES, Figure, plain
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
-from pipelinerl.rl.groups import StaleReason
+from pipelinerl.rl.groups import StaleReason, issue_limit
 from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
 from pipelinerl.rl.memory import GIB
 from pipelinerl.run_summary import StepRecord
@@ -229,11 +229,6 @@ class RunView:
         """Return the newest version that every member serves; None before the first."""
         return self.updater.served_version if self.updater.served_version >= 0 else None
 
-    @property
-    def member_states(self) -> dict[str, int]:
-        states = list(self.updater.states.values())
-        return {state: states.count(state) for state in MEMBER_STATES}
-
 
 class StateMetric(NamedTuple):
     """A metric of the run's current state. With `labels`, `read` returns a mapping by label value."""
@@ -249,7 +244,9 @@ STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
     StateMetric("served_version", "Newest version that every member serves; no series before the first.",
                 lambda run: run.served_version),
-    StateMetric("members", "Registered actors by state.", lambda run: run.member_states, "actors", {"state": MEMBER_STATES}),
+    StateMetric("members", "Registered actors by state.",
+                lambda run: dict.fromkeys(MEMBER_STATES, 0) | Counts(list(run.updater.states.values())), "actors",
+                {"state": MEMBER_STATES}),
     StateMetric("regroups_total", "How often the transfer group of all members was formed again.",
                 lambda run: run.updater.regroups, "groups of members"),
     StateMetric("weight_updates_total", "Weight updates: versions that all members came to serve, and aborted transfers.",
@@ -287,11 +284,11 @@ STATE_METRICS = (
                 "without uploads.", lambda run: run.uploads.waiting_s),
     StateMetric("ready_groups", "Complete groups that wait to be trained on.", lambda run: len(run.intake.ready)),
     StateMetric("feeder_allowance_groups", "Groups that the feeder could issue now if only the staleness bound limited it; "
-                "without a bound, all groups until the run's end.", lambda run: run.feeder.allowance_by_version),
+                "without a bound, all groups until the run's end.", lambda run: run.feeder.room.by_version),
     StateMetric("in_flight_sequences", "Sequences in progress, or in complete groups whose step has not begun.",
-                lambda run: run.feeder.in_flight),
+                lambda run: run.feeder.room.in_flight),
     StateMetric("in_flight_limit_sequences", "Current freshness limit on in_flight_sequences; no series in conventional "
-                "mode.", lambda run: run.feeder.in_flight_limit),
+                "mode.", lambda run: run.feeder.room.limit),
 )  # fmt: skip
 
 
@@ -321,7 +318,7 @@ class TrainerMetrics:
         }
         for name, (text, of) in of_streams.items():
             reading = metrics.reading(name, text, {"stream": ("prompts", "sequences")})
-            reading.read(partial(self._by_stream, of))
+            reading.read(partial(lambda of: {stream: of(info) for stream, info in self.streams.items()}, of))
         self.membership = MembershipMetrics(metrics)
         phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
         phase.read_state(PHASES, lambda: phase_name(self._phase()))
@@ -336,9 +333,6 @@ class TrainerMetrics:
     def _read(self, state: StateMetric) -> Values:
         return None if self._view is None else state.read(self._view())
 
-    def _by_stream(self, of: Callable[[StreamInfo], float]) -> Values:
-        return {stream: of(info) for stream, info in self.streams.items()}
-
     def _unread(self, run: RunView) -> int | None:
         """Return the number of unread messages: those at the last check of the stream, less those read since."""
         log = self.streams.get("sequences")
@@ -347,18 +341,9 @@ class TrainerMetrics:
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
     """Export `pipelinerl_actor_replicas_wanted` for an autoscaler, which keeps the current replicas until there is a value."""
-    advice = ReplicasWanted(
-        slots=recipe.actor.sequences_in_progress, batch_size=recipe.trainer.batch_size, in_flight=most_in_flight(recipe)
-    )
+    in_flight, batch_size = issue_limit(recipe, 0) * recipe.sampling.group_size, recipe.trainer.batch_size
+    advice = ReplicasWanted(slots=recipe.actor.sequences_in_progress, batch_size=batch_size, in_flight=in_flight)
     text = "Number of actors that would keep the trainer busy within the lag bound; no series until it is measured."
     wanted = MetricSet("pipelinerl_actor", registry).reading("replicas_wanted", text, unit="actors")
     wanted.read(lambda: advice.wanted)
     return advice
-
-
-def most_in_flight(recipe: Recipe) -> int | None:
-    """Return M, the maximum number of sequences issued but not consumed; None if only the number of actors bounds it. Pure."""
-    if recipe.mode == "conventional":
-        return recipe.algorithm.conventional_g * recipe.trainer.batch_size
-    max_lag = recipe.algorithm.max_lag
-    return None if max_lag is None else (1 + max_lag) * recipe.trainer.batch_size

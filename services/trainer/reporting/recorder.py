@@ -6,7 +6,6 @@ It makes one record per optimizer step, adds up the run's totals, and writes the
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import deque
@@ -35,7 +34,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.reporting.metrics import RunView, TrainerMetrics, bounded, phase_name, replica_advice
 from services.trainer.reporting.page import PageBoard, about, member_rows
-from services.trainer.reporting.samples import Sample, has_tokens, sample_of, without_tokens
+from services.trainer.reporting.samples import Sample, has_tokens, reference_answer, sample_of, without_tokens
 from services.trainer.reporting.trackers import RunTrackers
 from services.trainer.server import StepFeed
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
@@ -69,9 +68,10 @@ class Recorder:
     ) -> None:
         """A sink that is None is disabled. The caller opens and closes sinks."""
         self._recipe, self._run, self._start = recipe, run, start or Start()
-        self._files, self.metrics, self._board, self._context = files, metrics, board, context
+        self._files, self.metrics, self._board = files, metrics, board
         self._trackers = trackers or RunTrackers()
-        self._set_version(self._start.version)
+        self._context = context or LogContext(run, "trainer", "")
+        self._context.policy_version = self._start.version
         self._tokenizer = tokenizer
         self._replicas = replica_advice(recipe, metrics.registry)
         self._used_up: int | None = None
@@ -137,7 +137,7 @@ class Recorder:
         self.feed.add(record)
         self._trackers.step(record)
         self._tell_page(lambda board: board.step(record))
-        self._set_version(record["policy_version"])
+        self._context.policy_version = record["policy_version"]
         lag = (record.get("lag") or {}).get("mean")
         self.progress |= {"step": str(record["step"])} | ({} if lag is None else {"lag": f"{lag:.2f}"})
         shown = {key: record.get(key) for key in ("reward_mean", "heldout_accuracy", "ess", "loss")}
@@ -364,10 +364,6 @@ class Recorder:
         uptime_s = sum(load.uptime_s for load in self._loads.values())
         return sum(load.busy_s for load in self._loads.values()) / uptime_s if uptime_s else None
 
-    def _set_version(self, version: int) -> None:
-        if self._context is not None:
-            self._context.policy_version = version
-
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
         run, wall_s = self._view(), time.monotonic() - self._started_at
         summary = self.totals.summary(self._recipe, run.ledger.counts.as_dict())
@@ -453,8 +449,4 @@ def answer_figures(batch: list[TrainingGroup], recipe: Recipe) -> dict[str, Any]
 
 def has_reference(sequence: Sequence) -> bool:
     """Return whether the problem's reference occurs in the completion."""
-    try:
-        answer = str(json.loads(sequence.reference_json).get("answer") or "").strip()
-    except (ValueError, AttributeError, RecursionError):
-        return False
-    return occurs(answer, sequence.completion_text)
+    return occurs(str(reference_answer(sequence.reference_json) or "").strip(), sequence.completion_text)

@@ -52,7 +52,7 @@ def sample_of(
         "reward": None if sequence.failure else sequence.reward,
         "terms": sequence.reward_components,
         "metrics": sequence.metrics,
-        "reference": _reference(sequence.reference_json),
+        "reference": reference_answer(sequence.reference_json),
         "answer": sequence.answer,
         "reason": sequence.failure or sequence.reason,
         "spans": [[span.version, span.start, span.end] for span in sequence.spans],
@@ -66,7 +66,7 @@ def sample_of(
     return sample | {"tokens": tokens, "weights": digits and digits[:MOST_TOKENS]}
 
 
-def _reference(text: str) -> Any:
+def reference_answer(text: str) -> Any:
     """Return the reference answer that the reward compares with; None if the task has none."""
     try:
         reference = json.loads(text)

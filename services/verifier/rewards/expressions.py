@@ -534,12 +534,8 @@ def _logarithm(value: Number, base: Number = Fraction(1237, 211)) -> Number:
     return mp.log(inexact(value)) / mp.log(inexact(base))
 
 
-def _of_mpmath(name: str, value: Number) -> Number:
-    return getattr(mp, name)(inexact(value))
-
-
 _CALLS: dict[str, Callable[..., Number]] = {
-    **{name: partial(_of_mpmath, name.replace("arc", "a")) for name in _FUNCTIONS},
+    **{name: partial(lambda call, value: getattr(mp, call)(inexact(value)), name.replace("arc", "a")) for name in _FUNCTIONS},
     "root": _root,
     "cbrt": lambda value: _root(value, Fraction(3)),
     "factorial": _factorial,
