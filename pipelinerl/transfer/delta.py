@@ -6,7 +6,8 @@ tensors and 4 in others. SPARSE holds the gaps before the changed words, then th
 zstd. A gap is one byte below 255, after one byte of 255 for each 255 words to skip. XOR holds all words by byte planes, and
 WHOLE the new bytes.
 
-Everything runs on one core, in calls of NumPy and zstd that release the GIL. Decoding checks sizes before it allocates memory.
+Changed words are found on the device that holds the versions, and only these are copied to the host. There, encoding and
+decoding take one core, in calls that release the GIL. Decoding checks sizes before it allocates memory.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow
+import torch
+from torch import Tensor
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import chunk_of
+from pipelinerl.transfer.group import HOST, Placement
 from pipelinerl.transfer.manifest import DTYPE_BYTES, Chunk, Manifest
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
@@ -63,11 +68,13 @@ def anchor_header(manifest: Manifest, version: PolicyVersion) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def encode_anchor(manifest: Manifest, version: PolicyVersion, stream: Bytes) -> Iterator[bytes | memoryview]:
-    """Yield the parts of an anchor. The tensors are views of `stream`, uint8[total_bytes]."""
+def encode_anchor(
+    manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST
+) -> Iterator[bytes | memoryview]:
+    """Yield the parts of an anchor. `stream`: uint8[total_bytes] in the memory of `placement`."""
     yield anchor_header(manifest, version)
     for offset, size in zip(manifest.offsets, manifest.sizes, strict=True):
-        yield stream[offset : offset + size].data
+        yield placement.on_host(stream[offset : offset + size]).numpy().data
 
 
 def decode_anchor(manifest: Manifest, version: PolicyVersion, data: Bytes, into: Bytes, name: str) -> Iterator[None]:
@@ -86,12 +93,15 @@ def decode_anchor(manifest: Manifest, version: PolicyVersion, data: Bytes, into:
 
 
 def encode_delta(
-    manifest: Manifest, before: PolicyVersion, after: PolicyVersion, old: Bytes, new: Bytes
+    manifest: Manifest, before: PolicyVersion, after: PolicyVersion, old: Tensor, new: Tensor, placement: Placement = HOST
 ) -> Iterator[bytes | memoryview]:
-    """Yield the parts of the delta from stream `old` to stream `new`, uint8[total_bytes] each, of the same incarnation."""
+    """Yield the parts of the delta from stream `old` to stream `new`, uint8[total_bytes] each in the memory of `placement`, of
+    the same incarnation."""
     yield _HEADER.pack(_MAGIC, manifest.manifest_id.encode(), after.incarnation, before.number, after.number)
     for chunk in manifest.chunks:
-        encoding, body = _encode(_words(manifest, chunk, old), _words(manifest, chunk, new))
+        bits = 8 * _word_bytes(manifest, chunk)
+        with placement.scope():
+            encoding, body = _encode(*(chunk_of(stream, chunk).view(getattr(torch, f"int{bits}")) for stream in (old, new)))
         yield _RECORD.pack(encoding, len(body))
         yield body
 
@@ -114,7 +124,8 @@ def decode_delta(
             encoding, length = _RECORD.unpack(data[start:body].data)
             if length > len(data) - body:
                 raise ValueError(f"has a length of {length} with {len(data) - body} bytes left")
-            _decode(encoding, data[body : body + length], _words(manifest, chunk, into))
+            words = into[chunk.offset : chunk.offset + chunk.num_bytes].view(f"u{_word_bytes(manifest, chunk)}")
+            _decode(encoding, data[body : body + length], words)
         except (ValueError, OSError, struct.error) as error:  # OSError is zstd's
             raise LogDamaged(name, f"chunks[{chunk.index}]", str(error)) from error
         start = body + length
@@ -123,24 +134,23 @@ def decode_delta(
         raise LogDamaged(name, "bytes", f"are {len(data)}, expected {start}")
 
 
-def _words(manifest: Manifest, chunk: Chunk, stream: Bytes) -> _Words:
-    """Return a view of the chunk's bytes as words."""
-    narrowest = min(DTYPE_BYTES[manifest.sent_dtype(manifest.parameters[index])] for index in chunk.parameters)
-    return stream[chunk.offset : chunk.offset + chunk.num_bytes].view(np.uint16 if narrowest == 2 else np.uint32)
+def _word_bytes(manifest: Manifest, chunk: Chunk) -> int:
+    return min(4, *(DTYPE_BYTES[manifest.sent_dtype(manifest.parameters[index])] for index in chunk.parameters))
 
 
-def _encode(old: _Words, new: _Words) -> tuple[int, bytes | memoryview]:
+def _encode(old: Tensor, new: Tensor) -> tuple[int, bytes | memoryview]:
     difference = old ^ new
-    changed = _nonzero(difference)
-    if not len(changed):
+    num_changed = int(difference.count_nonzero())  # asked first, because the positions take 8 bytes each on the device
+    if not num_changed:
         return UNCHANGED, b""
-    if len(changed) <= new.size // 4:
-        gaps = _gaps(changed)
-        packed = _ZSTD.compress(np.concatenate((gaps, _planes(difference[changed]))), asbytes=True)
-        encoding, body = SPARSE, _SIZES.pack(len(changed), len(gaps)) + packed
+    if num_changed <= new.numel() // 4:
+        positions = difference.nonzero().squeeze(1)
+        gaps = _gaps(positions.cpu().numpy())
+        packed = _ZSTD.compress(np.concatenate((gaps, _planes(difference[positions].cpu().numpy()))), asbytes=True)
+        encoding, body = SPARSE, _SIZES.pack(num_changed, len(gaps)) + packed
     else:
-        encoding, body = XOR, _ZSTD.compress(_planes(difference), asbytes=True)
-    return (encoding, body) if len(body) < new.nbytes else (WHOLE, new.view(np.uint8).data)
+        encoding, body = XOR, _ZSTD.compress(_planes(difference.cpu().numpy()), asbytes=True)
+    return (encoding, body) if len(body) < new.nbytes else (WHOLE, new.cpu().numpy().view(np.uint8).data)
 
 
 def _decode(encoding: int, body: Bytes, into: _Words) -> None:
@@ -165,14 +175,6 @@ def _decode(encoding: int, body: Bytes, into: _Words) -> None:
 def _unpacked(body: Bytes, num_bytes: int) -> Bytes:
     """Return uint8[num_bytes]. Raises OSError if zstd finds damage or another size."""
     return np.frombuffer(_ZSTD.decompress(pyarrow.py_buffer(body), num_bytes), np.uint8)
-
-
-def _nonzero(words: _Words) -> _Words:
-    """Return the positions of words that are not zero. Looking at 8 bytes at a time first is several times as fast."""
-    eights, shift = words.view(np.uint64), (8 // words.itemsize).bit_length() - 1
-    groups = np.flatnonzero(eights != 0)
-    inside = np.flatnonzero(eights[groups].view(words.dtype) != 0)
-    return (groups << shift)[inside >> shift] + (inside & ((1 << shift) - 1))
 
 
 def _gaps(positions: _Words) -> Bytes:

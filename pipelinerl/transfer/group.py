@@ -69,6 +69,11 @@ class Placement:
         finally:  # work queued before an error still runs
             callers.wait_stream(self.stream)
 
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or a copy of it in host memory, after the work that is queued on the stream."""
+        with self.scope():
+            return tensor.cpu()
+
     def synchronize(self) -> None:
         """Wait until the device has done the work that this thread queued."""
         if self.stream is not None:

@@ -30,6 +30,7 @@ from pipelinerl.transfer.delta import (
     encode_delta,
     largest_object,
 )
+from pipelinerl.transfer.group import HOST, Placement
 from pipelinerl.transfer.manifest import Manifest
 from pipelinerl.transfer.stores import LogStore, StoreError
 from pipelinerl.v1.control_pb2 import LogObject, Published
@@ -42,34 +43,45 @@ _Result = TypeVar("_Result")
 
 class WeightLog:
     """The writer. `prefix`: folder of its keys. `anchor_every`: versions in the log from one anchor to the next, or fewer if
-    the deltas are larger than the anchor. `keep_all`: delete nothing."""
+    the deltas are larger than the anchor. `keep_all`: delete nothing. `placement`: the memory of the versions."""
 
-    def __init__(self, store: LogStore, manifest: Manifest, prefix: str, *, anchor_every: int, keep_all: bool = False) -> None:
-        self._store, self._manifest, self._prefix = store, manifest, prefix
+    def __init__(
+        self,
+        store: LogStore,
+        manifest: Manifest,
+        prefix: str,
+        *,
+        anchor_every: int,
+        keep_all: bool = False,
+        placement: Placement = HOST,
+    ) -> None:
+        self._store, self._manifest, self._prefix, self._placement = store, manifest, prefix, placement
         self._anchor_every, self._keep_all = anchor_every, keep_all
         self._chains: list[list[LogObject]] = []
         """Each has an anchor and the deltas after it."""
-        self._newest: tuple[PolicyVersion, Bytes] | None = None
+        self._newest: tuple[PolicyVersion, Tensor] | None = None
         self._has_old = True
         """True if the store may hold objects of chains that are no longer kept."""
         self._turn = asyncio.Lock()
 
     async def add(self, version: PolicyVersion, stream: Tensor, sha256: bytes) -> Published:
-        """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes] in host
-        memory, not to be changed until another version was added. `sha256`: that of the stream. The first version of an
+        """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes], not
+        to be changed until another version was added. `sha256`: that of the stream. The first version of an
         incarnation becomes an anchor. Raises `StoreError`, after which this or a later version can be added."""
         async with self._turn:
-            new, chains, announced = stream.numpy(), list(self._chains), list[LogObject]()
+            chains, announced = list(self._chains), list[LogObject]()
             if self._newest is not None and self._newest[0].incarnation == version.incarnation:
                 before, old = self._newest
                 assert before.number < version.number, f"{version} is not newer than {before}"
-                delta = await self._put(version, _DELTA, encode_delta(self._manifest, before, version, old, new))
+                parts = encode_delta(self._manifest, before, version, old, stream, self._placement)
+                delta = await self._put(version, _DELTA, parts)
                 announced = chains[-1] = [*chains[-1], delta]
             deltas = announced[1:]
             if not deltas or len(deltas) >= self._anchor_every or sum(one.bytes for one in deltas) > announced[0].bytes:
-                chains.append([await self._put(version, _ANCHOR, encode_anchor(self._manifest, version, new))])
+                parts = encode_anchor(self._manifest, version, stream, self._placement)
+                chains.append([await self._put(version, _ANCHOR, parts)])
             self._has_old |= len(chains) > len(self._chains)
-            self._chains, self._newest = chains[-CHAINS_KEPT:], (version, new)
+            self._chains, self._newest = chains[-CHAINS_KEPT:], (version, stream)
             return Published(
                 incarnation=version.incarnation,
                 version=version.number,

@@ -276,8 +276,8 @@ class OptimizerLoop:
         self._digesting = asyncio.create_task(self._journal_digest(version, snapshot))
 
     async def _journal_digest(self, version: int, snapshot: Snapshot) -> None:
-        sha256 = await asyncio.to_thread(snapshot.digest)
-        self.journal.write({"event": "weights", "version": version, "sha256": sha256})
+        sha256 = await asyncio.to_thread(snapshot.sha256)
+        self.journal.write({"event": "weights", "version": version, "sha256": sha256.hex()})
 
     def _capture(self) -> RunState:
         """Capture all state except tensors. The last step's record is written first, so that the figures include it."""

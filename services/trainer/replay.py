@@ -117,7 +117,7 @@ def replay(settings: TrainerSettings, ranks: RankSettings, args: argparse.Namesp
                 return 0
             figures = policy.step(policy.prepare(step.groups, number - 1))
             if number >= plan.first:
-                sha256, expected = policy.snapshot(PolicyVersion(1, number)).digest(), plan.known.get(number, "")
+                sha256, expected = policy.snapshot(PolicyVersion(1, number)).sha256().hex(), plan.known.get(number, "")
                 compared += bool(expected)
                 different += [number] if expected and sha256 != expected else []
                 print(line(number, sha256, expected, figures, records.get(number, {}), bool(args.overrides)), flush=True)
@@ -169,7 +169,7 @@ def verdict(compared: int, different: Sequence[int], is_experiment: bool) -> str
 def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) -> None:
     """Raise `ServiceError` if the weights to start from are not those of the run, as after a change of the initial model."""
     expected = known.get(version, "")
-    if expected and policy.snapshot(PolicyVersion(1, version)).digest() != expected:
+    if expected and policy.snapshot(PolicyVersion(1, version)).sha256().hex() != expected:
         raise ServiceError(
             f"the weights of version {version}, from which the replay begins, are not those of the run: its initial model has "
             "changed, or another device rounds differently"

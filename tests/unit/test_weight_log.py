@@ -68,7 +68,7 @@ def joined(parts: Iterable[bytes | memoryview]) -> Bytes:
 
 
 def delta(manifest: Manifest, old: Bytes, new: Bytes) -> Bytes:
-    return joined(encode_delta(manifest, FIRST, SECOND, old, new))
+    return joined(encode_delta(manifest, FIRST, SECOND, torch.from_numpy(old), torch.from_numpy(new)))
 
 
 def applied(manifest: Manifest, old: Bytes, data: Bytes) -> Bytes:
@@ -110,7 +110,7 @@ def test_any_tool_reads_an_anchor(tmp_path: Path) -> None:
         "c": torch.tensor([-0.0, 1, 2]),
     }
     stream = pack(MIXED, tensors).numpy()
-    data = joined(encode_anchor(MIXED, FIRST, stream))
+    data = joined(encode_anchor(MIXED, FIRST, torch.from_numpy(stream)))
     (tmp_path / "anchor").write_bytes(data.tobytes())
     found = load_file(tmp_path / "anchor")
     assert list(found) == ["a", "b", "c"]
@@ -189,7 +189,7 @@ def test_forged_records_that_are_right_are_taken() -> None:
 
 
 def test_damage_of_an_anchor_is_found() -> None:
-    data = joined(encode_anchor(ONE, FIRST, random_stream(ONE, np.random.default_rng(0))))
+    data = joined(encode_anchor(ONE, FIRST, torch.from_numpy(random_stream(ONE, np.random.default_rng(0)))))
     header = len(anchor_header(ONE, FIRST))
     for wrong, field in ((data[:-1], "bytes"), (np.append(data, np.uint8(0)), "bytes"), (data[:5], "bytes")):
         with pytest.raises(LogDamaged, match=f"o: {field} "):

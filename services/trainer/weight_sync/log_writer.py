@@ -74,9 +74,7 @@ class LogWriter:
         assert snapshot is not None, "one has arrived"
         self._arrived.clear()
         try:
-            version, (stream, sha256) = snapshot.version, await asyncio.to_thread(snapshot.on_host)
-            del snapshot  # a device lacks room for it beside newer ones, and the store may be slow
-            return await self._log.add(version, stream, sha256)
+            return await self._log.add(snapshot.version, snapshot.stream, await asyncio.to_thread(snapshot.sha256))
         except BaseException:
             self._arrived.set()
             raise
