@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from pipelinerl.audit.journal import read_events
+from pipelinerl.audit.journal import Journal, read_events
 from pipelinerl.commands.replay import check_override, replay, rollback
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Branch, Sequence, VersionSpan
@@ -221,7 +221,9 @@ def test_a_rollback_sets_the_later_checkpoints_aside(
     model = ["model.source=path", f"model.name={model_folder(tmp_path / 'model')}"]
     (run / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", ["record=true", *model])))
     (run / "lineage.json").write_text('{"run": "try"}')
-    with pytest.raises(FieldError, match=r"has no run\.json"):  # as of a run in a cluster
+    with pytest.raises(FieldError, match="no trainer of this run has started"):
+        rollback(Namespace(run=run, to=4))
+    with Journal(run / "ledger.jsonl"), pytest.raises(FieldError, match="a trainer of the run"):  # as in another pod
         rollback(Namespace(run=run, to=4))
     (run / "run.json").write_text('{"run": "try"}')
     (run / "summary.json").write_text("{}")
@@ -232,7 +234,11 @@ def test_a_rollback_sets_the_later_checkpoints_aside(
         rollback(Namespace(run=run, to=4))
     monkeypatch.setattr("subprocess.run", lambda command, **_: CompletedProcess(command, int("--checkpoint" in command)))
     assert rollback(Namespace(run=run, to=3)) == 1, "a digest differs"
+    (run / "checkpoints" / "step-2" / "resume" / "run.json").write_text("{")
+    with pytest.raises(FieldError, match=r"step-2.* is damaged.*remove"):
+        rollback(Namespace(run=run, to=2))
     assert list(resumable(run)) == [2, 4, 6]
+    assert list(read_events(run / "ledger.jsonl")) == []
     assert rollback(Namespace(run=run, to=4)) == 0
     assert [event for _, event in read_events(run / "ledger.jsonl")] == [{"event": "rollback", "version": 4}]
     assert list(resumable(run)) == [2, 4]
