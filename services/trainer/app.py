@@ -99,8 +99,9 @@ async def log_writer(
     if weights.log_place == NATS:
         check_log_size(settings.weights_max_gib, sender.manifest.total_bytes)
     async with open_store(weights.log_place, bus) as store:
-        kept = {"anchor_every": weights.anchor_every, "keep_all": weights.keep_versions}
-        yield LogWriter(WeightLog(store, sender.manifest, bus.run, **kept, placement=sender.placement))
+        every, keep_all = weights.anchor_every, weights.keep_versions
+        log = WeightLog(store, sender.manifest, bus.run, anchor_every=every, keep_all=keep_all, placement=sender.placement)
+        yield LogWriter(log)
 
 
 def check_log_size(max_gib: float, weights_bytes: int) -> None:
