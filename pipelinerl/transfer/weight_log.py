@@ -112,8 +112,8 @@ class WeightLog:
 
 
 class Replica:
-    """The reader. `folder` holds one version's stream, and objects that were downloaded and not applied yet. `version`: the
-    version of the stream; None if it is none. Use one call at a time."""
+    """The reader. `folder` holds the stream of `version`, and the object that is being downloaded. `version` is None if the
+    stream has none. Use one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
         self._store, self._manifest, self._folder = store, manifest, folder
@@ -121,28 +121,24 @@ class Replica:
         self.fetched_bytes = 0
         """Bytes of all downloads."""
         self._stream: Bytes | None = None
-        self._objects: dict[bytes, Path] = {}
-        """Files of verified objects, by their SHA-256."""
+        self._compared: PolicyVersion | None = None
+        """The last version whose SHA-256 was the announced one."""
 
     async def bring_to(self, published: Published) -> Path:
         """Bring the stream to the announced version, and return its file of `manifest.total_bytes` bytes.
 
-        The replica first downloads what it lacks. Until that is complete it holds its version, and the next call goes on with
-        the objects that are there. Raises `StoreError` (try again), `ObjectMissing` (await a newer announcement), `LogDamaged`.
+        The replica downloads and applies one object after another, so after an error the next call goes on from the version
+        that it has reached. Raises `StoreError` (try again), `ObjectMissing` (await a newer announcement), `LogDamaged`.
         """
         version, objects = PolicyVersion(published.incarnation, published.version), list(published.objects)
         self._check(published, version)
         known = 0
         if self.version is not None and self.version.incarnation == version.incarnation:
             known = next((index for index, one in enumerate(objects, 1) if one.version == self.version.number), 0)
-        lacking = objects[known:]
-        self._forget({one.sha256 for one in lacking})
-        for one in lacking:
-            if one.sha256 not in self._objects:
-                self._objects[one.sha256] = await self._download(one)
-        if lacking:
-            await self._apply(version, lacking, published.sha256)
-            self._forget(set())
+        for one in objects[known:]:
+            await self._apply(one, PolicyVersion(version.incarnation, one.version))
+        if self._compared != version:
+            await self._compare(version, published.sha256)
         return self._path
 
     @property
@@ -162,13 +158,9 @@ class Replica:
             if one.bytes > (most := largest_object(self._manifest)):
                 raise LogDamaged(name, f"objects[{index}].bytes", f"are {one.bytes}, of at most {most}")
 
-    def _forget(self, needed: set[bytes]) -> None:
-        for sha256 in set(self._objects) - needed:
-            self._objects.pop(sha256).unlink(missing_ok=True)
-
     async def _download(self, one: LogObject) -> Path:
         """Download an object into a file, and compare its size and SHA-256 with the announced ones."""
-        path, sha256 = self._folder / f"{bytes.hex(one.sha256)}.object", hashlib.sha256()
+        path, sha256 = self._folder / "object", hashlib.sha256()
 
         def take(file: BinaryIO, piece: bytes) -> None:
             file.write(piece)
@@ -192,12 +184,12 @@ class Replica:
             raise
         return path
 
-    async def _apply(self, version: PolicyVersion, lacking: list[LogObject], expected_sha256: bytes) -> None:
-        """Apply downloaded objects to the stream, and compare the SHA-256 of the result. The replica holds no version
-        meanwhile."""
-        before, self.version, stream = self.version, None, self._mapped()
-        for one in lacking:
-            data, after = np.memmap(self._objects[one.sha256], np.uint8, "r"), PolicyVersion(version.incarnation, one.version)
+    async def _apply(self, one: LogObject, after: PolicyVersion) -> None:
+        """Download an object and apply it to the stream, which holds no version meanwhile."""
+        path = await self._download(one)
+        try:
+            data, stream = np.memmap(path, np.uint8, "r"), self._mapped()
+            before, self.version, self._compared = self.version, None, None
             if one.key.endswith(_ANCHOR):
                 steps = decode_anchor(self._manifest, after, data, stream, one.key)
             else:
@@ -205,13 +197,18 @@ class Replica:
                 steps = decode_delta(self._manifest, before, after, data, stream, one.key)
             while await _on_thread(partial(next, steps, self)) is not self:  # `self` marks the end
                 pass
-            before = after
-        sha256 = hashlib.sha256()
+            self.version = after
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def _compare(self, version: PolicyVersion, expected_sha256: bytes) -> None:
+        """Compare the stream's SHA-256 with the announced one. If it differs, the stream holds no version."""
+        sha256, stream, self.version = hashlib.sha256(), self._mapped(), None
         for chunk in self._manifest.chunks:
             await _on_thread(partial(sha256.update, stream[chunk.offset : chunk.offset + chunk.num_bytes].data))
         if sha256.digest() != expected_sha256:
             raise LogDamaged(f"version {version}", "sha256", f"is {sha256.hexdigest()}, announced {expected_sha256.hex()}")
-        self.version = version
+        self.version = self._compared = version
 
     def _mapped(self) -> Bytes:
         if self._stream is None:

@@ -408,10 +408,11 @@ class WeightUpdater:
                         self.post(None, c.MembersLeaving.unregistered(said.actor))
                     version = said.policy_version if said.incarnation == self.incarnation else -1
                     if not self.roster.has_left(member):
-                        self._reader_serves(self.readers.up(member, version))
+                        self.readers.up(member)
+                        self._reader_serves(self.readers.serves(said.actor, version))
                 else:
                     self._draining.discard(said.actor)
-                    self._tell(self.readers.gone(said.actor, "it restarted with another weights.backend", left=False))
+                    self._tell(self.readers.leaves(said.actor, "it restarted with another weights.backend", left=False))
                     self.post(None, c.MemberUp(member))
 
     def _reader_serves(self, changes: list[MemberChange]) -> None:
@@ -421,7 +422,7 @@ class WeightUpdater:
     def _leave(self, event: c.MembersLeaving) -> None:
         """Remove readers of the weight log at once, and members in the order of all events."""
         for member in event.members:
-            self._tell(self.readers.gone(member.actor, event.reason, left=event.cause is None, process=member.process))
+            self._tell(self.readers.leaves(member.actor, event.reason, left=event.cause is None, process=member.process))
         self.post(None, event)
 
     async def _watch_answers(self) -> None:
