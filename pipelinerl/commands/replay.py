@@ -30,8 +30,11 @@ from pipelinerl.run_dir import (
     write_whole,
 )
 
-_DECIDED_EARLIER = ("advantage", "normalize_std", "filter_equal_rewards", "max_lag", "max_lag_of", "conventional_g")
-"""Fields of `algorithm` that shaped the recorded data or its advantages."""
+_DECIDED_EARLIER = (
+    *("advantage", "normalize_std", "filter_equal_rewards", "max_lag", "max_lag_of", "conventional_g"),
+    *("batch_size", "max_skipped_steps", "give_up_after_groups"),
+)
+"""Fields of `algorithm` and of `trainer` that shaped the recorded data or its advantages."""
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -39,6 +42,10 @@ def replay(args: argparse.Namespace) -> int:
     run, recipe = _recorded(args.run)
     if args.tokens and args.step is None:
         raise FieldError("--tokens", True, "needs --step N, whose tokens it shows")
+    if args.step is not None and (args.first, args.last) != (None, None):
+        raise FieldError("--step", args.step, "is a whole range; leave out --from and --to")
+    if args.most < 1:
+        raise FieldError("--most", args.most, "must be at least 1")
     for override in args.overrides:
         check_override(override)
     first, last = (args.step, args.step) if args.step is not None else (args.first, args.last)
@@ -115,7 +122,7 @@ def _recorded(folder: Path) -> tuple[RunDir, Recipe]:
 def check_override(override: str) -> None:
     """Raise `FieldError` for a field that cannot change what a step makes of its recorded data. Pure."""
     path, value = parse_override(override)
-    if path[0] not in ("trainer", "algorithm") or not path[1:] or (path[0] == "algorithm" and path[1] in _DECIDED_EARLIER):
+    if path[0] not in ("trainer", "algorithm") or not path[1:] or path[1] in _DECIDED_EARLIER:
         fix = "was decided before the data were recorded; name a field of trainer, or the loss, a mask or a term of algorithm"
         raise FieldError(".".join(path), value, fix)
 

@@ -84,6 +84,8 @@ def plan_of(args: argparse.Namespace, run_dir: Path) -> Plan:
     for option, step in (("--to", last), ("--from", first)):
         if step not in recorded:
             there = f"the run recorded {'versions' if args.checkpoint else 'steps'} {recorded[0]} to {recorded[-1]}"
+            gaps = sorted({*range(recorded[0], recorded[-1])} - {*recorded})[:5]
+            there += f", without {', '.join(map(str, gaps))}" if gaps else ""
             raise FieldError("--step" if args.first == args.last else option, step, there)
     if first > last > 0:
         raise FieldError("--to", last, f"must not be below --from {first}")

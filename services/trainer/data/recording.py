@@ -10,6 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -84,6 +85,8 @@ def write_step(run_dir: Path, recorded: RecordedStep) -> None:
         beside.replace(path)
         sync_folder(path.parent)
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
         raise ServiceError(
             f"record: true, but step {recorded.step} cannot be recorded in {path}: {first_line(error)}"
         ) from error
@@ -99,7 +102,7 @@ def read_step(run_dir: Path, step: int) -> RecordedStep:
         return from_table(step, pq.read_table(path))
     except FileNotFoundError:
         raise ServiceError(f"step {step} is not recorded: there is no {path}") from None
-    except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as error:
+    except (OSError, pa.ArrowException, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ServiceError(f"{path} is damaged, or of another version of pipelinerl: {first_line(error)}") from error
 
 
@@ -142,7 +145,10 @@ def from_table(step: int, table: pa.Table) -> RecordedStep:
         own = [list(of_one) for _, of_one in groupby(of_group, key=lambda row: row["sequence_id"])]
         advantages = np.array([of_one[0]["advantage"] for of_one in own])
         groups.append(TrainingGroup(tuple(map(_sequence, own)), advantages))
-    return RecordedStep(step, groups, json.loads(table.schema.metadata[_ABOUT]))
+    about = json.loads(table.schema.metadata[_ABOUT])
+    if lacking := {"recipe", "threads"} - about.keys():
+        raise LookupError(f"its metadata lack {', '.join(sorted(lacking))}")
+    return RecordedStep(step, groups, about)
 
 
 def _of_tokens(branch: Branch) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:
