@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import TransferError, UserError
+from pipelinerl.errors import ServiceError, TransferError, UserError
 from pipelinerl.kube.client import PodEnd
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.loading import load_recipe
@@ -353,6 +353,18 @@ async def test_a_trainer_with_another_manifest_waits_for_a_swap(tmp_path: Path) 
         reader.receiver.may_commit.set()
         await one.until(lambda: other.manifest_id in reader.receiver.prepared)
         assert (reader.served, reader.gate.served) == ([0], PolicyVersion(1, 0))
+
+
+async def test_a_run_that_no_actor_can_read_ends_with_the_reason_of_the_store(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        await one.read("a")
+        one.store.error = StoreError("weight log at s3://models: AWS Error NO_SUCH_BUCKET")
+        one.updater._join_timeout_s = 1.0
+        one.updater.deadline_s, one.updater.transfers_s[-1] = 0.0, 0.0
+        await one.updater.offer(0, snapshot(0))
+        with pytest.raises(ExceptionGroup) as raised:
+            await one.running
+        assert raised.group_contains(ServiceError, match=r"weights\.log cannot be written: .*NO_SUCH_BUCKET")
 
 
 async def test_a_slow_store_keeps_one_snapshot_beside_the_newest(tmp_path: Path) -> None:

@@ -375,9 +375,10 @@ class WeightUpdater:
             async with asyncio.timeout(self._join_timeout_s + self.limit_s - self.deadline_s):
                 await self._until(lambda: self.served_version >= 0)
         except TimeoutError as error:
+            unwritten = f"weights.log cannot be written: {self.log.problem}. " if self.log and self.log.problem else ""
             raise ServiceError(
                 f"no actor served version {self._main.record.version} within {self._join_timeout_s:g} s "
-                f"(weights.join_timeout_s). Actors that cannot join: {self.reasons or 'none'}. "
+                f"(weights.join_timeout_s). {unwritten}Actors that cannot join: {self.reasons or 'none'}. "
                 "Look at the actors' logs, or raise the timeout"
             ) from error
 
