@@ -28,6 +28,8 @@ RUN_STATE = Path("resume", "run.json")
 ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
 """The file of a checkpoint that states its policy version, and the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
+NOTHING_THERE = -1
+"""Position in SEQUENCES of a checkpoint to which nothing on the streams belongs: its trainer empties them first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
