@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median, stdev
 
 from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, percent, ranked, worse
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
@@ -23,7 +23,7 @@ from pipelinerl.recipe.preflight import Examination, doubts, files_in
 from pipelinerl.recipe.rehearsal import Call, answer_forms
 from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.tasks.final_answer import bare_answer, final_answer
-from pipelinerl.tasks.source import Problem, Split
+from pipelinerl.tasks.source import Problem, Split, conversation
 
 MISTAKE, LACKING, UNPAID = "recipe-mistake", "machine-lacks", "references-unpaid"
 ADOPTED: dict[str, tuple[Gravity, str, str]] = {
@@ -43,6 +43,9 @@ _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
 """Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
+_NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
+"""A prompt that is the name of something else: a hash, a file or an address."""
+_CHOICE = re.compile(r"(?s)\bA\b.*\bB\b")
 _OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.()]")
 
 _STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)")
@@ -68,13 +71,16 @@ class SetView(Settings):
     num_heldout: int
     num_known: int
     """Number of problems from files that are trained on, that are held out, and that are both."""
+    roles: Iterable[str]
     texts: Sequence[str]
     references: Sequence[str]
-    """Prompts and reference answers of the first problems, if they are single questions from files."""
+    solutions: Sequence[str]
+    """Roles of messages, prompts, reference answers, and whole answer columns of the first problems, if they are single
+    questions from files."""
     answers: Sequence[str]
     """The right answers, taken from the references; empty if the scorer does not compare answers with references."""
     marker: str
-    """The text that the reward expects before the answer."""
+    """The text that the reward expects before the answer, or names of what it expects."""
     told: str
     """All that tells the policy in which form to answer, with some prompts."""
     steps: str
@@ -83,8 +89,20 @@ class SetView(Settings):
     """True if the model writes its reasoning before an answer without being asked."""
     written: str
     """A completion of a small model of this package; empty for other models."""
+    opened: bool
+    """True if the chat template begins the completion's reasoning."""
     tokens: Callable[[str], float]
     """Returns the number of tokens of a text or, without a tokenizer, a lower estimate."""
+
+    @property
+    def indifference(self) -> str:
+        """How trial calls show that the user's function pays wrong answers like right ones; empty if they do not."""
+        rewards = [one.reward for one in self.calls]
+        right = [one.reward for one in self.calls if one.completion and not one.near_miss]
+        wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
+        if len(wrong) < 4 or fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
+            return ""
+        return f"{len(right)} right answers earn {fmean(right):.3g}, {len(wrong)} wrong ones {fmean(wrong):.3g} on average"
 
 
 def _plain(problem: Problem) -> str:
@@ -112,25 +130,37 @@ def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
         references = [str(one.reference.get("answer") or "").strip() for one in problems]
         right = [*filter(None, references)] if scorer in _COMPARING else []
         shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
-        prompts = [text for problem in shown for text in problem.texts]
-        told = "\n".join((task.instruction, task.system_prompt, task.prompt_template, model.chat_template, *prompts))
+        talks = [
+            conversation(one.messages or [{"role": "user", "content": one.question}], task) for one in shown or [Problem("")]
+        ]
+        prompts = [str(message["content"]) for messages in talks for message in messages]
+        told = "\n".join((task.prompt_template, model.chat_template, *prompts))
+        calls = [one for one in examined.calls if one.place == place and one.status == "ok"]
+        earned = max((abs(one.reward) for one in calls if share.reward.is_function), default=0.0)
         yield SetView(
             recipe=recipe,
             parameters=parameters,
+            earned={place: earned} if earned else {},
             place=place,
             share=share,
-            calls=[one for one in examined.calls if one.place == place and one.status == "ok"],
+            calls=calls,
             num_trained=len(file.problems) - len(known) if file and place in recipe.tasks_by_place else 0,
             num_heldout=len(known),
             num_known=sum(_plain(one) in trained for one in known),
+            roles={str(message["role"]) for one in problems for message in one.messages},
             texts=["\n".join(one.texts) for one in problems],
             references=references,
+            solutions=[
+                str(one.reference.get("row", {}).get(task.answer_field) or answer)
+                for one, answer in zip(problems, references, strict=True)
+            ],
             answers=[*map(final_answer, right)] if "math" in scorer else right,
-            marker="boxed" if scorer == "math_boxed" else _literal(pattern),
+            marker={"math_boxed": r"\boxed", "json_schema": "JSON"}.get(scorer) or _literal(pattern),
             told=told,
             steps=found[0] if (found := _STEPS.search(told)) else "",
             thinks=asked is True or (asked is None and named is not None),
             written=_WRITTEN.get(model.name, "") if model.source == "package" else "",
+            opened=any(re.search(r"<think>⟩?[\s|]*\Z", text) for _, text in examined.preview.rows),
             tokens=(lambda text: count([text])) if count is not None else (lambda text: len(text) / 6),
         )
 
@@ -158,18 +188,22 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
 
 
 _MISSING = re.compile(r"(?i)nan|none|null|n/a|undefined")
-_CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{"role":""")
+_CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{['"]role['"]:""")
+_UNFILLED = r"\{\{?\s*(question|problem|prompt|query|instruction|input)\s*\}\}?|%\(?(question|problem|prompt|query)?\)?s\b"
 _SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
-_DAMAGED = re.compile(r"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);")
+_DAMAGED = re.compile(rf"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);|{_UNFILLED}")
 
 
 def problems(view: SetView) -> Findings:
     """Examine prompts and references.
 
-    prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context;
-        grave if the median one does.
+    prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
+        the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
     columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of 8 prompts begin with their answer, have it after the text
-        that the reward looks for, or end with it (a warning); or 90 % of 20 prompts or answers count the rows.
+        that the reward looks for, end with it (a warning), or have it elsewhere, if it is a number (a note); 90 % of 20 prompts
+        or answers count the rows, or prompts are names of files or hashes; or answers are letters without choices.
+    references-shifted (recipes.md#tasks): Answers belong to the question before or after: 50 prompts have a tenth more of the
+        words of its answers, or worked solutions, than of their own, by 5 standard errors.
     one-answer (recipes.md#tasks): Problems have the same answer, so the policy need not read them: 95 % of 20 references; grave
         if all, a note from 80 %.
     references-unmatched (recipes.md#rewards): References are not what completions have as answers: a median of 8 words, 5 % of
@@ -181,9 +215,9 @@ def problems(view: SetView) -> Findings:
     at, answers, limit = view.place, view.answers, view.recipe.model.max_context
     if texts := sorted(view.texts, key=len):
         middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
-        if longest >= limit:
-            told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
-            fix = f"raise it, or leave long problems out of {at}task.path"
+        told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
+        fix = f"raise it, or leave long problems out of {at}task.path"
+        if longest >= limit or middle > limit - view.share.max_tokens / 2:
             yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
     yield from _columns(view)
     (top, count), *_ = Counter(answers).most_common(1) or [("", 0)]
@@ -195,18 +229,16 @@ def problems(view: SetView) -> Findings:
     lost, num = _lost_references(view, answers)
     dressed = [*filter(_is_dressed, answers)] if "math" not in view.share.reward.scorer else []
     missing = [one for one in answers if _MISSING.fullmatch(one)] if len({*answers}) >= 10 else []  # else it may be a label
-    if len(missing) > 0.05 * len(answers):
-        told, fix = f"{counted(len(missing), 'answer')} such as {missing[0]!r}", "leave out these rows, which have no answer"
-        yield Finding("references-unmatched", "warning", told, f"{at}task.answer_field", fix)
-    if answers and median(len(answer.split()) for answer in answers) >= 8:
-        told, fix = f"such as {answers[0]!r:.200}", r"extract the final answer, as by '####\s*(.+)'"
-        yield Finding("references-unmatched", "warning", told, f"{at}task.answer_pattern", fix)
-    if len(lost) > 0.05 * num:
-        told, fix = f"{percent(len(lost) / num)} of {num}, such as {lost[0]!r:.80}", "must find it; or correct the references"
-        yield Finding("references-unmatched", worse(len(lost), num / 2), told, f"{at}reward.answer_pattern", fix)
-    if len(dressed) > 0.05 * len(answers):
-        told, fix = f"such as {dressed[0]!r:.80}", "use math, which compares values, or bare numbers"
-        yield Finding("references-unmatched", "warning", told, f"{at}reward.scorer", fix)
+    prose = answers[:1] if answers and median(len(answer.split()) for answer in answers) >= 8 else []
+    for kind, of, name, fix in (
+        (missing, len(answers), "task.answer_field", "leave out these rows, which have no answer"),
+        (prose, 0, "task.answer_pattern", r"extract the final answer, as by '####\s*(.+)'"),
+        (lost, num, "reward.answer_pattern", "must find it; or correct the references"),
+        (dressed, len(answers), "reward.scorer", "use math, which compares values, or bare numbers"),
+    ):
+        if len(kind) > 0.05 * of:
+            told = f"{percent(len(kind) / of)} of {of}, such as {kind[0]!r:.80}" if of else f"such as {kind[0]!r:.200}"
+            yield Finding("references-unmatched", worse(kind is lost and len(lost) >= num / 2, 1), told, f"{at}{name}", fix)
     if view.num_known > 0.05 * view.num_heldout:
         told = f"{view.num_known} of {counted(view.num_heldout, 'problem')}"
         fix = "take them out of the training data, which the accuracy now repeats"
@@ -214,21 +246,41 @@ def problems(view: SetView) -> Findings:
 
 
 def _columns(view: SetView) -> Findings:
-    """Yield the findings `columns-mixed`."""
+    """Yield the findings `columns-mixed` and `references-shifted`."""
     rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
-    marker, least = re.escape(view.marker), max(8, 0.9 * len(view.texts))
+    marker = re.escape(view.marker)
     told = [text for text, answer in rows
             if text.startswith(answer) or (marker and re.search(rf"{marker}\W*{re.escape(answer)}(?!\w)", text))]  # fmt: skip
     ends = [text for text, answer in rows if re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
-    if max(len(told), len(ends)) >= least:
-        gravity = worse(len(told), least)  # if they only end with it, the task may be to repeat the last word
-        shown = f"prompts such as {(told + ends)[0]!r:.200}"
-        yield Finding("columns-mixed", gravity, shown, f"{view.place}task.prompt_field", "leave the answer out")
+    inside = [text for text, answer in rows if re.fullmatch(r"\d+", answer) and re.search(rf"\b{answer}\b", text)]
+    named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
+    letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)] if not _CHOICE.search(view.told) else []
+    away, is_choice = "leave the answer out", re.search(r"\n\W?[A-D1-4][).:]", view.told)
+    for kind, least, gravity, field, fix in (
+        (told, 8, "grave", "task.prompt_field", away),
+        (ends, 8, "warning", "task.prompt_field", away),  # the task may be to repeat the last word
+        (named, 8, "grave", "task.prompt_field", "is the name of something; name the column of the text"),
+        (letters, 20, "warning", "task.prompt_template", "add the choices to the prompts"),
+        ([] if is_choice else inside, 8, "note", "task.prompt_field", away),  # or to choose a number
+    ):
+        if len(kind) >= max(least, 0.9 * len(view.texts)):
+            yield Finding("columns-mixed", gravity, f"such as {kind[0]!r:.200}", f"{view.place}{field}", fix)
     for field, column in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
         numbers = [int(found[1]) for text in column if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
         if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(column)):
             shown, fix = f"it has {', '.join(column[:4])}, ...", "is a number of the row; name another column"
             yield Finding("columns-mixed", "grave", shown, f"{view.place}{field}", fix)
+    asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.texts, view.solutions))
+    for by, whose in ((-1, "last"), (1, "next")):
+        shares = (
+            [len(asked[at] & one) / max(1, len(one)) for at, one in enumerate(said[1 + off : len(said) - 1 + off], 1)]
+            for off in (by, 0)
+        )
+        gains = [other - own for other, own in zip(*shares, strict=True)]
+        if len(gains) >= 50 and fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
+            shown = f"prompts have {percent(fmean(gains))} more words of the {whose} row's answer than of their own"
+            fix = "give each question its own answer again"
+            yield Finding("references-shifted", "grave", shown, f"{view.place}task.path", fix)
 
 
 def _is_dressed(answer: str) -> bool:
@@ -251,7 +303,7 @@ def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], 
         return lost, len(answers)
     tried = [one for one in view.calls if one.completion and not one.near_miss]
     lost = [one.completion for one in tried if one.reward <= 0]
-    return (lost, len(tried)) if len(lost) < len(tried) else ([], 0)  # `references-unpaid` reports that all earn nothing
+    return (lost, len(tried)) if len(lost) < len(tried) and not view.indifference else ([], 0)  # other rules report these cases
 
 
 def texts(view: SetView) -> Findings:
@@ -259,11 +311,11 @@ def texts(view: SetView) -> Findings:
 
     template-unused (recipes.md#chat-templates): An instruction-tuned model gets prompts without its chat template: its name has
         instruct, chat, it or thinking, or it is smollm2, and the prompts are plain. Or model.chat_template has neither
-        add_generation_prompt nor assistant.
+        add_generation_prompt nor assistant, or messages have other roles than system, developer, user, assistant and tool.
     template-twice (recipes.md#chat-templates): Prompts spell parts of a chat template, which the model reads as plain text:
         half of the prompts, or a field.
-    texts-damaged (recipes.md#tasks): Prompts are damaged: 5 % have characters of a wrong encoding or of HTML, or 10 to 90 % are
-        cut at the same length.
+    texts-damaged (recipes.md#tasks): Prompts are damaged: 5 %, or a field, have a placeholder such as {question}, characters of
+        a wrong encoding or of HTML; or 10 to 90 % are cut at the same length.
     problems-few (recipes.md#tasks): Few problems are trained on very often, so that the policy may learn them by heart: each
         100 times, a note.
     evaluation-blind (recipes.md#evaluation): Evaluations say nothing: their interval exceeds both the run's length and 100
@@ -278,20 +330,23 @@ def texts(view: SetView) -> Findings:
     if is_tuned and task.prompt_style == "plain" and not task.is_episodic:
         told, fix = model.name or model.source, "is plain; use chat, or a base model"
         yield Finding("template-unused", "warning", told, f"{at}task.prompt_style", fix)
-    fix = "leave it out; prompt_style: chat writes it"
-    for name in ("system_prompt", "instruction", "prompt_template"):
-        if found := _CONTROL.search(getattr(task, name)):
-            yield Finding("template-twice", "warning", repr(found[0]), f"{at}task.{name}", fix)
-    patterns = (_CONTROL, _SPEAKER) if task.prompt_style == "chat" else (_CONTROL,)
-    spelled = [found[0] for text in texts if (found := next(filter(None, (one.search(text) for one in patterns)), None))]
-    if len(spelled) >= max(1, len(texts) / 2):
-        told = f"{spelled[0]!r} in {counted(len(spelled), 'prompt')}"
-        yield Finding("template-twice", "warning", told, f"{at}task.path", fix)
-    odd, longest = [found[0] for text in texts if (found := _DAMAGED.search(text))], max(map(len, texts), default=0)
+    if others := set(view.roles) - {"system", "developer", "user", "assistant", "tool"}:
+        told, fix = f"messages have the role {min(others)!r}", "name the roles as the chat template does"
+        yield Finding("template-unused", "warning", told, f"{at}task.path", fix)
+    spelled = (_CONTROL, _SPEAKER) if task.prompt_style == "chat" else (_CONTROL,)
+    for id_, patterns, least, fix in (
+        ("template-twice", spelled, 0.5, "leave it out; prompt_style: chat writes it"),
+        ("texts-damaged", (_DAMAGED,), 0.05, "write the text again: whole, as UTF-8 and without entities"),
+    ):
+        for name in ("system_prompt", "instruction", *(["prompt_template"] if id_ == "template-twice" else [])):
+            if found := patterns[0].search(getattr(task, name)):
+                yield Finding(id_, "warning", repr(found[0]), f"{at}task.{name}", fix)
+        hits = [hit[0] for text in texts if (hit := next(filter(None, (one.search(text) for one in patterns)), None))]
+        if len(hits) > least * len(texts) or len(hits) == len(texts) > 0:
+            told = f"{hits[0]!r} in {counted(len(hits), 'prompt')}"
+            yield Finding(id_, "warning", told, f"{at}task.path", fix)
+    longest = max(map(len, texts), default=0)
     cut = [text for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
-    if len(odd) > 0.05 * len(texts):
-        told, fix = f"{odd[0]!r} in {counted(len(odd), 'prompt')}", "write the file again, as UTF-8 and without entities"
-        yield Finding("texts-damaged", "warning", told, f"{at}task.path", fix)
     if 0.9 * len(texts) >= len(cut) >= max(5, 0.1 * len(texts)):
         told = f"{len(cut)} end after {longest} characters, as with {cut[0][-40:]!r}"
         yield Finding("texts-damaged", "warning", told, f"{at}task.path", "give whole prompts")
@@ -313,11 +368,16 @@ def rewards(view: SetView) -> Findings:
 
     terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight below 0, or of reward.correct or more;
         an overlong penalty of twice it, or for half of max_tokens. Or any text earns the format term.
-    empty-paid (recipes.md#rewards): An empty completion earns a reward: half of reward.correct in a trial call; a warning if
-        the function is your own.
+    wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: an empty one half of reward.correct in a trial
+        call; or, if the function is your own, answers to 4 other problems as much as right ones (a warning).
+    reward-slow (recipes.md#rewards): Rewards take long: a median trial call a quarter of timeout_s, which a busy machine
+        exceeds; a note.
     form-unsaid (recipes.md#rewards): Nothing says in which form to answer: \boxed, the beginning of reward.answer_pattern or
         the text of format_pattern is not in the prompts, or forbidden there (grave if a small model of this package never
-        writes it); or the pattern begins with ^, and prompts ask for steps; or prompts ask for a box that it does not read.
+        writes it), or the chat template writes it; or prompts ask for steps or a box, and the pattern begins with ^, does not
+        read the box, or is missing though texts are compared.
+    groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: groups of 2 if rewards are 0 or 1.
+        Of answers that are right with probability p, 2 p (1 - p) of the groups differ, at most half; a note.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
         form, or what a small packaged model writes (grave); or prompts ask for reasoning, and it is under 128 tokens; under
         1,024 for a model that thinks first.
@@ -325,7 +385,8 @@ def rewards(view: SetView) -> Findings:
         half), in reward.answer_pattern (grave), in the instructions before the answer, or it is blank or one character, and
         prompts ask for steps.
     judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
-        {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks.
+        {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks; or the pattern
+        reads only a part of full_marks.
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
     tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty
@@ -339,10 +400,14 @@ def rewards(view: SetView) -> Findings:
         if is_bad:
             yield Finding("terms-outweigh", "warning", told, f"{at}reward.{name}", fix)
     paid = min((one.reward for one in view.calls if not one.completion), default=-math.inf)
-    if paid >= 0.5 * right:
+    told = f"an empty text earns {paid:g}" if paid >= 0.5 * right else view.indifference
+    if told:
         gravity: Gravity = "warning" if reward.is_function else "grave"
-        fix = "check its default, or the problem's tests"
-        yield Finding("empty-paid", gravity, f"it earns {paid:g}", f"{at}reward.scorer", fix)
+        fix = "check its default and what it compares, or the problem's tests"
+        yield Finding("wrong-paid", gravity, told, f"{at}reward.scorer", fix)
+    seconds = median([one.seconds for one in view.calls] or [0.0])
+    if seconds > reward.timeout_s / 4:
+        yield Finding("reward-slow", "note", f"{seconds:.2g} s", f"{at}reward.timeout_s", "raise it, or make the reward faster")
     yield from _forms(view)
     written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
     lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
@@ -354,6 +419,11 @@ def rewards(view: SetView) -> Findings:
         yield Finding("max-tokens-small", "warning", told, field, f"use {4 * needed}")
     yield from _stops(view)
     yield from _judge(view)
+    is_graded = reward.is_function or reward.judge or not reward.binary or view.recipe.algorithm.advantage == "value"
+    if view.recipe.sampling.group_size == 2 and not is_graded:
+        yield Finding(
+            "groups-small", "note", "if 10 % are right, 18 % of them; 57 % of groups of 8", "sampling.group_size", "use 8"
+        )
 
 
 def _is_said(words: list[str], text: str) -> bool:
@@ -373,13 +443,22 @@ def _forms(view: SetView) -> Findings:
         yield Finding("form-unsaid", "warning", pattern, field, "leave out its ^, as steps come first")
     text = view.told.lower() if (ignores_case := pattern.startswith("(?i)")) else view.told
     field = f"{view.place}task.{'system_prompt' if task.prompt_style == 'chat' else 'instruction'}"
-    for marker in (view.marker, _literal(view.share.reward.format_pattern)):
+    form = _literal(view.share.reward.format_pattern)
+    if view.opened and "<think>" in form:
+        fix = "leave out its <think>, which the chat template writes, so that completions begin after it"
+        yield Finding("form-unsaid", "warning", form, f"{view.place}reward.format_pattern", fix)
+    for marker in (view.marker, form):
         words = re.findall(r"[A-Za-z]{2,}", marker.lower() if ignores_case else marker) or [marker]
         if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
             yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
-    if pattern and "boxed" not in pattern and "math" not in view.share.reward.scorer and _is_said(["\\boxed"], text):
-        told, fix = rf"prompts ask for \boxed, and the reward looks for {view.marker!r}", "ask for one form, or use math"
-        yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", fix)
+    asked, scorer = "a box" if _is_said([r"\boxed"], text) else view.steps, view.share.reward.scorer
+    is_unread = asked == "a box" and "boxed" not in pattern if pattern else bool(asked and view.answers)
+    if is_unread and scorer in ("task", "exact"):
+        told, fix = (
+            f"prompts ask for {asked}, and the reward compares {view.marker or 'the whole text'!r}",
+            "ask for what it reads",
+        )
+        yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", f"{fix}, or use math")
 
 
 def _stops(view: SetView) -> Findings:
@@ -408,6 +487,10 @@ def _judge(view: SetView) -> Findings:
     if words and not _is_said(words, judge.template.lower()):
         fix = "ask for this form, with an example"
         yield Finding("judge-misled", "warning", f"the pattern is {judge.pattern!r}", f"{at}.template", fix)
+    best, known = f"{judge.full_marks:g}", _literal(judge.pattern)
+    if (found := re.findall(judge.pattern, f"{known} {best} {known}{best}")) and best not in found:
+        told, fix = f"it reads {found[-1]!r} in {best}", "let it take whole numbers"
+        yield Finding("judge-misled", "warning", told, f"{at}.pattern", fix)
     if marks and judge.full_marks not in marks:
         fix = f"the template says {max(marks):g}; use that"
         yield Finding("judge-misled", "warning", f"{judge.full_marks:g}", f"{at}.full_marks", fix)
