@@ -9,18 +9,18 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from statistics import fmean, median, stdev
 
-from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, percent, ranked, worse
+from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, found, percent, ranked, worse
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
-from pipelinerl.recipe.fields import ProblemSet, Recipe
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, files_in
-from pipelinerl.recipe.rehearsal import Call, answer_forms
+from pipelinerl.recipe.rehearsal import answer_forms
 from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.tasks.final_answer import bare_answer, final_answer
 from pipelinerl.tasks.source import Problem, Split, conversation
@@ -52,6 +52,9 @@ _STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|rea
 _THINKING = re.compile(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))")
 _IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
 
+_Row = tuple[Sequence[str], int, float, Gravity, str, str]
+"""Odd texts, the number of examined texts, the number of odd ones that makes a finding, and its gravity, field and fix."""
+
 
 def _literal(pattern: str) -> str:
     """Return the text that a pattern expects before its group, such as `####` or `answer`; empty if it expects none."""
@@ -59,40 +62,52 @@ def _literal(pattern: str) -> str:
     return re.sub(r"\\(\W)", r"\1", _OPERATORS.sub(" ", before)).strip()
 
 
-@dataclass(frozen=True, kw_only=True)
 class SetView(Settings):
-    """A problem set of an examined recipe."""
+    """A problem set of an examined recipe, and what rules need to know of it."""
 
-    place: str
-    share: ProblemSet
-    calls: Sequence[Call]
-    """Trial calls of the reward."""
-    num_trained: int
-    num_heldout: int
-    num_known: int
-    """Number of problems from files that are trained on, that are held out, and that are both."""
-    roles: Iterable[str]
-    texts: Sequence[str]
-    references: Sequence[str]
-    solutions: Sequence[str]
-    """Roles of messages, prompts, reference answers, and whole answer columns of the first problems, if they are single
-    questions from files."""
-    answers: Sequence[str]
-    """The right answers, taken from the references; empty if the scorer does not compare answers with references."""
-    marker: str
-    """The text that the reward expects before the answer, or names of what it expects."""
-    told: str
-    """All that tells the policy in which form to answer, with some prompts."""
-    steps: str
-    """The words in `told` that ask for reasoning before the answer; empty if none do."""
-    thinks: bool
-    """True if the model writes its reasoning before an answer without being asked."""
-    written: str
-    """A completion of a small model of this package; empty for other models."""
-    opened: bool
-    """True if the chat template begins the completion's reasoning."""
-    tokens: Callable[[str], float]
-    """Returns the number of tokens of a text or, without a tokenizer, a lower estimate."""
+    def __init__(self, recipe: Recipe, examined: Examination, place: str, held: Sequence[Problem], trained: set[str]) -> None:
+        """`held`: its held-out problems, if they are from files. `trained`: those of all sets' that are trained on, plain."""
+        self.place, self.share, model, count = place, recipe.sets_by_place[place], recipe.model, None
+        parameters = 0
+        with suppress(UserError, OSError):  # a mistake in the model's folder, which `examine` reports
+            parameters, count = known_parameters(model), token_counter(model)
+        task, reward, file = self.share.task, self.share.reward, dict(files_in(examined.sources)).get(place)
+        source = None if task.is_episodic else examined.sources.get(place)
+        self.calls = [one for one in examined.calls if one.place == place and one.status == "ok"]
+        earned = max((abs(one.reward) for one in self.calls if reward.is_function), default=0.0)
+        super().__init__(recipe, parameters, {place: earned} if earned else {})
+        self.num_trained = len(file.problems) - len(held) if file and place in recipe.tasks_by_place else 0
+        self.num_heldout, self.known = len(held), [one.question for one in held if _plain(one) in trained]
+
+        # The first problems, if they are single questions from files, and their answers, if these compare with completions.
+        problems = file.problems[:_MOST_ROWS] if file and source else []
+        self.roles = {str(message["role"]) for one in problems for message in one.messages}
+        self.texts = ["\n".join(one.texts) for one in problems]
+        self.references = [str(one.reference.get("answer") or "").strip() for one in problems]
+        self.columns = [
+            str(one.reference.get("row", {}).get(task.answer_field) or one.reference.get("answer")) for one in problems
+        ]
+        right = [*filter(None, self.references)] if reward.scorer in _COMPARING else []
+        self.answers = [*map(final_answer, right)] if "math" in reward.scorer else right
+
+        # All that tells the policy in which form to answer, the words that ask for steps, and what the reward looks for.
+        shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
+        asked = (one.messages or [{"role": "user", "content": one.question}] for one in shown or [Problem("")])
+        prompts = [str(message["content"]) for messages in asked for message in conversation(messages, task)]
+        self.told = "\n".join((task.prompt_template, model.chat_template, *prompts))
+        self.steps = found[0] if (found := _STEPS.search(self.told)) else ""
+        self.marker = {"math_boxed": r"\boxed", "json_schema": "JSON"}.get(reward.scorer) or _literal(reward.answer_pattern)
+
+        # Whether the model reasons unasked, what a small packaged one writes, and whether the template begins the reasoning.
+        is_asked, named = model.chat_template_kwargs.get("enable_thinking"), _THINKING.search(model.name)
+        self.thinks = is_asked is True or (is_asked is None and named is not None)
+        self.written = _WRITTEN.get(model.name, "") if model.source == "package" else ""
+        self.opened = any(re.search(r"<think>⟩?[\s|]*\Z", text) for _, text in examined.preview.rows)
+        self._count = count
+
+    def tokens(self, text: str) -> float:
+        """Return the number of tokens of a text or, without a tokenizer, a lower estimate."""
+        return self._count([text]) if self._count else len(text) / 6
 
     @property
     def indifference(self) -> str:
@@ -111,58 +126,14 @@ def _plain(problem: Problem) -> str:
 
 def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
     """Yield the views of all sets of an examined recipe."""
-    model, count = recipe.model, None
-    try:
-        parameters, count = known_parameters(model), token_counter(model)
-    except (UserError, OSError):  # a mistake in the model's folder, which `examine` reports
-        parameters = 0
-    asked, named = model.chat_template_kwargs.get("enable_thinking"), _THINKING.search(model.name)
     files = dict(files_in(examined.sources))
     held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
     plain, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
     for place in recipe.tasks_by_place.keys() & files.keys():
         kept = set(map(id, held[place]))
         trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in plain}
-    for place, share in recipe.sets_by_place.items():
-        task, scorer, pattern, file = share.task, share.reward.scorer, share.reward.answer_pattern, files.get(place)
-        source, known = None if task.is_episodic else examined.sources.get(place), held.get(place, [])
-        problems = file.problems[:_MOST_ROWS] if file and source else []
-        references = [str(one.reference.get("answer") or "").strip() for one in problems]
-        right = [*filter(None, references)] if scorer in _COMPARING else []
-        shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
-        talks = [
-            conversation(one.messages or [{"role": "user", "content": one.question}], task) for one in shown or [Problem("")]
-        ]
-        prompts = [str(message["content"]) for messages in talks for message in messages]
-        told = "\n".join((task.prompt_template, model.chat_template, *prompts))
-        calls = [one for one in examined.calls if one.place == place and one.status == "ok"]
-        earned = max((abs(one.reward) for one in calls if share.reward.is_function), default=0.0)
-        yield SetView(
-            recipe=recipe,
-            parameters=parameters,
-            earned={place: earned} if earned else {},
-            place=place,
-            share=share,
-            calls=calls,
-            num_trained=len(file.problems) - len(known) if file and place in recipe.tasks_by_place else 0,
-            num_heldout=len(known),
-            num_known=sum(_plain(one) in trained for one in known),
-            roles={str(message["role"]) for one in problems for message in one.messages},
-            texts=["\n".join(one.texts) for one in problems],
-            references=references,
-            solutions=[
-                str(one.reference.get("row", {}).get(task.answer_field) or answer)
-                for one, answer in zip(problems, references, strict=True)
-            ],
-            answers=[*map(final_answer, right)] if "math" in scorer else right,
-            marker={"math_boxed": r"\boxed", "json_schema": "JSON"}.get(scorer) or _literal(pattern),
-            told=told,
-            steps=found[0] if (found := _STEPS.search(told)) else "",
-            thinks=asked is True or (asked is None and named is not None),
-            written=_WRITTEN.get(model.name, "") if model.source == "package" else "",
-            opened=any(re.search(r"<think>⟩?[\s|]*\Z", text) for _, text in examined.preview.rows),
-            tokens=(lambda text: count([text])) if count is not None else (lambda text: len(text) / 6),
-        )
+    for place in recipe.sets_by_place:
+        yield SetView(recipe, examined, place, held.get(place, []), trained)
 
 
 def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldError] = ()) -> list[Finding]:
@@ -189,7 +160,7 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
 
 _MISSING = re.compile(r"(?i)nan|none|null|n/a|undefined")
 _CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{['"]role['"]:""")
-_UNFILLED = r"\{\{?\s*(question|problem|prompt|query|instruction|input)\s*\}\}?|%\(?(question|problem|prompt|query)?\)?s\b"
+_UNFILLED = r"\{\{?\s*(question|problem|prompt|query|instruction|input)\s*\}\}?|%\((question|problem|prompt|query)\)s\b"
 _SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
 _DAMAGED = re.compile(rf"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);|{_UNFILLED}")
 
@@ -212,75 +183,79 @@ def problems(view: SetView) -> Findings:
     heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of a set's, compared without case,
         punctuation and spaces.
     """
-    at, answers, limit = view.place, view.answers, view.recipe.model.max_context
-    if texts := sorted(view.texts, key=len):
-        middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
-        told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
-        fix = f"raise it, or leave long problems out of {at}task.path"
-        if longest >= limit or middle > limit - view.share.max_tokens / 2:
-            yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
-    yield from _columns(view)
-    (top, count), *_ = Counter(answers).most_common(1) or [("", 0)]
-    if len(answers) >= 20 and count >= 0.8 * len(answers):
-        gravity = worse(count, len(answers)) if count >= 0.95 * len(answers) else "note"
-        told, fix = f"{count} of {len(answers)} are {top!r:.60}", "name the column of the answer, or balance the rows"
-        yield Finding("one-answer", gravity, told, f"{at}task.answer_field", fix)
-    answers = answers[:200]
-    lost, num = _lost_references(view, answers)
-    dressed = [*filter(_is_dressed, answers)] if "math" not in view.share.reward.scorer else []
+    at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
+    middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
+    if longest >= limit or middle > limit - view.share.max_tokens / 2:
+        told, fix = (
+            f"median {middle:,.0f}, longest {longest:,.0f} tokens",
+            f"raise it, or leave long problems out of {at}task.path",
+        )
+        yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
+    yield from _many(view, "columns-mixed", *_columns(view))
+    yield from _shifted(view)
+    (top, count), *_ = Counter(view.answers).most_common(1) or [("", 0)]
+    num, fix = len(view.answers), "name the column of the answer, or balance the rows"
+    gravity = "note" if count < 0.95 * num else worse(count, num)
+    yield from _many(view, "one-answer", ([top] * count, num, max(20, 0.8 * num), gravity, "task.answer_field", fix))
+    answers, is_text = view.answers[:200], "math" not in view.share.reward.scorer
+    lost, tried = _lost_references(view, answers)
     missing = [one for one in answers if _MISSING.fullmatch(one)] if len({*answers}) >= 10 else []  # else it may be a label
-    prose = answers[:1] if answers and median(len(answer.split()) for answer in answers) >= 8 else []
-    for kind, of, name, fix in (
-        (missing, len(answers), "task.answer_field", "leave out these rows, which have no answer"),
-        (prose, 0, "task.answer_pattern", r"extract the final answer, as by '####\s*(.+)'"),
-        (lost, num, "reward.answer_pattern", "must find it; or correct the references"),
-        (dressed, len(answers), "reward.scorer", "use math, which compares values, or bare numbers"),
-    ):
-        if len(kind) > 0.05 * of:
-            told = f"{percent(len(kind) / of)} of {of}, such as {kind[0]!r:.80}" if of else f"such as {kind[0]!r:.200}"
-            yield Finding("references-unmatched", worse(kind is lost and len(lost) >= num / 2, 1), told, f"{at}{name}", fix)
-    if view.num_known > 0.05 * view.num_heldout:
-        told = f"{view.num_known} of {counted(view.num_heldout, 'problem')}"
-        fix = "take them out of the training data, which the accuracy now repeats"
-        yield Finding("heldout-trained-on", "warning", told, f"{at}task.path", fix)
+    prose, least = [one for one in answers if len(one.split()) >= 8], 0.05 * len(answers)
+    yield from _many(
+        view, "references-unmatched",
+        (missing, len(answers), least, "warning", "task.answer_field", "leave out these rows, which have no answer"),
+        (prose, len(answers), 10 * least, "warning", "task.answer_pattern", r"extract the final answer, as by '####\s*(.+)'"),
+        (lost, tried, 0.05 * tried, worse(len(lost), tried / 2), "reward.answer_pattern",
+         "must find it; or correct the references"),
+        ([*filter(_is_dressed, answers)] if is_text else [], len(answers), least, "warning", "reward.scorer",
+         "use math, which compares values, or bare numbers"),
+    )  # fmt: skip
+    fix = "take them out of the training data, which the accuracy now repeats"
+    row = (view.known, view.num_heldout, 0.05 * view.num_heldout, "warning", "task.path", fix)
+    yield from _many(view, "heldout-trained-on", row)
 
 
-def _columns(view: SetView) -> Findings:
-    """Yield the findings `columns-mixed` and `references-shifted`."""
+def _many(view: SetView, id_: str, *rows: _Row) -> Findings:
+    """Yield findings about texts that are many."""
+    for texts, num, least, gravity, field, fix in rows:
+        if texts and len(texts) >= least:
+            yield Finding(id_, gravity, f"{len(texts)} of {num}, such as {texts[0]!r:.160}", f"{view.place}{field}", fix)
+
+
+def _columns(view: SetView) -> Iterator[_Row]:
+    """Yield rows for the findings `columns-mixed`."""
     rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
-    marker = re.escape(view.marker)
+    marker, num = re.escape(view.marker), len(view.texts)
     told = [text for text, answer in rows
             if text.startswith(answer) or (marker and re.search(rf"{marker}\W*{re.escape(answer)}(?!\w)", text))]  # fmt: skip
     ends = [text for text, answer in rows if re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
     inside = [text for text, answer in rows if re.fullmatch(r"\d+", answer) and re.search(rf"\b{answer}\b", text)]
     named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
-    letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)] if not _CHOICE.search(view.told) else []
-    away, is_choice = "leave the answer out", re.search(r"\n\W?[A-D1-4][).:]", view.told)
-    for kind, least, gravity, field, fix in (
-        (told, 8, "grave", "task.prompt_field", away),
-        (ends, 8, "warning", "task.prompt_field", away),  # the task may be to repeat the last word
-        (named, 8, "grave", "task.prompt_field", "is the name of something; name the column of the text"),
-        (letters, 20, "warning", "task.prompt_template", "add the choices to the prompts"),
-        ([] if is_choice else inside, 8, "note", "task.prompt_field", away),  # or to choose a number
-    ):
-        if len(kind) >= max(least, 0.9 * len(view.texts)):
-            yield Finding("columns-mixed", gravity, f"such as {kind[0]!r:.200}", f"{view.place}{field}", fix)
+    letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)]
+    is_choice, least = re.search(r"\n\W?[A-D1-4][).:]", view.told), max(8, 0.9 * num)
+    for texts, gravity in ((told, "grave"), (ends, "warning"), ([] if is_choice else inside, "note")):  # it may be a choice
+        yield texts, num, least, gravity, "task.prompt_field", "leave the answer out"
+    yield named, num, least, "grave", "task.prompt_field", "names something; take the column of the text"
+    if not _CHOICE.search(view.told):
+        yield letters, num, max(20, least), "warning", "task.prompt_template", "add the choices to the prompts"
     for field, column in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
-        numbers = [int(found[1]) for text in column if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
-        if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(column)):
-            shown, fix = f"it has {', '.join(column[:4])}, ...", "is a number of the row; name another column"
-            yield Finding("columns-mixed", "grave", shown, f"{view.place}{field}", fix)
-    asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.texts, view.solutions))
-    for by, whose in ((-1, "last"), (1, "next")):
-        shares = (
-            [len(asked[at] & one) / max(1, len(one)) for at, one in enumerate(said[1 + off : len(said) - 1 + off], 1)]
-            for off in (by, 0)
-        )
-        gains = [other - own for other, own in zip(*shares, strict=True)]
+        numbers = [(int(found[1]), text) for text in column if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
+        counting = [text for (one, text), (after, _) in pairwise(numbers) if after == one + 1]
+        yield counting, num, max(20, 0.9 * num), "grave", field, "is a number of the row; name another column"
+
+
+def _shifted(view: SetView) -> Findings:
+    """Yield the finding `references-shifted`."""
+    asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.texts, view.columns))
+    shares = [[len(asked[at] & one) / max(1, len(one)) for at in range(1, len(asked) - 1) for one in [said[at + by]]]
+              for by in (-1, 0, 1)]  # fmt: skip
+    for whose, others in (("last", shares[0]), ("next", shares[2])):
+        gains = [other - own for other, own in zip(others, shares[1], strict=True)]
         if len(gains) >= 50 and fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
-            shown = f"prompts have {percent(fmean(gains))} more words of the {whose} row's answer than of their own"
-            fix = "give each question its own answer again"
-            yield Finding("references-shifted", "grave", shown, f"{view.place}task.path", fix)
+            told = f"prompts have {percent(fmean(gains))} more words of the {whose} row's answer than of their own"
+            yield Finding(
+                "references-shifted", "grave", told, f"{view.place}task.path", "give each question its own answer again"
+            )
 
 
 def _is_dressed(answer: str) -> bool:
@@ -304,6 +279,11 @@ def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], 
     tried = [one for one in view.calls if one.completion and not one.near_miss]
     lost = [one.completion for one in tried if one.reward <= 0]
     return (lost, len(tried)) if len(lost) < len(tried) and not view.indifference else ([], 0)  # other rules report these cases
+
+
+def _hits(texts: Iterable[str], *patterns: re.Pattern[str]) -> list[str]:
+    """Return the first match in each text that one of the patterns finds."""
+    return [hit[0] for text in texts if (hit := next(filter(None, (one.search(text) for one in patterns)), None))]
 
 
 def texts(view: SetView) -> Findings:
@@ -330,26 +310,26 @@ def texts(view: SetView) -> Findings:
     if is_tuned and task.prompt_style == "plain" and not task.is_episodic:
         told, fix = model.name or model.source, "is plain; use chat, or a base model"
         yield Finding("template-unused", "warning", told, f"{at}task.prompt_style", fix)
-    if others := set(view.roles) - {"system", "developer", "user", "assistant", "tool"}:
-        told, fix = f"messages have the role {min(others)!r}", "name the roles as the chat template does"
-        yield Finding("template-unused", "warning", told, f"{at}task.path", fix)
-    spelled = (_CONTROL, _SPEAKER) if task.prompt_style == "chat" else (_CONTROL,)
-    for id_, patterns, least, fix in (
-        ("template-twice", spelled, 0.5, "leave it out; prompt_style: chat writes it"),
-        ("texts-damaged", (_DAMAGED,), 0.05, "write the text again: whole, as UTF-8 and without entities"),
-    ):
-        for name in ("system_prompt", "instruction", *(["prompt_template"] if id_ == "template-twice" else [])):
-            if found := patterns[0].search(getattr(task, name)):
-                yield Finding(id_, "warning", repr(found[0]), f"{at}task.{name}", fix)
-        hits = [hit[0] for text in texts if (hit := next(filter(None, (one.search(text) for one in patterns)), None))]
-        if len(hits) > least * len(texts) or len(hits) == len(texts) > 0:
-            told = f"{hits[0]!r} in {counted(len(hits), 'prompt')}"
-            yield Finding(id_, "warning", told, f"{at}task.path", fix)
+    roles, num = [*set(view.roles) - {"system", "developer", "user", "assistant", "tool"}], len(texts)
+    fix = "name the roles of messages as the chat template does"
+    yield from _many(view, "template-unused", (roles, len(view.roles), 1, "warning", "task.path", fix))
+    twice, patterns = (
+        "leave it out; prompt_style: chat writes it",
+        (_CONTROL, *([_SPEAKER] if task.prompt_style == "chat" else [])),
+    )
+    fields = {name: getattr(task, name) for name in ("system_prompt", "instruction", "prompt_template")}
+    for name, text in fields.items():
+        yield from _many(view, "template-twice", (_hits([text], _CONTROL), 1, 1, "warning", f"task.{name}", twice))
+        odd = _hits([text], _DAMAGED) if name != "prompt_template" else []
+        yield from _many(view, "texts-damaged", (odd, 1, 1, "warning", f"task.{name}", "write out what it stands for"))
+    yield from _many(view, "template-twice", (_hits(texts, *patterns), num, num / 2, "warning", "task.path", twice))
     longest = max(map(len, texts), default=0)
-    cut = [text for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
-    if 0.9 * len(texts) >= len(cut) >= max(5, 0.1 * len(texts)):
-        told = f"{len(cut)} end after {longest} characters, as with {cut[0][-40:]!r}"
-        yield Finding("texts-damaged", "warning", told, f"{at}task.path", "give whole prompts")
+    cut = [text[-60:] for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
+    yield from _many(
+        view, "texts-damaged",
+        (_hits(texts, _DAMAGED), num, 0.05 * num, "warning", "task.path", "write it again, as UTF-8 and without entities"),
+        (cut if len(cut) <= 0.9 * num else [], num, max(5, 0.1 * num), "warning", "task.path", "give whole prompts"),
+    )  # fmt: skip
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
     times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, view.num_trained)
     if view.num_trained > 0 and times >= 100:
@@ -390,24 +370,25 @@ def rewards(view: SetView) -> Findings:
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
     tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty
-    for is_bad, told, name, fix in (
-        (not 0 <= reward.format_weight < right, f"{reward.format_weight:g}", "format_weight", f"use {right / 10:g}"),
-        (reward.format_pattern and re.fullmatch(reward.format_pattern, "", re.DOTALL), "it matches an empty text",
-         "format_pattern", "name what must be there"),
-        (tokens and penalty > 2 * right, f"{penalty:g}", "overlong.penalty", f"use {right:g}"),
-        (tokens > limit / 2, f"{tokens} of {limit} tokens", "overlong.buffer_tokens", f"use {limit // 4}"),
-    ):  # fmt: skip
-        if is_bad:
-            yield Finding("terms-outweigh", "warning", told, f"{at}reward.{name}", fix)
-    paid = min((one.reward for one in view.calls if not one.completion), default=-math.inf)
-    told = f"an empty text earns {paid:g}" if paid >= 0.5 * right else view.indifference
-    if told:
-        gravity: Gravity = "warning" if reward.is_function else "grave"
-        fix = "check its default and what it compares, or the problem's tests"
-        yield Finding("wrong-paid", gravity, told, f"{at}reward.scorer", fix)
-    seconds = median([one.seconds for one in view.calls] or [0.0])
-    if seconds > reward.timeout_s / 4:
-        yield Finding("reward-slow", "note", f"{seconds:.2g} s", f"{at}reward.timeout_s", "raise it, or make the reward faster")
+    paid, seconds = [one.reward for one in view.calls if not one.completion], median([one.seconds for one in view.calls] or [0])
+    is_paid, is_open = min(paid, default=-1) >= 0.5 * right, re.fullmatch(reward.format_pattern or ".", "", re.DOTALL)
+    is_graded = reward.is_function or reward.judge or not reward.binary or view.recipe.algorithm.advantage == "value"
+    yield from found(
+        ("terms-outweigh", not 0 <= reward.format_weight < right, False, f"{reward.format_weight:g}",
+         f"{at}reward.format_weight", f"use {right / 10:g}"),
+        ("terms-outweigh", is_open, False, "it matches an empty text", f"{at}reward.format_pattern", "name what must be there"),
+        ("terms-outweigh", tokens and penalty > 2 * right, False, f"{penalty:g}", f"{at}reward.overlong.penalty",
+         f"use {right:g}"),
+        ("terms-outweigh", tokens > limit / 2, False, f"{tokens} of {limit} tokens", f"{at}reward.overlong.buffer_tokens",
+         f"use {limit // 4}"),
+        ("wrong-paid", is_paid or view.indifference, not reward.is_function,
+         f"an empty text earns {min(paid):g}" if is_paid else view.indifference, f"{at}reward.scorer",
+         "check its default and what it compares, or the problem's tests"),
+        ("reward-slow", seconds > reward.timeout_s / 4, "note", f"{seconds:.2g} s", f"{at}reward.timeout_s",
+         "raise it, or make the reward faster"),
+        ("groups-small", view.recipe.sampling.group_size == 2 and not is_graded, "note",
+         "18 % of them, if 10 % are right; 57 % of groups of 8", "sampling.group_size", "use 8"),
+    )  # fmt: skip
     yield from _forms(view)
     written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
     lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
@@ -419,11 +400,6 @@ def rewards(view: SetView) -> Findings:
         yield Finding("max-tokens-small", "warning", told, field, f"use {4 * needed}")
     yield from _stops(view)
     yield from _judge(view)
-    is_graded = reward.is_function or reward.judge or not reward.binary or view.recipe.algorithm.advantage == "value"
-    if view.recipe.sampling.group_size == 2 and not is_graded:
-        yield Finding(
-            "groups-small", "note", "if 10 % are right, 18 % of them; 57 % of groups of 8", "sampling.group_size", "use 8"
-        )
 
 
 def _is_said(words: list[str], text: str) -> bool:
@@ -454,11 +430,8 @@ def _forms(view: SetView) -> Findings:
     asked, scorer = "a box" if _is_said([r"\boxed"], text) else view.steps, view.share.reward.scorer
     is_unread = asked == "a box" and "boxed" not in pattern if pattern else bool(asked and view.answers)
     if is_unread and scorer in ("task", "exact"):
-        told, fix = (
-            f"prompts ask for {asked}, and the reward compares {view.marker or 'the whole text'!r}",
-            "ask for what it reads",
-        )
-        yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", f"{fix}, or use math")
+        told = f"prompts ask for {asked}, and the reward compares {view.marker or 'the whole text'!r}"
+        yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", "ask for what it reads, or use math")
 
 
 def _stops(view: SetView) -> Findings:
@@ -482,18 +455,19 @@ def _judge(view: SetView) -> Findings:
         return
     at, words = f"{view.place}reward.judge", re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
     marks = [float(one) for one in re.findall(r"(?i)(?:\d\s*(?:to|-|–)|out of)\s*(\d+)", judge.template)]
-    if not re.search(r"\{(prompt|reference)\}", judge.template):
-        yield Finding("judge-misled", "warning", "it has neither", f"{at}.template", "add {prompt} or {reference}")
-    if words and not _is_said(words, judge.template.lower()):
-        fix = "ask for this form, with an example"
-        yield Finding("judge-misled", "warning", f"the pattern is {judge.pattern!r}", f"{at}.template", fix)
     best, known = f"{judge.full_marks:g}", _literal(judge.pattern)
-    if (found := re.findall(judge.pattern, f"{known} {best} {known}{best}")) and best not in found:
-        told, fix = f"it reads {found[-1]!r} in {best}", "let it take whole numbers"
-        yield Finding("judge-misled", "warning", told, f"{at}.pattern", fix)
-    if marks and judge.full_marks not in marks:
-        fix = f"the template says {max(marks):g}; use that"
-        yield Finding("judge-misled", "warning", f"{judge.full_marks:g}", f"{at}.full_marks", fix)
+    read = re.findall(judge.pattern, f"{known} {best} {known}{best}")
+    is_asked = not words or _is_said(words, judge.template.lower())
+    yield from found(
+        ("judge-misled", not re.search(r"\{(prompt|reference)\}", judge.template), False, "it has neither", f"{at}.template",
+         "add {prompt} or {reference}"),
+        ("judge-misled", not is_asked, False, f"the pattern is {judge.pattern!r}", f"{at}.template",
+         "ask for this form, with an example"),
+        ("judge-misled", read and best not in read, False, f"it reads {read[-1:]} in {best}", f"{at}.pattern",
+         "let it take whole numbers"),
+        ("judge-misled", marks and judge.full_marks not in marks, False, best, f"{at}.full_marks",
+         f"the template says {max(marks, default=0):g}; use that"),
+    )  # fmt: skip
 
 
 RECIPE_RULES = (problems, texts, rewards)

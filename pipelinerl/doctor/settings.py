@@ -21,7 +21,7 @@ _USUAL_PARAMETERS, _USUAL_WIDTH = 1e8, 4096
 _ANY = (-math.inf, math.inf)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
     """A recipe, its model's number of parameters (0 if unknown), and the largest trial reward of functions by set's place."""
 
