@@ -19,12 +19,10 @@ def numerics(run: RunRecords) -> Findings:
     engine-differs (weight-updates.md#the-parity-probe): Actors and trainer compute different probabilities of the same policy:
         a failed parity probe (grave from 3), or a median KL of 0.001 nats, 0.05 in 16 bits (grave: ten times that) in steps
         whose sequences have no KV cache of an older policy.
-    ess-low (learning.md#lag-and-ess): Importance weights vary so much that few tokens count: an ESS below 0.5; by lag if above
-        0.8 at the smallest one.
+    ess-low (learning.md#lag-and-ess): Few tokens count in the loss: an ESS below 0.5; by lag if above 0.8 at the least one.
     tokens-cut (learning.md#masks): The loss leaves many tokens out: a mask half of them (grave: 95 %), or clipping a quarter of
         the last ones (75 %).
-    gradient-clipped (learning.md#the-optimizer): Gradients are clipped, so that steps differ only in direction: 9 of 10, to
-        less than a fifth of their norm.
+    gradient-clipped (learning.md#the-optimizer): Gradients are clipped: 9 of 10 steps, to less than a fifth of the norm.
     policy-unmoved (learning.md#learning-rate): Steps hardly change the policy: in float32, all log weights of steps with lag
         under 0.002; learning exceeds 0.01. Or all gradients have a norm under 1e-6.
     """
@@ -65,17 +63,13 @@ def policy(run: RunRecords) -> Findings:
 
     kl-grows (learning.md#losses): The policy has left the initial one far behind: a KL above 1 nat per token that has grown
         tenfold, without a gain.
-    entropy-explodes (learning.md#losses): The policy becomes random: twice the first entropy and above 1 nat, without a gain;
-        grave if the reward halves.
-    policy-collapsed (learning.md#learning-rate): The reward has fallen far below its start: under half of it, by 3 standard
-        errors.
-    entropy-collapsed (learning.md#losses): The policy has become certain without having learned: a twentieth of the first
-        entropy, without a gain.
+    entropy-explodes (learning.md#losses): The policy becomes random: twice the entropy, over 1 nat; grave if rewards halve.
+    policy-collapsed (learning.md#learning-rate): The reward has fallen far: under half of its start, by 3 standard errors.
+    entropy-collapsed (learning.md#losses): The policy is certain without having learned: a twentieth of the first entropy.
     heldout-apart (recipes.md#evaluation): Held-out answers do not follow the training ones: the 95 % interval of the last
         accuracy is below that of the first, or below a third of the share that is right in training.
     heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: half of them in an evaluation.
-    value-useless (learning.md#from-rewards-to-advantages): The value head predicts worse than the mean reward would: an
-        explained variance under -0.5.
+    value-useless (learning.md#from-rewards-to-advantages): Values are worse than the mean: a negative explained variance, -0.5.
     """
     algorithm, rate, best = run.recipe.algorithm, run.recipe.trainer.learning_rate, run.first_task.reward.correct
     kls, entropies, rewards = ((run.early(key), run.late(key)) for key in ("reference_kl", "entropy", "reward_mean"))

@@ -77,8 +77,7 @@ def lengths(run: RunRecords) -> Findings:
         them: half of 8 samples of a run that has not learned.
     all-cut (learning.md#truncated-completions): Completions are cut at their length limit: 50 % of a run that has not
         learned, or of its last quarter; grave from 90 % if rewards are equal, or if the loss leaves cut completions out.
-    think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed, so that no answer follows: half of 8
-        samples, with a mean reward below 0.5.
+    think-unclosed (recipes.md#chat-templates): Reasoning is never closed: half of 8 samples, with rewards below 0.5.
     completions-identical (learning.md#from-rewards-to-advantages): The completions of a group are all the same text: 75 % of
         the groups of a run that has not learned; grave from 95 %, or if rewards are equal.
     """
@@ -177,8 +176,7 @@ def rewards(run: RunRecords) -> Findings:
         from 95 % with equal rewards.
     groups-all-right (recipes.md#tasks): Every answer is right, so that nothing is left to learn: 75 % of the last groups, a
         note. In a run that has not learned, a warning if it is 75 % of all its groups, and grave from 95 %.
-    reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: 75 % of a run that has
-        not learned; grave from 95 %.
+    reward-constant (recipes.md#rewards): Rewards, or a judge's marks, do not vary within groups: 75 %; grave from 95 %.
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
         last groups, and the last quarter earns under 0.9 of the maximum and gains under 0.05 of it on the quarter before.
     """
@@ -216,8 +214,7 @@ def terms(run: RunRecords) -> Findings:
         groups, answers below 0.9; or most of it, and answers fall by 3 standard errors while the reward rises; or the format is
         earned, 80 % of it, and under 2 % of the answers (grave if equal).
     format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in a run of 12 steps.
-    task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: a quarter of its share; a
-        mean reward of 0.
+    task-starves (recipes.md#tasks): A task gets too few sequences, or earns nothing: a quarter of its share, or 0.
     length-drifts (learning.md#normalisation): Completions grow or shrink while the reward does not rise: 1.5 times the first
         length, or a third, by 3 standard errors.
     """

@@ -175,8 +175,7 @@ def problems(view: SetView) -> Findings:
         or answers count the rows, or prompts are names of files or hashes; or answers are letters without choices.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: 50 prompts have a tenth more of the
         words of its answers, or worked solutions, than of their own, by 5 standard errors.
-    one-answer (recipes.md#tasks): Problems have the same answer, so the policy need not read them: 95 % of 20 references; grave
-        if all, a note from 80 %.
+    one-answer (recipes.md#tasks): Problems have one answer: 95 % of 20 references; grave if all, a note from 80 %.
     references-unmatched (recipes.md#rewards): References are not what completions have as answers: a median of 8 words, 5 % of
         nan, none or null, or 5 % of numbers with a unit, separators or markup if texts are compared; or 5 % of 200 earn nothing
         in the form of reward.answer_pattern, or when tried (grave: half).
@@ -296,8 +295,7 @@ def texts(view: SetView) -> Findings:
         half of the prompts, or a field.
     texts-damaged (recipes.md#tasks): Prompts are damaged: 5 %, or a field, have a placeholder such as {question}, characters of
         a wrong encoding or of HTML; or 10 to 90 % are cut at the same length.
-    problems-few (recipes.md#tasks): Few problems are trained on very often, so that the policy may learn them by heart: each
-        100 times, a note.
+    problems-few (recipes.md#tasks): Few problems, which may be learned by heart: each is trained on 100 times; a note.
     evaluation-blind (recipes.md#evaluation): Evaluations say nothing: their interval exceeds both the run's length and 100
         steps, or they have one problem; a note.
     """
@@ -350,8 +348,7 @@ def rewards(view: SetView) -> Findings:
         an overlong penalty of twice it, or for half of max_tokens. Or any text earns the format term.
     wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: an empty one half of reward.correct in a trial
         call; or, if the function is your own, answers to 4 other problems as much as right ones (a warning).
-    reward-slow (recipes.md#rewards): Rewards take long: a median trial call a quarter of timeout_s, which a busy machine
-        exceeds; a note.
+    reward-slow (recipes.md#rewards): Rewards take long: a median trial call a quarter of timeout_s; a note.
     form-unsaid (recipes.md#rewards): Nothing says in which form to answer: \boxed, the beginning of reward.answer_pattern or
         the text of format_pattern is not in the prompts, or forbidden there (grave if a small model of this package never
         writes it), or the chat template writes it; or prompts ask for steps or a box, and the pattern begins with ^, does not
@@ -361,12 +358,9 @@ def rewards(view: SetView) -> Findings:
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
         form, or what a small packaged model writes (grave); or prompts ask for reasoning, and it is under 128 tokens; under
         1,024 for a model that thinks first.
-    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave:
-        half), in reward.answer_pattern (grave), in the instructions before the answer, or it is blank or one character, and
-        prompts ask for steps.
-    judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
-        {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks; or the pattern
-        reads only a part of full_marks.
+    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references
+        (grave: half), in answer_pattern (grave), in instructions before the answer, or blank or one character, and prompts ask
+        for steps.
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
     tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty

@@ -77,9 +77,8 @@ def ranges(view: Settings) -> Findings:
         entropy_coefficient above 0.05 (1), value_coefficient above 5 (1,000), or trainer.value_learning_rate above 0.05 (1).
     bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: a clip_high under 0.01 (above 0.05
         for gspo) or above 10, a clamp above 100, masks within 10 % of 1 (grave: 1 %), a mask_kl under 0.001.
-    reward-scale (recipes.md#rewards): Rewards have an unusual size, for which clipping and penalties are not made:
-        reward.correct, or the largest trial reward of your function, above 50 or under 0.01; a note if advantages are divided
-        by their deviation.
+    reward-scale (recipes.md#rewards): Rewards have an unusual size: reward.correct, or the largest trial reward of your
+        function, above 50 or under 0.01; a note if advantages are divided by their deviation.
     batch-small (learning.md#from-rewards-to-advantages): The gradient sees too few problems: trainer.batch_size equals
         sampling.group_size, or a task of the mixture gets under 10 groups in the whole run.
     """
