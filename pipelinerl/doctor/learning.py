@@ -68,16 +68,16 @@ def policy(run: RunRecords) -> Findings:
     entropy-collapsed (learning.md#losses): The policy is certain without having learned: a twentieth of the first entropy.
     heldout-apart (recipes.md#evaluation): Held-out answers do not follow the training ones: the 95 % interval of the last
         accuracy is below that of the first, or below a third of the share that is right in training.
-    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: half of them in an evaluation.
-    value-useless (learning.md#from-rewards-to-advantages): Values are worse than the mean: a negative explained variance, -0.5.
+    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: half of an evaluation's, or all.
     """
     algorithm, rate, best = run.recipe.algorithm, run.recipe.trainer.learning_rate, run.first_task.reward.correct
     kls, entropies, rewards = ((run.early(key), run.late(key)) for key in ("reference_kl", "entropy", "reward_mean"))
-    (early, late), explained = entropies, run.late("explained_variance")
+    early, late = entropies
     told, is_useless = f"{early:.2g} -> {late:.2g} nats", run.is_long and not run.has_learned
     lows, highs = run.heldout("low"), run.heldout("high")
     right = run.late(f"reported.{run.first_task.name}.answer") / run.first_task.reward.correct
     is_apart = run.is_long and highs and highs[-1] < max(lows[0], right / 3) and not run.has_collapsed
+    is_blind = run.is_long and run.summary.get("heldout") == []
     unanswered = max((one.get("unanswered") or 0 for one in run.evaluations), default=0)
     yield from found(
         ("kl-grows", kls[1] > max(1, 10 * kls[0]) and not run.has_learned, False, f"{kls[0]:.2g} -> {kls[1]:.2g} nats",
@@ -90,10 +90,9 @@ def policy(run: RunRecords) -> Findings:
          "algorithm.entropy_coefficient", "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"),
         ("heldout-apart", is_apart, False, f"at most {highs[-1] if highs else 0:.2g}, {percent(right)} right in training",
          "evaluation", "compare prompts, rewards and lengths of held-out samples; else stop earlier, or add problems"),
-        ("heldout-unanswered", unanswered >= run.first_task.task.heldout_problems / 2, False, f"{unanswered} in an evaluation",
+        ("heldout-unanswered", unanswered >= run.first_task.task.heldout_problems / 2 or is_blind, False,
+         "no answer came in time" if is_blind else f"{unanswered} in an evaluation",
          "evaluation.timeout_s", "raise it, or hold out fewer problems"),
-        ("value-useless", run.is_long and explained < -0.5, False, f"explained variance {explained:.2g}",
-         "trainer.value_learning_rate", "change it tenfold, or use the advantage leave_one_out"),
     )  # fmt: skip
 
 

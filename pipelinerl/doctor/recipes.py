@@ -95,7 +95,7 @@ class SetView(Settings):
         asked = (one.messages or [{"role": "user", "content": one.question}] for one in shown or [Problem("")])
         prompts = [str(message["content"]) for messages in asked for message in conversation(messages, task)]
         self.told = "\n".join((task.prompt_template, model.chat_template, *prompts))
-        self.steps = found[0] if (found := _STEPS.search(self.told)) else ""
+        self.steps = said[0] if (said := _STEPS.search(self.told)) else ""
         self.marker = {"math_boxed": r"\boxed", "json_schema": "JSON"}.get(reward.scorer) or _literal(reward.answer_pattern)
 
         # Whether the model reasons unasked, what a small packaged one writes, and whether the template begins the reasoning.
@@ -194,8 +194,9 @@ def problems(view: SetView) -> Findings:
     yield from _shifted(view)
     (top, count), *_ = Counter(view.answers).most_common(1) or [("", 0)]
     num, fix = len(view.answers), "name the column of the answer, or balance the rows"
-    gravity = "note" if count < 0.95 * num else worse(count, num)
-    yield from _many(view, "one-answer", ([top] * count, num, max(20, 0.8 * num), gravity, "task.answer_field", fix))
+    gravity: Gravity = worse(count, num) if count >= 0.95 * num else "note"
+    row = [top] * count, num, max(20, 0.8 * num), gravity, "task.answer_field", fix
+    yield from _many(view, "one-answer", row)
     answers, is_text = view.answers[:200], "math" not in view.share.reward.scorer
     lost, tried = _lost_references(view, answers)
     missing = [one for one in answers if _MISSING.fullmatch(one)] if len({*answers}) >= 10 else []  # else it may be a label
@@ -232,8 +233,10 @@ def _columns(view: SetView) -> Iterator[_Row]:
     named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
     letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)]
     is_choice, least = re.search(r"\n\W?[A-D1-4][).:]", view.told), max(8, 0.9 * num)
-    for texts, gravity in ((told, "grave"), (ends, "warning"), ([] if is_choice else inside, "note")):  # it may be a choice
-        yield texts, num, least, gravity, "task.prompt_field", "leave the answer out"
+    away = "leave the answer out"
+    yield told, num, least, "grave", "task.prompt_field", away
+    yield ends, num, least, "warning", "task.prompt_field", away  # the task may be to repeat the last word
+    yield [] if is_choice else inside, num, least, "note", "task.prompt_field", away  # or to choose a number
     yield named, num, least, "grave", "task.prompt_field", "names something; take the column of the text"
     if not _CHOICE.search(view.told):
         yield letters, num, max(20, least), "warning", "task.prompt_template", "add the choices to the prompts"

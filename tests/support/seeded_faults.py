@@ -119,8 +119,6 @@ RUN_FAULTS = (
              ("sampling.stop=['-','0','1','2','3','4','5','6','7','8','9','+']",)),
     RunFault("eval-timeout", "evaluations end before their answers come", ("heldout-unanswered",),
              ("evaluation.timeout_s=0.01",), steps=16),
-    RunFault("value-rate", "the learning rate of the value head is too high", ("value-useless",),
-             ("algorithm.advantage=value", "algorithm.normalize_std=false", "trainer.value_learning_rate=0.05"), steps=20),
     RunFault("adapter-rate", "adapters get the learning rate of all weights", ("policy-unmoved", "learning-rate-low"),
              ("trainer.lora={rank: 8}", "trainer.learning_rate=1e-7")),
 )  # fmt: skip

@@ -183,9 +183,6 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         healthy(summary={"heldout": [heldout(version, 0.0, 0.01) for version in (0, 40)]}), **FLAT
     ),
     "warning heldout-unanswered": lambda: healthy(summary={"heldout": [HELDOUT[0] | {"unanswered": 128}]}),
-    "warning value-useless": lambda: with_figures(
-        healthy(recipe={"algorithm": {"advantage": "value"}}), explained_variance=-3.0
-    ),
     "note bottleneck bound by lag": lambda: with_figures(healthy(), max_lag_too_small=True),
     "note bottleneck commit-bound": lambda: with_figures(healthy(), **SLOW),
     "note bottleneck verifier-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **WAITS),
