@@ -303,14 +303,24 @@ def texts(view: SetView) -> Findings:
         steps, or they have one problem; a note.
     """
     at, model, task, texts = view.place, view.recipe.model, view.share.task, view.texts
-    if model.chat_template and not re.search("add_generation_prompt|assistant", model.chat_template):
-        fix = "end it with the assistant's first tokens if add_generation_prompt"
-        yield Finding("template-unused", "warning", f"{model.chat_template!r:.80}", "model.chat_template", fix)
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])", model.name.rpartition("/")[2])
     is_tuned = model.source == "smollm2" or (model.source != "package" and tuned)
-    if is_tuned and task.prompt_style == "plain" and not task.is_episodic:
-        told, fix = model.name or model.source, "is plain; use chat, or a base model"
-        yield Finding("template-unused", "warning", told, f"{at}task.prompt_style", fix)
+    begins = not model.chat_template or re.search("add_generation_prompt|assistant", model.chat_template)
+    steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
+    times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, view.num_trained)
+    yield from found(
+        ("template-unused", not begins, False, f"{model.chat_template!r:.80}", "model.chat_template",
+         "end it with the assistant's first tokens if add_generation_prompt"),
+        ("template-unused", is_tuned and task.prompt_style == "plain" and not task.is_episodic, False,
+         model.name or model.source, f"{at}task.prompt_style", "is plain; use chat, or a base model"),
+        ("problems-few", view.num_trained > 0 and times >= 100, "note",
+         f"{counted(view.num_trained, 'problem')}, each {times:.0f} times", f"{at}task.path",
+         "add some, or watch the held-out accuracy"),
+        ("evaluation-blind", task.heldout_problems == 1, "note", "an accuracy of 0 or 1", f"{at}task.heldout_problems",
+         "hold out 32 or more"),
+        ("evaluation-blind", every > max(steps, 100), "note", f"{every} of {steps} steps", "evaluation.every_steps",
+         f"use {max(1, steps // 10)}, or 0 for the first and last only"),
+    )  # fmt: skip
     roles, num = [*set(view.roles) - {"system", "developer", "user", "assistant", "tool"}], len(texts)
     fix = "name the roles of messages as the chat template does"
     yield from _many(view, "template-unused", (roles, len(view.roles), 1, "warning", "task.path", fix))
@@ -331,17 +341,6 @@ def texts(view: SetView) -> Findings:
         (_hits(texts, _DAMAGED), num, 0.05 * num, "warning", "task.path", "write it again, as UTF-8 and without entities"),
         (cut if len(cut) <= 0.9 * num else [], num, max(5, 0.1 * num), "warning", "task.path", "give whole prompts"),
     )  # fmt: skip
-    steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
-    times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, view.num_trained)
-    if view.num_trained > 0 and times >= 100:
-        told = f"{counted(view.num_trained, 'problem')}, each {times:.0f} times"
-        fix = "add some, or watch the held-out accuracy"
-        yield Finding("problems-few", "note", told, f"{at}task.path", fix)
-    if task.heldout_problems == 1:
-        yield Finding("evaluation-blind", "note", "an accuracy of 0 or 1", f"{at}task.heldout_problems", "hold out 32 or more")
-    if every > max(steps, 100):
-        fix = f"use {max(1, steps // 10)}, or 0 for the first and last only"
-        yield Finding("evaluation-blind", "note", f"{every} of {steps} steps", "evaluation.every_steps", fix)
 
 
 def rewards(view: SetView) -> Findings:
