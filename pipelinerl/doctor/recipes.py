@@ -363,6 +363,9 @@ def rewards(view: SetView) -> Findings:
     stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references
         (grave: half), in answer_pattern (grave), in instructions before the answer, or blank or one character, and prompts ask
         for steps.
+    judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
+        {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks; or the pattern
+        reads only a part of full_marks.
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
     tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty
