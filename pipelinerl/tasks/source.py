@@ -156,18 +156,19 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems that repeat a question, the first one's place, and how many of them have another answer."""
+        """Number of problems that repeat a question, the first one's place and text, and how many have another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
-                self.first_repeated = self.first_repeated or problem.place
+                self.first_repeated = self.first_repeated or f"{problem.place} ({problem.question!r:.80})"
                 self.num_repeated += 1
                 answers = [one.reference.get("answer", one.reference) for one in (problem, known)]
                 self.num_contradicted += answers[0] != answers[1]
         self.problems = list(distinct.values())
         self.unanswered = [one for one in self.problems if not str(one.reference.get("answer", "-")).strip()]
         """Problems whose answer is empty."""
-        self._division = Division(len(self.problems), config, seed, is_trained_on=is_trained_on, where=config.path)
+        where = f"{config.path}, which repeats {self.first_repeated}," if self.num_repeated else config.path
+        self._division = Division(len(self.problems), config, seed, is_trained_on=is_trained_on, where=where)
         self.num_heldout = self._division.num_heldout
 
     def problem(self, split: Split, index: int) -> Problem:

@@ -501,7 +501,7 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     recipe = recipe_from_data(minimal(task=task, trainer={"steps": 3, "warmup_steps": 4}), "x")
     warmup, repeated, empty = (str(one) for _, one in doubts(recipe, examine(recipe)))
     assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps (3), so the rate never reaches 1e-06")
-    assert "p.jsonl': has 1 repeated prompt (1 with another answer), the first in line 3; they are left out" in repeated
+    assert "p.jsonl': has 1 repeated prompt (1 with another answer), the first in line 3 ('a'); they are left out" in repeated
     assert "p.jsonl': has 1 empty answer, the first in line 2; leave such lines out, because reward.scorer = 'task'" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
     assert list(doubts(fine, Examination())) == []
@@ -578,16 +578,17 @@ def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callable[..., Examination]) -> None:
-    """Two rows each, and an empty completion for the first one; a reward that costs its worker is called once."""
+    """Two rows each, for functions also with the other's answer, and an empty completion for the first one. A reward that costs
+    its worker is called once."""
     found = rehearsed("right", "keys", "unanswered", "text", "leaves", "hangs", "regex", "code")
     answers, empty = [call for call in found.calls if call.completion], [call for call in found.calls if not call.completion]
-    assert (len(answers), len(empty), sum(call.place == "evaluation.sets.5." for call in found.calls)) == (14, 6, 1)
-    assert [call.reward for call in found.calls if call.place == "evaluation.sets.0."] == [1.0, 0.0, 1.0]
+    assert (len(answers), len(empty), sum(call.place == "evaluation.sets.5." for call in found.calls)) == (22, 6, 1)
+    assert [call.reward for call in found.calls if call.place == "evaluation.sets.0."] == [1.0, 0.0, 0.0, 1.0, 0.0]
     told = {problem.field.split(".")[2]: problem.fix for problem in found.problems}
     for position, said in {
-        "1": "3 of 3 calls, .* KeyError: 'solution' at my_rewards.py:7; item.reference has answer, row, and its row prompt, ",
-        "2": r"1 of 3 calls, first for an empty answer of line \d: .* at my_rewards.py:10; item.answer is None",
-        "3": "3 of 3 calls, first for the reference answer of line .*: the reward is '1', not a number",
+        "1": "5 of 5 calls, .* KeyError: 'solution' at my_rewards.py:7; item.reference has answer, row, and its row prompt, ",
+        "2": r"1 of 5 calls, first for an empty answer of line \d: .* at my_rewards.py:10; item.answer is None",
+        "3": "5 of 5 calls, first for the reference answer of line .*: the reward is '1', not a number",
         "4": "1 of 1 calls, .*: the process of reward my_rewards:leaves died: exit code 3",
         "5": r"1 of 1 calls, .* took more than 0.5 s \(reward.timeout_s\)",
         "7": "3 of 3 calls, .*: tests: no tests",
