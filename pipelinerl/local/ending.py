@@ -14,23 +14,14 @@ from typing import Any
 
 from pipelinerl.doctor.findings import Finding
 from pipelinerl.doctor.runs import examine_run
-from pipelinerl.errors import FieldError, PipelineRLError, counted
+from pipelinerl.errors import PipelineRLError, counted
 from pipelinerl.local.processes import ServiceDied, living_names
 from pipelinerl.local.progress import duration, number, percent
 from pipelinerl.page.data import REPORT_SCRIPTS, asset, report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.rl.ledger import MEANINGS
-from pipelinerl.run_dir import (
-    RunDir,
-    check_folder,
-    newest_checkpoint,
-    read_json,
-    recipe_changes_of,
-    trainer_starts,
-    write_json,
-    write_whole,
-)
+from pipelinerl.run_dir import RunDir, newest_checkpoint, read_json, recipe_changes_of, trainer_starts, write_json, write_whole
 from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics, to_json
 from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
@@ -49,11 +40,7 @@ def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Pa
 def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequence[Finding] | None = None) -> str:
     """Return a page that needs no network, with samples from the first and the last `samples_read` lines of samples.jsonl.
     `findings`: results of `examine_run`, which is called if they are None. Raises `FieldError` if the folder is not a run's."""
-    recipe_file = run_dir / "recipe.yaml"
-    check_folder(run_dir)
-    if not recipe_file.is_file():
-        raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
-    recipe = recipe_of_run(recipe_file)
+    recipe = recipe_of_run(recipe_file := run_dir / "recipe.yaml", "RUN_DIR")
     records, samples = read_jsonl(run_dir / "metrics.jsonl"), jsonl_ends(run_dir / "samples.jsonl", samples_read)
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     text = recipe_file.read_text(encoding="utf-8")
