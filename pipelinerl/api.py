@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from pipelinerl.errors import FieldError, MissingPackage, ServiceError
+from pipelinerl.errors import FieldError, MissingPackage, ServiceError, UserError
 from pipelinerl.local.processes import living_names
 from pipelinerl.recipe.loading import (
     find_recipe,
@@ -42,6 +43,7 @@ from pipelinerl.recipe.loading import (
 )
 from pipelinerl.run_dir import RunDir, checkpoint_of, copy_modules, new_place, read_json, run_name
 from pipelinerl.run_summary import read_jsonl
+from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.settings import read_address
 
 Reward = Callable[..., Any] | str
@@ -75,29 +77,34 @@ def start(
     """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
 
     `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, which a
-    notebook may define, or its path, `package.module:function` or `file.py:function`. `overrides`: fields of the recipe by
-    their paths, as in `**{"trainer.steps": 40}`. `name`, `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
+    notebook may define, or its path, `package.module:function` or `file.py:function`. The modules beside the file, or its
+    package, are shipped, too. `overrides`: fields of the recipe by their paths, as in `**{"trainer.steps": 40}`. `name`,
+    `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
     """
     given: Path | None = None
     if isinstance(recipe, Mapping):
         data = copy.deepcopy(dict(recipe))
+    elif not isinstance(recipe, str | Path):
+        raise FieldError("recipe", f"{recipe!r:.100}", "give a recipe's name, its file, or a mapping of its fields")
     else:
         given = find_recipe(recipe)
         data = found_beside(read_recipe(given), given.parent)
     prepared = tempfile.TemporaryDirectory(prefix="pipelinerl-")
-    task = Path(prepared.name) / "task"
-    task.mkdir()
-    files: dict[str, str] = {}
+    task, shipped, scorer = Path(prepared.name, "task"), Path(prepared.name, "reward"), ""
+    for folder in (task, shipped):
+        folder.mkdir()
     if reward is not None:
-        scorer, files = _scorer(reward)
+        scorer = _scorer(reward, shipped)
         set_value(data, ("reward", "scorer"), scorer)
     for path, value in overrides.items():
         set_value(data, path.split("."), value)
     checked = recipe_from_data(data, "recipe" if given is None else str(given))
-    if given is not None and (modules := modules_beside(checked, given)) is not None:
-        copy_modules(modules, task)
-    for file, text in {**files, "recipe.yaml": recipe_yaml(checked)}.items():  # the given reward replaces the recipe's
-        (task / file).write_text(text, encoding="utf-8")
+    if scorer and all(one.reward.scorer != scorer for one in checked.mixture.values()):
+        raise FieldError("reward", scorer, "no task uses it, because each has its own reward.scorer; leave out one of them")
+    for modules in (modules_beside(checked, given) if given is not None else None, shipped):
+        if modules is not None:
+            copy_modules(modules, task)  # the given reward replaces the recipe's
+    (task / "recipe.yaml").write_text(recipe_yaml(checked), encoding="utf-8")
     place = new_place(checked.name, datetime.now(), name, None if run_dir is None else Path(run_dir), "name")
     options = ["--run-dir", str(place.path), "--name", place.name]
     output = Path(prepared.name) / "output.txt"
@@ -113,20 +120,25 @@ def start(
     return run
 
 
-def _scorer(reward: Reward) -> tuple[str, dict[str, str]]:
-    """Return the value of `reward.scorer`, and the files to put beside the recipe as {name: text}. A scorer's name and a
-    function that the verifier can import need no file. Raises `FieldError`."""
+def _scorer(reward: Reward, shipped: Path) -> str:
+    """Return the value of `reward.scorer`, and write the modules that it needs beside the recipe to `shipped`. A scorer's name
+    and a function that the verifier can import need none. Raises `FieldError`."""
     if isinstance(reward, str):
-        file, colon, name = reward.rpartition(":")
+        file, _, name = reward.rpartition(":")
         if not file.endswith(".py"):
-            return reward, {}
-        if not Path(file).is_file():
+            return reward
+        if not (path := Path(file).resolve()).is_file():
             raise FieldError("reward", reward, f"there is no such file in {Path.cwd()}")
-        return f"{Path(file).stem}{colon}{name}", {Path(file).name: Path(file).read_text(encoding="utf-8")}
+        root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())  # of its package, if any
+        if root != Path.cwd():
+            copy_modules(root, shipped)
+        elif path.parent == root:  # the verifier finds the other modules of the current folder
+            shutil.copy(path, shipped)
+        return f"{'.'.join(path.relative_to(root).with_suffix('').parts)}:{name}"
     if inspect.isfunction(reward) and reward.__module__ != "__main__" and reward.__qualname__.isidentifier():
-        return f"{reward.__module__}:{reward.__qualname__}", {}  # the verifier imports it
-    files = {f"{_SHIPPED}.py": source_of(reward)}  # first, because what is refused may have no name
-    return f"{_SHIPPED}:{reward.__name__}", files
+        return f"{reward.__module__}:{reward.__qualname__}"  # the verifier imports it
+    (shipped / f"{_SHIPPED}.py").write_text(source_of(reward), encoding="utf-8")
+    return f"{_SHIPPED}:{reward.__name__}"
 
 
 class Run:
@@ -147,11 +159,13 @@ class Run:
     # The process of a run that was started here.
 
     def wait(self) -> Run:
-        """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed."""
+        """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed, or
+        `UserError` if the cause is a mistake that was found only then, as in the data or in the reward."""
         code = self._own().wait()
         stopped_early = self._stopped and not self._dir.identity.exists()  # an interrupt while it imports its code
         if code not in (0, _INTERRUPTED) and not stopped_early:
-            raise ServiceError(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
+            kind = UserError if code == EXIT_USER_ERROR else ServiceError
+            raise kind(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
         return self
 
     def stop(self) -> Run:
@@ -281,8 +295,8 @@ def source_of(function: Any) -> str:
 def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
     """Add the function's source to `parts`, after everything that it uses."""
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
-        kind = "lambda" if isinstance(function, FunctionType) else type(function).__name__
-        raise _refused(name, f"is a {kind}; define a function with def")
+        kind = "a lambda" if isinstance(function, FunctionType) else f"of type {type(function).__name__}"
+        raise _refused(name, f"is {kind}; define a function with def")
     if free := function.__code__.co_freevars:
         raise _refused(name, f"uses {', '.join(free)} of an enclosing function; pass it as a default value, or make it global")
     try:

@@ -138,7 +138,7 @@ def copy_modules(folder: Path, target: Path) -> None:
     for file in folder.glob("*.py"):
         shutil.copy(file, target)
     for package in folder.glob("*/__init__.py"):
-        shutil.copytree(package.parent, target / package.parent.name)
+        shutil.copytree(package.parent, target / package.parent.name, dirs_exist_ok=True)
 
 
 def stamped_name(recipe_name: str, now: datetime) -> str:
