@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 import shutil
 import textwrap
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import yaml
 
 import pipelinerl
 from pipelinerl.commands.validate import model_of
-from pipelinerl.errors import FieldError, UserError, counted, one_of
+from pipelinerl.errors import FieldError, UserError, one_of
 from pipelinerl.recipe.fields import Recipe, TaskConfig
 from pipelinerl.recipe.loading import known_recipes, load_recipe
 from pipelinerl.rl.memory import GIB, engine_bytes, state_bytes
@@ -116,39 +118,29 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
     if not data.is_file() or not known_format(data):
         raise FieldError("--data", str(data), "give a file of questions and answers: CSV, TSV, JSONL, JSON or Parquet")
     task = TaskConfig(source="jsonl", path=str(data), prompt_style="chat", heldout_problems=1)
-    first = next(rows_of(task), None)
-    if first is not None and isinstance(first.values, BadRow):
-        raise UserError(f"{first.place}: {first.values}")
-    row: Values = {} if first is None else first.values
-    if len(columns := list(field_names(row))) < 2:
-        found = f" ({columns[0]})" if columns else ""
-        fix = f"its first row has {counted(len(columns), 'column')}{found}; a question and an answer are needed"
-        raise FieldError("--data", str(data), fix)
-    fields = {
-        "prompt_field": _column("--question", question, row, _QUESTIONS),
-        "answer_field": _column("--answer", answer, row, _ANSWERS),
-    }
-    if len(set(fields.values())) == 1:
-        raise FieldError("--answer", fields["answer_field"], "is the column of the questions; name another one")
+    for first in islice(rows_of(task), 1):
+        if isinstance(first.values, BadRow):
+            raise UserError(f"{first.place}: {first.values}")
+        asked = _column("--question", question, first.values, _QUESTIONS)
+        wanted = _column("--answer", answer, first.values, _ANSWERS)
+        if asked == wanted:
+            raise FieldError("--answer", wanted, "is the column of the questions; name another one")
+        task = task.model_copy(update={"prompt_field": asked, "answer_field": wanted})
     try:
-        known = len(FileSource(task.model_copy(update=fields), seed=0).problems)
+        known = len(FileSource(task, seed=0).problems)  # of rows that a run can use
     except FieldError as error:
         raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed: 1 to measure the accuracy)") from error
-    words = {"DATA": data.name, "QUESTION": fields["prompt_field"], "ANSWER": fields["answer_field"]}
-    as_yaml = {
-        word: yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1000).strip() for word, text in words.items()
-    }
+    words = {"DATA": data.name, "QUESTION": task.prompt_field, "ANSWER": task.answer_field}
+    as_yaml = {word: yaml.safe_dump(text, default_style='"', width=math.inf).strip() for word, text in words.items()}
     return as_yaml | {"heldout_problems: 1 ": f"heldout_problems: {max(1, min(_MOST_HELDOUT, known // 5))} "}
 
 
 def _column(option: str, given: str | None, row: Values, usual: tuple[str, ...]) -> str:
     columns = list(field_names(row))
-    if given is not None:
-        if value_in(row, given) is not ABSENT:
-            return given
-        raise FieldError(option, given, f"is no column of the file; use {one_of(columns)}")
     known = {column.strip().lower(): column for column in columns}
-    if found := next((known[name] for name in usual if name in known), None):
+    if given is not None and value_in(row, given) is ABSENT:
+        raise FieldError(option, given, f"is no column of the file; use {one_of(columns)}")
+    if found := given or next((known[name] for name in usual if name in known), None):
         return found
     where = "; the first line of a CSV file names the columns"
     raise UserError(f"{option} is missing: no column is called {one_of(usual)}; name the column, {one_of(columns)}{where}")

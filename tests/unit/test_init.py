@@ -128,7 +128,11 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
             "--question is missing: no column is called question, prompt, problem, input, query, instruction or messages; name "
             "the column, a or b; the first line of a CSV file names the columns",
         ),
-        ("new --data full/one.jsonl", "its first row has 1 column (a); a question and an answer are needed"),
+        (
+            "new --data full/one.jsonl --question a",
+            "no column is called answer, reference, solution, output, response, target or",
+        ),
+        ("new --data full/header.csv", "contains no problems; give another file (at least 2 are needed"),
         (
             "new --data full/same.csv",
             "full/same.csv has 1 distinct problem; some must be left for training (at least 2 are needed",
@@ -157,6 +161,7 @@ def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplac
         "other.jsonl": '{"a": 1, "b": 2}\n' * 3,
         "one.jsonl": '{"a": 1}\n',
         "bad.jsonl": "x\ny\n",
+        "header.csv": "question,answer\n",
         "same.csv": "question,answer\na,1\na,1\n",
         "bool.jsonl": '{"question": 1, "answer": true}\n' * 2,
         "whole.json": json.dumps({"data": [{"question": 1, "answer": 2}]}, indent=1),
