@@ -11,7 +11,6 @@ import ast
 import atexit
 import builtins
 import copy
-import dis
 import html
 import importlib.util
 import inspect
@@ -20,6 +19,7 @@ import re
 import shutil
 import signal
 import subprocess
+import symtable
 import sys
 import tempfile
 import textwrap
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from pipelinerl.errors import FieldError, MissingPackage, ServiceError, UserError
@@ -305,7 +305,7 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
     except (OSError, TypeError, SyntaxError) as error:
         raise _refused(name, f"has no source ({error}); define it in a file or in a notebook") from error
     parts[name] = ""  # a function may call itself, or one that calls it
-    for used in _globals_of(function, definition):
+    for used in _globals_of(function.__name__, source):
         if used not in parts:
             _ship_value(name, used, function, parts)
     for node in ast.walk(definition):  # modules of packages, such as `xml.etree.ElementTree` after `import xml`
@@ -319,23 +319,16 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
         parts[name] += f"\n\n{name} = {function.__name__}\n"
 
 
-def _globals_of(function: FunctionType, definition: ast.AST) -> list[str]:
+def _globals_of(name: str, source: str) -> list[str]:
     """Return the global names that a function needs: when it runs, and for its defaults and decorators when it is defined."""
-    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef), "the source of a function"
-    outside = [*definition.decorator_list, *definition.args.defaults, *filter(None, definition.args.kw_defaults)]
-    at_start = [node.id for one in outside for node in ast.walk(one) if isinstance(node, ast.Name)]
-    for stored in _names(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"):
-        raise _refused(function.__name__, f"changes the global {stored}, of which each process of the verifier has its own")
-    return list(dict.fromkeys([*at_start, *_names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME")]))
-
-
-def _names(code: CodeType, *operations: str) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in operations:
-            yield str(instruction.argval)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner, *operations)
+    tables = [top := symtable.symtable(f"from __future__ import annotations\n{source}", name, "exec")]
+    for table in tables:
+        tables += table.get_children()
+    found = [(symbol, table is top) for table in tables for symbol in table.get_symbols()]
+    for symbol, _ in found:
+        if symbol.is_declared_global() and (symbol.is_assigned() or symbol.is_imported()):
+            raise _refused(name, f"changes the global {symbol.get_name()}, of which each process of the verifier has its own")
+    return [symbol.get_name() for symbol, is_top in found if (symbol.is_referenced() if is_top else symbol.is_global())]
 
 
 def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, str]) -> None:
