@@ -135,8 +135,8 @@ def _scorer(reward: Reward, shipped: Path) -> str:
         elif path.parent == root:  # the verifier finds the other modules of the current folder
             shutil.copy(path, shipped)
         return f"{'.'.join(path.relative_to(root).with_suffix('').parts)}:{name}"
-    if inspect.isfunction(reward) and reward.__module__ != "__main__" and reward.__qualname__.isidentifier():
-        return f"{reward.__module__}:{reward.__qualname__}"  # the verifier imports it
+    if _is_function(reward) and (found := _imported_from(reward)):
+        return found
     (shipped / f"{_SHIPPED}.py").write_text(source_of(reward), encoding="utf-8")
     return f"{_SHIPPED}:{reward.__name__}"
 
@@ -294,23 +294,26 @@ def source_of(function: Any) -> str:
 
 def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
     """Add the function's source to `parts`, after everything that it uses."""
-    if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
-        kind = "a lambda" if isinstance(function, FunctionType) else f"of type {type(function).__name__}"
+    inner = inspect.unwrap(function)  # of decorators, which are part of the source
+    if not isinstance(inner, FunctionType) or inner.__name__ == "<lambda>":
+        kind = "a lambda" if isinstance(inner, FunctionType) else f"of type {type(function).__name__}"
         raise _refused(name, f"is {kind}; define a function with def")
-    if free := function.__code__.co_freevars:
+    if free := inner.__code__.co_freevars:
         raise _refused(name, f"uses {', '.join(free)} of an enclosing function; pass it as a default value, or make it global")
     try:
         source = textwrap.dedent(inspect.getsource(function))
         definition = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError) as error:
         raise _refused(name, f"has no source ({error}); define it in a file or in a notebook") from error
+    if inner is not function and not getattr(definition, "decorator_list", []):
+        raise _refused(name, "was wrapped after its definition; write the wrapper above its def, as a decorator")
     parts[name] = ""  # a function may call itself, or one that calls it
     for used in _globals_of(function.__name__, source):
         if used not in parts:
-            _ship_value(name, used, function, parts)
+            _ship_value(name, used, inner, parts)
     for node in ast.walk(definition):  # modules of packages, such as `xml.etree.ElementTree` after `import xml`
         first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
-        module = function.__globals__.get(first)
+        module = inner.__globals__.get(first)
         if isinstance(module, ModuleType) and (dotted := f"{module.__name__}.{rest}") in sys.modules:
             parts[dotted] = f"import {dotted}\n"
     del parts[name]
@@ -338,13 +341,12 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
             raise _refused(user, f"uses {name}, which is not defined")
         return
     value = function.__globals__[name]
-    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if isinstance(value, ModuleType):
         parts[name] = f"import {value.__name__} as {name}\n"
-    elif isinstance(value, FunctionType) and module == function.__module__:
+    elif _is_function(value) and value.__module__ == function.__module__:
         _ship_function(name, value, parts)
-    elif module != "__main__" and getattr(sys.modules.get(str(module)), qualified or " ", None) is value:
-        parts[name] = f"from {module} import {qualified} as {name}\n"
+    elif found := _imported_from(value):
+        parts[name] = "from {} import {} as {}\n".format(*found.split(":"), name)
     elif isinstance(value, re.Pattern):
         parts["re "] = "import re\n"
         parts[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})\n"
@@ -354,6 +356,19 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
         kind = "a class of this program" if isinstance(value, type) else f"an object of type {type(value).__name__}"
         fix = "import it from a file, make it in the function, or pass numbers, texts, lists and mappings of them"
         raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}")
+
+
+def _is_function(value: Any) -> bool:
+    """Return whether a value is a Python function, perhaps a decorated one."""
+    return callable(value) and inspect.isfunction(inspect.unwrap(value))
+
+
+def _imported_from(value: Any) -> str:
+    """Return `module:name` of what a module other than the main program holds by its own name; empty for other values. A
+    wrapper has the name of the function within, but the module holds only the latter."""
+    module, name = str(getattr(value, "__module__", None)), getattr(value, "__qualname__", "")
+    is_held = module != "__main__" and name.isidentifier() and getattr(sys.modules.get(module), name, None) is value
+    return f"{module}:{name}" if is_held else ""
 
 
 def _is_constant(value: Any) -> bool:

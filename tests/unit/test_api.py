@@ -1,5 +1,6 @@
 """`pipelinerl.start` and `Run`: what is shipped to the verifier, what is refused, and how the process of a run is driven."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -24,6 +25,7 @@ from services.verifier.rewards.compose import user_scorer
 from services.verifier.rewards.item import RewardInput
 
 NOTEBOOK = '''
+    import functools
     import math
     import math as m
     import re
@@ -57,6 +59,21 @@ NOTEBOOK = '''
         def with_text(item): return """
     LESS"""
 
+    def twice(function):
+        @functools.wraps(function)
+        def wrapper(item):
+            return 2 * function(item)
+        return wrapper
+
+    @twice
+    def decorated(item): return 1 + cached()
+
+    @functools.cache
+    def cached(): return 2
+
+    def plain(item): return 3
+    wrapped_later = twice(plain)
+
     def outer():
         secret = 3
         def closure(item):
@@ -86,7 +103,7 @@ def notebook(tmp_path: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["reward", "nested"])
+@pytest.mark.parametrize("name", ["reward", "nested", "decorated"])
 def test_a_function_is_shipped_with_what_it_uses(
     notebook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -107,13 +124,15 @@ def test_a_function_is_shipped_with_what_it_uses(
         (lambda of: of.unknown, "uses no_such_name, which is not defined"),
         (lambda of: of.counts, "changes the global LIMITS"),
         (lambda of: of.with_text, "has no source (unexpected indent"),
+        (lambda of: of.wrapped_later, "was wrapped after its definition; write the wrapper above its def, as a decorator"),
+        (lambda of: functools.wraps(importable)(lambda item: 0.0), "was wrapped after its definition"),
         (lambda of: of.by_lambda, "is a lambda; define a function with def"),
         (lambda of: math.floor, "is of type builtin_function_or_method; define a function with def"),
     ],
 )
 def test_what_cannot_be_shipped_is_refused_by_name(notebook: ModuleType, function: Callable[..., Any], said: str) -> None:
     with pytest.raises(FieldError, match=re.escape(said)) as info:
-        source_of(function(notebook))
+        pipelinerl.start("arithmetic", function(notebook))
     assert info.value.field == "reward"
 
 
