@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from pipelinerl.errors import FieldError, MissingPackage, ServiceError, UserError
+from pipelinerl.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, FieldError, MissingPackage, ServiceError, UserError
 from pipelinerl.local.processes import living_names
 from pipelinerl.recipe.loading import (
     find_recipe,
@@ -43,7 +43,6 @@ from pipelinerl.recipe.loading import (
 )
 from pipelinerl.run_dir import RunDir, checkpoint_of, copy_modules, new_place, read_json, run_name
 from pipelinerl.run_summary import read_jsonl
-from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.settings import read_address
 
 Reward = Callable[..., Any] | str
@@ -51,7 +50,6 @@ Given = str | Path | Mapping[str, Any]
 Folder = str | Path
 _LOOK_S = 0.2
 _PAGE_WITHIN_S = 60.0
-_INTERRUPTED = 130
 _FRAME_HEIGHT = 640
 _SHIPPED = "notebook_reward"
 """Name of the module with the source of a function that was defined in a notebook or in the main program."""
@@ -163,7 +161,7 @@ class Run:
         `UserError` if the cause is a mistake that was found only then, as in the data or in the reward."""
         code = self._own().wait()
         stopped_early = self._stopped and not self._dir.identity.exists()  # an interrupt while it imports its code
-        if code not in (0, _INTERRUPTED) and not stopped_early:
+        if code not in (EXIT_OK, EXIT_INTERRUPTED) and not stopped_early:
             kind = UserError if code == EXIT_USER_ERROR else ServiceError
             raise kind(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
         return self

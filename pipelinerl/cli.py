@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl import __version__
-from pipelinerl.errors import PipelineRLError, UserError
+from pipelinerl.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_USER_ERROR, PipelineRLError, UserError
 from pipelinerl.service.logs import printable
-
-FAILED, WRONG_USE, INTERRUPTED, UNREAD = 1, 2, 130, 141
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -67,7 +65,7 @@ def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser, code = build_parser(), UNREAD
+    parser, code = build_parser(), EXIT_UNREAD
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
@@ -82,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python prints a second error at exit
         return code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except PipelineRLError as error:
         print(f"pipelinerl: {printable(str(error))}", file=sys.stderr)  # the message may quote code, data or a model's output
-        return WRONG_USE if isinstance(error, UserError) else FAILED
+        return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILURE
     return code
 
 

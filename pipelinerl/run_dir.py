@@ -19,7 +19,6 @@ from pipelinerl.errors import FieldError
 from pipelinerl.local.credentials import Credentials
 
 _RUN_NAME_LENGTH = 40
-_STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
 MOST_ACTORS = 64
 """Limit on one machine. A larger number is probably a typing error."""
 LINEAGE, CHECKPOINTS, CHANGES = "lineage.json", "checkpoints", "changes"
@@ -141,12 +140,6 @@ def copy_modules(folder: Path, target: Path) -> None:
         shutil.copytree(package.parent, target / package.parent.name, dirs_exist_ok=True)
 
 
-def stamped_name(recipe_name: str, now: datetime) -> str:
-    """Return `<recipe name>-<YYYYmmdd-HHMMSS>`, with the recipe's name cut so that the name of the run is not too long."""
-    room = _RUN_NAME_LENGTH - _STAMP_LENGTH - len("-99")
-    return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
-
-
 def find_run(folder: Path, option: str) -> RunDir:
     """Return the run in `folder`. Raises `FieldError` on `option` if the folder is not a run's."""
     check_folder(folder, option)
@@ -157,8 +150,11 @@ def find_run(folder: Path, option: str) -> RunDir:
 
 def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
     """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder with the recipe's
-    name and the time `now`, and a number if that exists. Raises `FieldError` on `option` if the name cannot be used."""
-    stamped = stamped_name(recipe_name, now) if name is None else check_run_name(name, option)
+    name, cut to fit, and the time `now`, and a number if that exists. Raises `FieldError` on `option` if the name cannot be
+    used."""
+    stamp = f"-{now:%Y%m%d-%H%M%S}"
+    cut = recipe_name[: _RUN_NAME_LENGTH - len(f"{stamp}-99")].rstrip("-")
+    stamped = f"{cut}{stamp}" if name is None else check_run_name(name, option)
     if path or name:
         return RunDir(path or Path("runs", stamped), stamped)
     for unused in (stamped, *(f"{stamped}-{attempt}" for attempt in range(2, 1000))):
