@@ -13,6 +13,8 @@ from pipelinerl.recipe.rules import value_at
 from pipelinerl.rl.placement import AUTOMATIC, OPTION, Placement, numbered, pinned, place, table
 from pipelinerl.run_dir import RunDir, write_json
 
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+"""Packages with the NCCL that torch loads."""
 _SHARES_A_GPU = (2, 30)
 """First release of NCCL that connects two processes on one GPU."""
 
@@ -65,16 +67,7 @@ def _text(wanted: str) -> str:
 
 def _why_not_nccl(on_instance: bool) -> str:
     """Return why NCCL does not connect the two processes that share a GPU or, `on_instance`, a MIG instance; "" if it does."""
-    if _nccl() < _SHARES_A_GPU:
+    found = [one.version for name in _NCCL for one in importlib.metadata.distributions(name=name)]
+    if not found or tuple(int(part) for part in found[0].split(".")[:2]) < _SHARES_A_GPU:
         return "NCCL before 2.30 does not connect two processes on one GPU"
     return "NCCL has not been tried between two processes on a MIG instance" if on_instance else ""
-
-
-def _nccl() -> tuple[int, ...]:
-    """Return the release of NCCL that torch loads; () if NCCL is not installed as a package."""
-    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            return tuple(int(part) for part in importlib.metadata.version(name).split(".")[:2])
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ()

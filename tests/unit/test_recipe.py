@@ -829,7 +829,7 @@ def test_ranks_that_the_gpus_decide_are_for_the_placement_to_check(monkeypatch: 
 
 
 def test_the_cuda_build_of_vllm_does_not_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_installed", lambda name: name == "vllm")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [name] * (name == "vllm"))
     text, is_lacking = found()["actor.engine"]
     assert is_lacking
     assert "'vllm': is built for CUDA here and needs a GPU, and this machine has no NVIDIA GPU" in text
