@@ -19,16 +19,7 @@ from pipelinerl.local.processes import check_stopped
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import parse_override, recipe_of_run
 from pipelinerl.recipe.model_folder import model_folder
-from pipelinerl.run_dir import (
-    NOTHING_THERE,
-    RunDir,
-    check_folder,
-    newest_checkpoint,
-    resumable,
-    run_name,
-    sync_folder,
-    write_whole,
-)
+from pipelinerl.run_dir import NOTHING_THERE, RunDir, newest_checkpoint, resumable, run_name, sync_folder, write_whole
 
 _DECIDED_EARLIER = (
     *("advantage", "normalize_std", "filter_equal_rewards", "max_lag", "max_lag_of", "conventional_g"),
@@ -109,11 +100,8 @@ def _set_aside(run: RunDir, version: int) -> Path | None:
 
 def _recorded(folder: Path) -> tuple[RunDir, Recipe]:
     """Return the recorded run in `folder`, and its recipe. Raises `FieldError` if there is none."""
-    check_folder(folder, "RUN")
-    if not (folder / "recipe.yaml").is_file():
-        raise FieldError("RUN", str(folder), "has no recipe.yaml: give the folder of a run")
+    recipe = recipe_of_run(RunDir(folder, "").recipe)
     run = RunDir(folder, run_name(folder, "RUN"))
-    recipe = recipe_of_run(run.recipe)
     if not recipe.record:
         raise FieldError("record", False, "the run kept no sequences; run its recipe again with --set record=true")
     return run, recipe

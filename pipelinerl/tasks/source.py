@@ -184,7 +184,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
         except BadRow as wrong:
             num_wrong += 1
             absent[wrong.absent] += 1
-            found = found or ", ".join(_fields(row.values))
+            found = found or ", ".join(field_names(row.values))
             if num_wrong <= _MOST_TOLD:
                 told.append(f"{row.place}: {wrong}".removeprefix(f"{config.path}, "))
         else:
@@ -204,11 +204,12 @@ _MOST_TOLD = 10
 """Maximum number of bad rows that an error lists."""
 
 
-def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
+def field_names(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
+    """Yield the names of a row's fields, also of those within objects, as `a.b`."""
     for name, value in row.items() if isinstance(row, Mapping) else ():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
-            yield from _fields(value, f"{prefix}{name}.")
+            yield from field_names(value, f"{prefix}{name}.")
 
 
 _PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w. -]*)\}\}|\{([A-Za-z_][\w. -]*)\}")
@@ -260,10 +261,10 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
     """Return a field with a text or a number as text. A list with one item counts as this item. Raises `BadRow`."""
     value = value_in(row, name)
     if value is ABSENT:
-        raise BadRow(f"has no field {name!r}, only {', '.join(_fields(row)) or 'an empty object'}", name)
+        raise BadRow(f"has no field {name!r}, only {', '.join(field_names(row)) or 'an empty object'}", name)
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
-        inside = next(_fields(only, f"{name}."), "") if only is value and isinstance(only, Mapping) else ""
+        inside = next(field_names(only, f"{name}."), "") if only is value and isinstance(only, Mapping) else ""
         such = f", such as {inside!r}" if inside else ""
         raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{such}")
     if not isinstance(only, str) and not isfinite(only):

@@ -521,12 +521,12 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
         ("my_rewards:scor", "scor does not exist in my_rewards; did you mean score?", False),
         ("my_rewards:zzz", "zzz does not exist in my_rewards; name a function", False),
         ("my_rewards:NOT_A_FUNCTION", "NOT_A_FUNCTION is not a function in my_rewards", False),
-        ("json.nope:score", "there is no module json.nope in json", False),
+        ("json.nope:score", "cannot import json.nope: ModuleNotFoundError: No module named 'json.nope'", False),
         ("broken:score", "SyntaxError: '(' was never closed (broken.py, line 1) at broken.py:1", False),
         ("raising:score", "cannot import raising: KeyError: 'HOUSE' at raising.py:3", False),
         ("leaving:score", "importing its module ends the process with code 0; correct the module", False),
-        ("needy:score", "No module named 'no_such_package_here' at needy.py:1); install the package", True),
-        ("no_such_package_here:score", "No module named 'no_such_package_here'); install the package", True),
+        ("needy:score", "No module named 'no_such_package_here' at needy.py:1; install the package", True),
+        ("no_such_package_here:score", "No module named 'no_such_package_here'; install the package", True),
     ):
         ((field, (text, is_lacking)),) = found(reward={"scorer": scorer}).items()
         assert (field, is_lacking) == ("reward.scorer", lacking)
@@ -832,7 +832,7 @@ def test_ranks_that_the_gpus_decide_are_for_the_placement_to_check(monkeypatch: 
 
 
 def test_the_cuda_build_of_vllm_does_not_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_installed", lambda name: name == "vllm")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [name] * (name == "vllm"))
     text, is_lacking = found()["actor.engine"]
     assert is_lacking
     assert "'vllm': is built for CUDA here and needs a GPU, and this machine has no NVIDIA GPU" in text
