@@ -241,7 +241,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--step STEP", int, "a single step; short for --from STEP --to STEP"),
         ("--tokens", None, "show the tokens of --step instead of its figures"),
         ("--most N", int, "number of sequences that --tokens shows (4)", {"default": 4}),
-        ("--set a.b=c", str, "compute with another field of trainer or algorithm (repeatable); figures are shown beside the "
+        ("--set a.b=c", str, "change a field of trainer or algorithm (repeatable); the new figures are shown beside the "
          "recorded ones", _OVERRIDES),
     ],
         "pipelinerl replay runs/try                                      # every step, and compare the digests",

@@ -9,7 +9,6 @@ from pipelinerl.doctor import failures, learning, lessons
 from pipelinerl.doctor.findings import Finding, apply, ranked
 from pipelinerl.doctor.run_records import Reasons, RunRecords, records_in
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
-from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.run_dir import RunDir
