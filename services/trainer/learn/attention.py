@@ -284,7 +284,8 @@ def varlen_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention with transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). Raises `FieldError` if the
-    architecture's attention has terms that are not implemented here."""
+    architecture's attention has terms that are not implemented here. The module keeps the window as `packed_window`."""
+    vars(module)["packed_window"] = sliding_window
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
