@@ -590,7 +590,10 @@ def test_a_context_above_a_window_that_only_a_mask_applies_is_refused_with_packe
     policy, sequence = load_policy(str(tmp_path), model_config(tmp_path, attention="eager")), sequences_of([(9, 20)])[0]
     batch = host_microbatch([sequence, sequence], np.zeros(2), np.ones(2), 0).on("cpu")
     with torch.no_grad():
-        packed, alone = policy.scores(batch.row, batch.predictors, batch.targets).logprobs, plain_logprobs(policy.model, sequence)
+        packed, alone = (
+            policy.scores(batch.row, batch.predictors, batch.targets).logprobs,
+            plain_logprobs(policy.model, sequence),
+        )
     torch.testing.assert_close(packed, torch.cat([alone, alone]))
     build(MistralConfig, MistralForCausalLM, **{**SHAPE, "sliding_window": 16}).save_pretrained(tmp_path)
     assert load_policy(str(tmp_path), model_config(tmp_path)).attention == VARLEN  # its attention receives the window

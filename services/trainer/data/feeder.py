@@ -149,7 +149,7 @@ class Feeder:
             "in_flight": room.in_flight,
             "in_flight_limit": room.limit,
             "held_by_max_lag": room.held_by_max_lag,
-            "sequences": tracker.ledger.counts.as_dict(),
+            "sequences": tracker.ledger.counts,
             "ended_by_length": tracker.take_ended_by_length(),
             "largest_lag": recipe_lag(self._recipe, self._updater.num_present, tracker.longest_tokens, tracker.mean_tokens),
         }

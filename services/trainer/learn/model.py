@@ -40,7 +40,10 @@ def load_policy(
     how = {"gradient_checkpointing": trainer.gradient_checkpointing, "float32_head": _has_float32_head(config)}
     policy = wrap_model(model, config.attention, **how)
     text = model.config.get_text_config()
-    window, received = getattr(text, "sliding_window", None), [vars(module).get("packed_window", 0) for module in model.modules()]
+    window, received = (
+        getattr(text, "sliding_window", None),
+        [vars(module).get("packed_window", 0) for module in model.modules()],
+    )
     # Such a model applies its window only in masks, which packed attention does not have.
     is_ignored = policy.attention == VARLEN and not getattr(text, "layer_types", None) and not any(received)
     if is_ignored and window and window < config.max_context:
