@@ -34,10 +34,9 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import checksum
-from pipelinerl.transfer.group import WeightGroup
+from pipelinerl.transfer.group import StreamFile, WeightGroup
 from pipelinerl.transfer.manifest import GroupSpec, Manifest
 from pipelinerl.transfer.stores import open_store
-from pipelinerl.transfer.stream_file import StreamFile
 from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
 from services.actor.metrics import ActorMetrics

@@ -121,7 +121,8 @@ def timed(work: Callable[[], _Result]) -> tuple[float, float, _Result]:
 def one_round(manifest: Manifest, old: Bytes, new: Bytes, pieces: list[Bytes]) -> tuple[dict[str, float], int, int]:
     """Return the times of one round in seconds per GB of weights, and the bytes of our delta and of the bare one."""
     zstd, giga, into = pyarrow.Codec("zstd", compression_level=1), manifest.total_bytes / 1e9, old.copy()
-    wall_s, cpu_s, parts = timed(lambda: [bytes(part) for part in encode_delta(manifest, BEFORE, AFTER, old, new)])
+    both = (torch.from_numpy(old), torch.from_numpy(new))
+    wall_s, cpu_s, parts = timed(lambda: [bytes(part) for part in encode_delta(manifest, BEFORE, AFTER, *both)])
     _, bare_s, packed = timed(lambda: [zstd.compress(piece, asbytes=True) for piece in pieces])
     data = np.frombuffer(b"".join(parts), np.uint8)
     decode_wall_s, decode_s, _ = timed(lambda: list(decode_delta(manifest, BEFORE, AFTER, data, into, "delta")))

@@ -11,14 +11,15 @@ import ast
 import atexit
 import builtins
 import copy
-import dis
 import html
 import importlib.util
 import inspect
 import os
 import re
+import shutil
 import signal
 import subprocess
+import symtable
 import sys
 import tempfile
 import textwrap
@@ -26,10 +27,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
-from pipelinerl.errors import FieldError, MissingPackage, ServiceError
+from pipelinerl.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, FieldError, MissingPackage, ServiceError, UserError
 from pipelinerl.local.processes import living_names
 from pipelinerl.recipe.loading import (
     find_recipe,
@@ -49,7 +50,6 @@ Given = str | Path | Mapping[str, Any]
 Folder = str | Path
 _LOOK_S = 0.2
 _PAGE_WITHIN_S = 60.0
-_INTERRUPTED = 130
 _FRAME_HEIGHT = 640
 _SHIPPED = "notebook_reward"
 """Name of the module with the source of a function that was defined in a notebook or in the main program."""
@@ -75,29 +75,34 @@ def start(
     """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
 
     `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, which a
-    notebook may define, or its path, `package.module:function` or `file.py:function`. `overrides`: fields of the recipe by
-    their paths, as in `**{"trainer.steps": 40}`. `name`, `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
+    notebook may define, or its path, `package.module:function` or `file.py:function`. The modules beside the file, or its
+    package, are shipped, too. `overrides`: fields of the recipe by their paths, as in `**{"trainer.steps": 40}`. `name`,
+    `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
     """
     given: Path | None = None
     if isinstance(recipe, Mapping):
         data = copy.deepcopy(dict(recipe))
+    elif not isinstance(recipe, str | Path):
+        raise FieldError("recipe", f"{recipe!r:.100}", "give a recipe's name, its file, or a mapping of its fields")
     else:
         given = find_recipe(recipe)
         data = found_beside(read_recipe(given), given.parent)
     prepared = tempfile.TemporaryDirectory(prefix="pipelinerl-")
-    task = Path(prepared.name) / "task"
-    task.mkdir()
-    files: dict[str, str] = {}
+    task, shipped, scorer = Path(prepared.name, "task"), Path(prepared.name, "reward"), ""
+    for folder in (task, shipped):
+        folder.mkdir()
     if reward is not None:
-        scorer, files = _scorer(reward)
+        scorer = _scorer(reward, shipped)
         set_value(data, ("reward", "scorer"), scorer)
     for path, value in overrides.items():
         set_value(data, path.split("."), value)
     checked = recipe_from_data(data, "recipe" if given is None else str(given))
-    if given is not None and (modules := modules_beside(checked, given)) is not None:
-        copy_modules(modules, task)
-    for file, text in {**files, "recipe.yaml": recipe_yaml(checked)}.items():  # the given reward replaces the recipe's
-        (task / file).write_text(text, encoding="utf-8")
+    if scorer and all(one.reward.scorer != scorer for one in checked.mixture.values()):
+        raise FieldError("reward", scorer, "no task uses it, because each has its own reward.scorer; leave out one of them")
+    for modules in (modules_beside(checked, given) if given is not None else None, shipped):
+        if modules is not None:
+            copy_modules(modules, task)  # the given reward replaces the recipe's
+    (task / "recipe.yaml").write_text(recipe_yaml(checked), encoding="utf-8")
     place = new_place(checked.name, datetime.now(), name, None if run_dir is None else Path(run_dir), "name")
     options = ["--run-dir", str(place.path), "--name", place.name]
     output = Path(prepared.name) / "output.txt"
@@ -113,20 +118,25 @@ def start(
     return run
 
 
-def _scorer(reward: Reward) -> tuple[str, dict[str, str]]:
-    """Return the value of `reward.scorer`, and the files to put beside the recipe as {name: text}. A scorer's name and a
-    function that the verifier can import need no file. Raises `FieldError`."""
+def _scorer(reward: Reward, shipped: Path) -> str:
+    """Return the value of `reward.scorer`, and write the modules that it needs beside the recipe to `shipped`. A scorer's name
+    and a function that the verifier can import need none. Raises `FieldError`."""
     if isinstance(reward, str):
-        file, colon, name = reward.rpartition(":")
+        file, _, name = reward.rpartition(":")
         if not file.endswith(".py"):
-            return reward, {}
-        if not Path(file).is_file():
+            return reward
+        if not (path := Path(file).resolve()).is_file():
             raise FieldError("reward", reward, f"there is no such file in {Path.cwd()}")
-        return f"{Path(file).stem}{colon}{name}", {Path(file).name: Path(file).read_text(encoding="utf-8")}
-    if inspect.isfunction(reward) and reward.__module__ != "__main__" and reward.__qualname__.isidentifier():
-        return f"{reward.__module__}:{reward.__qualname__}", {}  # the verifier imports it
-    files = {f"{_SHIPPED}.py": source_of(reward)}  # first, because what is refused may have no name
-    return f"{_SHIPPED}:{reward.__name__}", files
+        root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())  # of its package, if any
+        if root != Path.cwd():
+            copy_modules(root, shipped)
+        elif path.parent == root:  # the verifier finds the other modules of the current folder
+            shutil.copy(path, shipped)
+        return f"{'.'.join(path.relative_to(root).with_suffix('').parts)}:{name}"
+    if _is_function(reward) and (found := _imported_from(reward)):
+        return found
+    (shipped / f"{_SHIPPED}.py").write_text(source_of(reward), encoding="utf-8")
+    return f"{_SHIPPED}:{reward.__name__}"
 
 
 class Run:
@@ -147,11 +157,13 @@ class Run:
     # The process of a run that was started here.
 
     def wait(self) -> Run:
-        """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed."""
+        """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed, or
+        `UserError` if the cause is a mistake that was found only then, as in the data or in the reward."""
         code = self._own().wait()
         stopped_early = self._stopped and not self._dir.identity.exists()  # an interrupt while it imports its code
-        if code not in (0, _INTERRUPTED) and not stopped_early:
-            raise ServiceError(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
+        if code not in (EXIT_OK, EXIT_INTERRUPTED) and not stopped_early:
+            kind = UserError if code == EXIT_USER_ERROR else ServiceError
+            raise kind(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
         return self
 
     def stop(self) -> Run:
@@ -280,23 +292,26 @@ def source_of(function: Any) -> str:
 
 def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
     """Add the function's source to `parts`, after everything that it uses."""
-    if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
-        kind = "lambda" if isinstance(function, FunctionType) else type(function).__name__
-        raise _refused(name, f"is a {kind}; define a function with def")
-    if free := function.__code__.co_freevars:
+    inner = inspect.unwrap(function)  # of decorators, which are part of the source
+    if not isinstance(inner, FunctionType) or inner.__name__ == "<lambda>":
+        kind = "a lambda" if isinstance(inner, FunctionType) else f"of type {type(function).__name__}"
+        raise _refused(name, f"is {kind}; define a function with def")
+    if free := inner.__code__.co_freevars:
         raise _refused(name, f"uses {', '.join(free)} of an enclosing function; pass it as a default value, or make it global")
     try:
         source = textwrap.dedent(inspect.getsource(function))
         definition = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError) as error:
         raise _refused(name, f"has no source ({error}); define it in a file or in a notebook") from error
+    if inner is not function and not getattr(definition, "decorator_list", []):
+        raise _refused(name, "was wrapped after its definition; write the wrapper above its def, as a decorator")
     parts[name] = ""  # a function may call itself, or one that calls it
-    for used in _globals_of(function, definition):
+    for used in _globals_of(function.__name__, source):
         if used not in parts:
-            _ship_value(name, used, function, parts)
+            _ship_value(name, used, inner, parts)
     for node in ast.walk(definition):  # modules of packages, such as `xml.etree.ElementTree` after `import xml`
         first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
-        module = function.__globals__.get(first)
+        module = inner.__globals__.get(first)
         if isinstance(module, ModuleType) and (dotted := f"{module.__name__}.{rest}") in sys.modules:
             parts[dotted] = f"import {dotted}\n"
     del parts[name]
@@ -305,23 +320,16 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
         parts[name] += f"\n\n{name} = {function.__name__}\n"
 
 
-def _globals_of(function: FunctionType, definition: ast.AST) -> list[str]:
+def _globals_of(name: str, source: str) -> list[str]:
     """Return the global names that a function needs: when it runs, and for its defaults and decorators when it is defined."""
-    assert isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef), "the source of a function"
-    outside = [*definition.decorator_list, *definition.args.defaults, *filter(None, definition.args.kw_defaults)]
-    at_start = [node.id for one in outside for node in ast.walk(one) if isinstance(node, ast.Name)]
-    for stored in _names(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"):
-        raise _refused(function.__name__, f"changes the global {stored}; each verifier process has its own copy")
-    return list(dict.fromkeys([*at_start, *_names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME")]))
-
-
-def _names(code: CodeType, *operations: str) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in operations:
-            yield str(instruction.argval)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner, *operations)
+    tables = [top := symtable.symtable(f"from __future__ import annotations\n{source}", name, "exec")]
+    for table in tables:
+        tables += table.get_children()
+    found = [(symbol, table is top) for table in tables for symbol in table.get_symbols()]
+    for symbol, _ in found:
+        if symbol.is_declared_global() and (symbol.is_assigned() or symbol.is_imported()):
+            raise _refused(name, f"changes the global {symbol.get_name()}; each verifier process has its own copy")
+    return [symbol.get_name() for symbol, is_top in found if (symbol.is_referenced() if is_top else symbol.is_global())]
 
 
 def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, str]) -> None:
@@ -331,13 +339,12 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
             raise _refused(user, f"uses {name}, which is not defined")
         return
     value = function.__globals__[name]
-    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if isinstance(value, ModuleType):
         parts[name] = f"import {value.__name__} as {name}\n"
-    elif isinstance(value, FunctionType) and module == function.__module__:
+    elif _is_function(value) and value.__module__ == function.__module__:
         _ship_function(name, value, parts)
-    elif module != "__main__" and getattr(sys.modules.get(str(module)), qualified or " ", None) is value:
-        parts[name] = f"from {module} import {qualified} as {name}\n"
+    elif found := _imported_from(value):
+        parts[name] = "from {} import {} as {}\n".format(*found.split(":"), name)
     elif isinstance(value, re.Pattern):
         parts["re "] = "import re\n"
         parts[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})\n"
@@ -347,6 +354,19 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
         kind = "a class of this program" if isinstance(value, type) else f"an object of type {type(value).__name__}"
         fix = "import it from a file, make it in the function, or pass numbers, texts, lists and mappings of them"
         raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}")
+
+
+def _is_function(value: Any) -> bool:
+    """Return whether a value is a Python function, perhaps a decorated one."""
+    return callable(value) and inspect.isfunction(inspect.unwrap(value))
+
+
+def _imported_from(value: Any) -> str:
+    """Return `module:name` of what a module other than the main program holds by its own name; empty for other values. A
+    wrapper has the name of the function within, but the module holds only the latter."""
+    module, name = str(getattr(value, "__module__", None)), getattr(value, "__qualname__", "")
+    is_held = module != "__main__" and name.isidentifier() and getattr(sys.modules.get(module), name, None) is value
+    return f"{module}:{name}" if is_held else ""
 
 
 def _is_constant(value: Any) -> bool:

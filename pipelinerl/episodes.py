@@ -11,16 +11,19 @@ is, anything else as JSON.
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import inspect
 import json
 import re
+import traceback
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Union
 
-from pipelinerl.errors import UserError
+from pipelinerl.errors import FieldError, Lacking, UserError, located
 
 Messages = list[dict[str, Any]]
 """Messages in OpenAI's form: `{"role": "user", "content": "..."}`; a tool's answer also has `tool_call_id`."""
@@ -84,6 +87,36 @@ class Environment(Protocol):
     def reply(self, turn: Turn) -> Reply | Awaitable[Reply]:
         """Return what the policy reads next, or `Done`."""
         ...
+
+
+def imported(field: str, path: str) -> Callable[..., Any]:
+    """Import a user's function or class, `pkg.module:name`. Raises `FieldError` on `field`, or `Lacking` if a package is not
+    installed."""
+    module, _, name = path.partition(":")
+    try:
+        found = vars(importlib.import_module(module))
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()  # a worker's standard error goes to the verifier's log
+        is_absent = isinstance(error, ModuleNotFoundError) and "." not in (error.name or "")
+        fix = "; install the package, or start in the folder that holds it" if is_absent else ""
+        kind = Lacking if is_absent else FieldError
+        raise kind(field, path, f"cannot import {module}: {located(error)}{fix}") from error
+    if not callable(function := found.get(name)):
+        near = difflib.get_close_matches(name, [key for key, value in found.items() if callable(value)], n=1)
+        what = "is not a function" if name in found else "does not exist"
+        fix = f"did you mean {near[0]}?" if near else "name a function of that module"
+        raise FieldError(field, path, f"{name} {what} in {module}; {fix}")
+    return function
+
+
+def check_code(field: str, path: str, config: str) -> None:
+    """Import a reward, a tool (`field` is task.tools) or an environment (task.name), and check the latter two. `config`:
+    `task.config` as JSON. Raises `UserError`."""
+    found = imported(field, path)
+    if field == "task.tools":
+        tool_of(found)
+    elif field == "task.name":
+        check_environment_class(found, json.loads(config))
 
 
 def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any]) -> None:

@@ -12,6 +12,9 @@ import re
 import traceback
 from collections.abc import Sequence
 
+EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 2, 130, 141
+"""Exit codes of commands and services. `EXIT_UNREAD`: the reader of the output closed it."""
+
 
 class PipelineRLError(Exception):
     """Base of all errors below."""

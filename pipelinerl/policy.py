@@ -50,9 +50,10 @@ class Policy:
         _, tokens = encoded_prompt(problem, self.task, self.tokenizer, control_tokens(self.tokenizer))
         return tokens
 
-    def generate(self, questions: list[str], max_tokens: int = 64, temperature: float = 0.0) -> list[str]:
-        """Return one completion for each question. A temperature of 0 is greedy."""
-        return ["".join(self.stream(self.prompt(question), max_tokens, temperature)) for question in questions]
+    def generate(self, questions: list[str] | str, max_tokens: int = 64, temperature: float = 0.0) -> list[str]:
+        """Return one completion for each question; a single text counts as a list. A temperature of 0 is greedy."""
+        asked = [questions] if isinstance(questions, str) else questions
+        return ["".join(self.stream(self.prompt(question), max_tokens, temperature)) for question in asked]
 
     def stream(self, prompt: list[int], max_tokens: int, temperature: float) -> Iterator[str]:
         """Yield the completion of a prompt in pieces, without special tokens and stop texts. Raises `FieldError` if the prompt

@@ -19,7 +19,6 @@ from pipelinerl.errors import FieldError
 from pipelinerl.local.credentials import Credentials
 
 _RUN_NAME_LENGTH = 40
-_STAMP_LENGTH = len("-YYYYmmdd-HHMMSS")
 MOST_ACTORS = 64
 """Limit on one machine. A larger number is probably a typing error."""
 LINEAGE, CHECKPOINTS, CHANGES = "lineage.json", "checkpoints", "changes"
@@ -28,6 +27,8 @@ RUN_STATE = Path("resume", "run.json")
 ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
 """The file of a checkpoint that states its policy version, and the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
+NOTHING_THERE = -1
+"""Position in SEQUENCES of a checkpoint to which nothing on the streams belongs: its trainer empties them first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
@@ -138,13 +139,7 @@ def copy_modules(folder: Path, target: Path) -> None:
     for file in folder.glob("*.py"):
         shutil.copy(file, target)
     for package in folder.glob("*/__init__.py"):
-        shutil.copytree(package.parent, target / package.parent.name)
-
-
-def stamped_name(recipe_name: str, now: datetime) -> str:
-    """Return `<recipe name>-<YYYYmmdd-HHMMSS>`, with the recipe's name cut so that the name of the run is not too long."""
-    room = _RUN_NAME_LENGTH - _STAMP_LENGTH - len("-99")
-    return f"{recipe_name[:room].rstrip('-')}-{now:%Y%m%d-%H%M%S}"
+        shutil.copytree(package.parent, target / package.parent.name, dirs_exist_ok=True)
 
 
 def find_run(folder: Path, option: str) -> RunDir:
@@ -156,9 +151,12 @@ def find_run(folder: Path, option: str) -> RunDir:
 
 
 def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
-    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, the name is the recipe's with
-    the time `now`, and with a number if that folder exists. Raises `FieldError` on `option` if the name cannot be used."""
-    stamped = stamped_name(recipe_name, now) if name is None else check_run_name(name, option)
+    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, the name is the recipe's, cut
+    to fit, with the time `now`, and with a number if that folder exists. Raises `FieldError` on `option` if the name cannot be
+    used."""
+    stamp = f"-{now:%Y%m%d-%H%M%S}"
+    cut = recipe_name[: _RUN_NAME_LENGTH - len(f"{stamp}-99")].rstrip("-")
+    stamped = f"{cut}{stamp}" if name is None else check_run_name(name, option)
     if path or name:
         return RunDir(path or Path("runs", stamped), stamped)
     for unused in (stamped, *(f"{stamped}-{attempt}" for attempt in range(2, 1000))):

@@ -28,7 +28,7 @@ from pipelinerl.errors import BusError, MessageError, counted
 from pipelinerl.local.progress import number
 from pipelinerl.messages.sequences import decode_sequence
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
-from pipelinerl.run_dir import read_json
+from pipelinerl.run_dir import NOTHING_THERE, read_json
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.v1 import sequence_pb2
 
@@ -309,7 +309,7 @@ async def _look(bus: Bus, durable: int) -> StreamLook:
     """Read SEQUENCES to its present end, read PROMPTS before and after that, and count the dead letters. Raises `BusError`."""
     prompts_before = await bus.pending_prompts()
     info = await bus.sequences_info()
-    seen = StreamLook(info, durable)
+    seen = StreamLook(info, info.last_position if durable == NOTHING_THERE else durable)
     async for entry in _entries(bus, info.last_position):
         seen.messages += 1
         try:

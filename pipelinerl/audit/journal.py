@@ -13,18 +13,21 @@ The field `event` names the kind of event:
     checkpoint  version, position             the checkpoint is on disk, and covers SEQUENCES up to `position`
     position    position                      the streams were created again, and SEQUENCES is read from there
     end         version, finished
-    rollback    version                       the next trainer is to start from `version`, and undo what follows it
+    rollback    version                       unless this command was killed, the next trainer starts from `version`
 
 A last line without a line end does not count.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pipelinerl.errors import FieldError
 
 JOURNAL = "ledger.jsonl"
 
@@ -32,13 +35,21 @@ Event = dict[str, Any]
 
 
 class Journal:
-    """Append events. After `flush`, they survive the death of this process; after `sync`, that of the machine."""
+    """Append events. After `flush`, they survive the death of this process; after `sync`, that of the machine. Raises
+    `FieldError` if another process has opened the journal and either has done so `alone`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, alone: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        try:
+            fcntl.flock(self._file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError as error:
+            if alone or isinstance(error, BlockingIOError):  # some network file systems have no locks
+                self._file.close()
+                fix = "if a trainer of the run, or a rollback, uses it, wait until that ends, or stop it"
+                raise FieldError("RUN", str(path), f"cannot be locked ({error.strerror}); {fix}") from error
         self.size = sum(len(line) for _, line in read_lines(path))  # a truncated last line is dropped
         """Size in bytes, including events that are not flushed yet: the offset of the next event."""
-        self._file = path.open("ab")
         self._file.truncate(self.size)
 
     def __enter__(self) -> Journal:

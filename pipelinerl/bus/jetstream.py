@@ -213,11 +213,15 @@ class Bus:
             await self.connection.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
 
     async def empty(self) -> None:
-        """Remove all prompt groups and sequences. Later ones are numbered as if nothing had been removed. The server forgets
-        their ids when it is started again."""
+        """Remove all prompt groups and sequences, and make the server forget their ids, by making both streams again. Later
+        messages are numbered as if nothing had been removed. Raises `NotPermitted` and `BusError`, after which the next call,
+        or `create_streams`, completes this."""
         for stream in (self._subjects.prompts_stream, self._subjects.sequences_stream):
-            with bus_errors(f"purging {stream}"):
-                await self.connection.js.purge_stream(stream)
+            if (info := await self._info(stream)) is not None:
+                with bus_errors(f"emptying {stream}"):
+                    await self.connection.js.delete_stream(stream)
+                    await self.connection.js.add_stream(info.config.evolve(first_seq=info.state.last_seq + 1))
+        await self._create_streams(fresh=False)
 
     async def sequences_info(self) -> StreamInfo:
         return await stream_info(self.connection, self._subjects.sequences_stream)

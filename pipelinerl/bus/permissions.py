@@ -57,8 +57,8 @@ def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> di
 
 
 def _trainer(subjects: Subjects) -> list[str]:
-    """Allow the trainer to make the streams, publish prompts and orders, read every stream, purge SEQUENCES, and
-    write and delete objects of the weight log."""
+    """Allow the trainer to make the streams, publish prompts and orders, read every stream, purge SEQUENCES, make PROMPTS and
+    SEQUENCES again after a rollback, and write and delete objects of the weight log."""
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
         subjects.prompts,
@@ -72,6 +72,7 @@ def _trainer(subjects: Subjects) -> list[str]:
         f"{_API}.STREAM.MSG.GET.{subjects.prompts_stream}",
         f"{_API}.STREAM.MSG.GET.{subjects.dead_stream}",
         f"{_API}.STREAM.PURGE.{subjects.sequences_stream}",
+        *(f"{_API}.STREAM.DELETE.{stream}" for stream in (subjects.prompts_stream, subjects.sequences_stream)),
         *_reading(subjects.sequences_stream),
         *_reading(subjects.control_stream),
         *_reading(subjects.members_stream),

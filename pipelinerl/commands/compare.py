@@ -32,7 +32,7 @@ from pipelinerl.local.processes import living_names
 from pipelinerl.local.progress import number, percent
 from pipelinerl.page.data import COMPARISON_SCRIPTS, Record, shown_sample
 from pipelinerl.recipe.loading import recipe_of_run
-from pipelinerl.run_dir import RunDir, check_folder, read_json, recipe_changes_of, trainer_starts, write_whole
+from pipelinerl.run_dir import RunDir, read_json, recipe_changes_of, trainer_starts, write_whole
 from pipelinerl.run_summary import HELDOUT_KEYS, RunTotals, summary_from_metrics
 
 MOST_RUNS, MOST_PROBLEMS, _POINTS, _MOST_TEXT, _CELL, _ROWS = 12, 8, 300, 2000, 36, 20
@@ -89,10 +89,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def read_run(folder: Path, name: str) -> ComparedRun:
     """Return what the folder of a run holds. Raises `UserError` if it is not a run's, or its recipe cannot be read."""
-    check_folder(folder, "RUN")
     run_dir = RunDir(folder, "")
-    if not run_dir.recipe.is_file():
-        raise FieldError("RUN", str(folder), "has no recipe.yaml; give the folder of a run, such as runs/NAME")
     try:
         records = records_in(folder, recipe_of_run(run_dir.recipe), is_running=bool(living_names(run_dir)))
     except OSError as error:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 import pipelinerl
 from pipelinerl.commands.validate import model_of
@@ -22,7 +25,8 @@ from pipelinerl.errors import FieldError, UserError, one_of
 from pipelinerl.recipe.fields import Recipe, TaskConfig
 from pipelinerl.recipe.loading import known_recipes, load_recipe
 from pipelinerl.rl.memory import GIB, engine_bytes, state_bytes
-from pipelinerl.tasks.rows import BadRow, known_format, rows_of
+from pipelinerl.tasks.rows import ABSENT, BadRow, Values, known_format, rows_of, value_in
+from pipelinerl.tasks.source import FileSource, field_names
 
 _MINUTES = {"arithmetic": 2, "repeated-addition": 1, "calculator": 5, "guess": 7, "code": 5, "smollm2": 15}
 """Duration of the whole run on two CPU cores. The other recipes have not been run to their end."""
@@ -75,7 +79,7 @@ def needs(recipe: Recipe) -> dict[str, Any]:
 TEMPLATES = Path(pipelinerl.__file__).parent / "templates"
 _NAME = "my-task"
 """Placeholder in the templates for the recipe's name and the folder. Also the name if the folder gives none."""
-_QUESTIONS = ("question", "prompt", "problem", "input", "query", "instruction")
+_QUESTIONS = ("question", "prompt", "problem", "input", "query", "instruction", "messages")
 _ANSWERS = ("answer", "reference", "solution", "output", "response", "target", "label")
 _MOST_HELDOUT = 64
 
@@ -93,13 +97,16 @@ def init(args: argparse.Namespace) -> int:
     template = TEMPLATES / ("data" if words else args.template or "sums")
     name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:40].strip("-") or _NAME
     changes = {"README.md": {_NAME: shlex.quote(str(folder))}, "recipe.yaml": {f"name: {_NAME}": f"name: {name}", **words}}
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(path for path in template.iterdir() if path.is_file()):
-        text, changed = file.read_text(encoding="utf-8"), changes.get(file.name, {})
-        parts = re.split(f"({'|'.join(changed)})", text)  # in one pass, because a column may be called ANSWER
-        (folder / file.name).write_text("".join(changed.get(part, part) for part in parts), encoding="utf-8")
-    if words:
-        shutil.copy(args.data, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(path for path in template.iterdir() if path.is_file()):
+            text, changed = file.read_text(encoding="utf-8"), changes.get(file.name, {})
+            parts = re.split(f"({'|'.join(changed)})", text)  # in one pass, because a column may be called ANSWER
+            (folder / file.name).write_text("".join(changed.get(part, part) for part in parts), encoding="utf-8")
+        if words:
+            shutil.copy(args.data, folder)
+    except OSError as error:
+        raise FieldError("DIR", str(folder), f"cannot be written: {error.strerror}; name another folder") from error
     names = ", ".join(sorted(path.name for path in folder.iterdir()))
     print(f"{folder}: {names}\n\n{(folder / 'README.md').read_text()}", end="")
     return 0
@@ -107,31 +114,33 @@ def init(args: argparse.Namespace) -> int:
 
 def data_words(data: Path, question: str | None, answer: str | None) -> dict[str, str]:
     """Return the replacements, by placeholder, that fit the recipe of the template `data` to a file of questions. Columns that
-    are not given are recognised by common names. Raises `FieldError`, or `UserError` for a file that cannot be read."""
+    are not given are recognised by common names. Raises `FieldError`, or `UserError` for a file that a run could not use."""
     if not data.is_file() or not known_format(data):
         raise FieldError("--data", str(data), "give a file of questions and answers: CSV, TSV, JSONL, JSON or Parquet")
-    rows = [row.values for row in rows_of(TaskConfig(source="jsonl", path=str(data)))]
-    if wrong := next((row for row in rows if isinstance(row, BadRow)), None):
-        raise UserError(f"{data}: {wrong}")
-    if len(rows) < 2:
-        fix = f"has {len(rows)} rows; at least 2 are needed, one of them to measure the accuracy"
-        raise FieldError("--data", str(data), fix)
-    assert isinstance(rows[0], Mapping), "bad rows were refused"
-    columns = list(rows[0])
-    return {
-        "DATA": json.dumps(data.name),
-        "QUESTION": json.dumps(_column("--question", question, columns, _QUESTIONS)),
-        "ANSWER": json.dumps(_column("--answer", answer, columns, _ANSWERS)),
-        "heldout_problems: 1 ": f"heldout_problems: {max(1, min(_MOST_HELDOUT, len(rows) // 5))} ",
-    }
+    task = TaskConfig(source="jsonl", path=str(data), prompt_style="chat", heldout_problems=1)
+    for first in islice(rows_of(task), 1):
+        if isinstance(first.values, BadRow):
+            raise UserError(f"{first.place}: {first.values}")
+        asked = _column("--question", question, first.values, _QUESTIONS)
+        wanted = _column("--answer", answer, first.values, _ANSWERS)
+        if asked == wanted:
+            raise FieldError("--answer", wanted, "is the column of the questions; name another one")
+        task = task.model_copy(update={"prompt_field": asked, "answer_field": wanted})
+    try:
+        known = len(FileSource(task, seed=0).problems)  # of rows that a run can use
+    except FieldError as error:
+        raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed: 1 to measure the accuracy)") from error
+    words = {"DATA": data.name, "QUESTION": task.prompt_field, "ANSWER": task.answer_field}
+    as_yaml = {word: yaml.safe_dump(text, default_style='"', width=math.inf).strip() for word, text in words.items()}
+    return as_yaml | {"heldout_problems: 1 ": f"heldout_problems: {max(1, min(_MOST_HELDOUT, known // 5))} "}
 
 
-def _column(option: str, given: str | None, columns: list[str], usual: tuple[str, ...]) -> str:
-    if given is not None:
-        if given in columns:
-            return given
-        raise FieldError(option, given, f"is no column of the file; use {one_of(columns)}")
+def _column(option: str, given: str | None, row: Values, usual: tuple[str, ...]) -> str:
+    columns = list(field_names(row))
     known = {column.strip().lower(): column for column in columns}
-    if found := next((known[name] for name in usual if name in known), None):
+    if given is not None and value_in(row, given) is ABSENT:
+        raise FieldError(option, given, f"is no column of the file; use {one_of(columns)}")
+    if found := given or next((known[name] for name in usual if name in known), None):
         return found
-    raise UserError(f"{option} is missing: no column is called {one_of(usual)}; name the column, {one_of(columns)}")
+    where = "; the first line of a CSV file names the columns"
+    raise UserError(f"{option} is missing: no column is called {one_of(usual)}; name the column, {one_of(columns)}{where}")

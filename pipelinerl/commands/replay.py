@@ -4,7 +4,7 @@ let the run continue from one of its versions."""
 from __future__ import annotations
 
 import argparse
-import asyncio
+import json
 import os
 import shlex
 import subprocess
@@ -13,17 +13,19 @@ from itertools import count
 from pathlib import Path
 
 from pipelinerl.audit.journal import JOURNAL, Journal
-from pipelinerl.commands.run_folder import holds_streams, streams_in_folder
 from pipelinerl.errors import FieldError
 from pipelinerl.initial_model import built_folder, cache_folder, is_built, is_complete
 from pipelinerl.local.processes import check_stopped
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import parse_override, recipe_of_run
 from pipelinerl.recipe.model_folder import model_folder
-from pipelinerl.run_dir import RunDir, check_folder, newest_checkpoint, resumable, run_name
+from pipelinerl.run_dir import NOTHING_THERE, RunDir, newest_checkpoint, resumable, run_name, sync_folder, write_whole
 
-_DECIDED_EARLIER = ("advantage", "normalize_std", "filter_equal_rewards", "max_lag", "max_lag_of", "conventional_g")
-"""Fields of `algorithm` that shaped the recorded data or its advantages."""
+_DECIDED_EARLIER = (
+    *("advantage", "normalize_std", "filter_equal_rewards", "max_lag", "max_lag_of", "conventional_g"),
+    *("batch_size", "max_skipped_steps", "give_up_after_groups"),
+)
+"""Fields of `algorithm` and of `trainer` that shaped the recorded data or its advantages."""
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -31,6 +33,10 @@ def replay(args: argparse.Namespace) -> int:
     run, recipe = _recorded(args.run)
     if args.tokens and args.step is None:
         raise FieldError("--tokens", True, "needs --step N, whose tokens it shows")
+    if args.step is not None and (args.first, args.last) != (None, None):
+        raise FieldError("--step", args.step, "is a whole range; leave out --from and --to")
+    if args.most < 1:
+        raise FieldError("--most", args.most, "must be at least 1")
     for override in args.overrides:
         check_override(override)
     first, last = (args.step, args.step) if args.step is not None else (args.first, args.last)
@@ -41,11 +47,12 @@ def replay(args: argparse.Namespace) -> int:
 
 def rollback(args: argparse.Namespace) -> int:
     """Let a stopped run continue from version `args.to`. Return the exit code: 1, with nothing changed, if the version cannot
-    be computed again."""
+    be computed again. The last change is the one that makes this version's checkpoint the newest: if this command is killed
+    before, the run continues as if there had been no rollback."""
     run, recipe = _recorded(args.run)
-    if not run.identity.is_file():
-        raise FieldError("RUN", str(args.run), f"has no {run.identity.name}: only a run of `pipelinerl run` can be rolled back")
-    with run.locked("RUN"):
+    if not (run.path / JOURNAL).is_file():
+        raise FieldError("RUN", str(args.run), f"has no {JOURNAL}: no trainer of this run has started")
+    with run.locked("RUN"), Journal(run.path / JOURNAL, alone=True) as journal:
         check_stopped(run, "RUN")
         if args.to == newest_checkpoint(run.path):
             raise FieldError("--to", args.to, "is the version of the newest checkpoint, from which the run continues anyway")
@@ -54,27 +61,32 @@ def rollback(args: argparse.Namespace) -> int:
             if code := _compute(run, recipe, ["--checkpoint", "--to", str(args.to)]):
                 print(f"{run.name} was not changed", file=sys.stderr)
                 return code
-        if holds_streams(run.path):
-            asyncio.run(_empty_streams(run.path))
-        with Journal(run.path / JOURNAL) as journal:
-            journal.write({"event": "rollback", "version": args.to})
-            journal.sync()
+        _forget_streams(resumable(run.path)[args.to])
+        journal.write({"event": "rollback", "version": args.to})
+        journal.sync()
         aside = _set_aside(run, args.to)
-    print(f"{run.name} continues from version {args.to}: pipelinerl run --resume {shlex.quote(str(args.run))}")
+    goes_on = f"pipelinerl run --resume {shlex.quote(str(args.run))}" if run.identity.is_file() else "start its trainer"
+    print(f"{run.name} continues from version {args.to}: {goes_on}")
     if aside is not None:
         names = ", ".join(sorted(path.name for path in aside.iterdir()))
         print(f"set aside in {aside}: {names}. Remove this folder when you no longer need them")
     return 0
 
 
-async def _empty_streams(folder: Path) -> None:
-    async with streams_in_folder(folder, to_change=True) as bus:
-        await bus.empty()
+def _forget_streams(state: Path) -> None:
+    """Make the trainer that continues from this checkpoint empty the streams first. Raises `FieldError` if it is damaged."""
+    try:
+        content = {**json.loads(state.read_bytes()), "position": NOTHING_THERE}
+    except (ValueError, TypeError) as error:
+        folder = state.parents[1]
+        raise FieldError("--to", folder.name, f"{state} is damaged: {error}; remove {folder}, and try again") from error
+    write_whole(state, json.dumps(content) + "\n", durably=True)
 
 
 def _set_aside(run: RunDir, version: int) -> Path | None:
-    """Move the checkpoints of later versions, and the results of the run's end, to a new folder. Return it, if any is there."""
-    newer = [path.parents[1] for number, path in reversed(resumable(run.path).items()) if number > version]
+    """Move the results of the run's end, and then the checkpoints of later versions, the newest last, to a new folder. Return
+    it, if any is there."""
+    newer = [path.parents[1] for number, path in resumable(run.path).items() if number > version]
     found = [path for path in (run.summary, run.checkpoint, *newer) if path.exists()]
     if not found:
         return None
@@ -82,16 +94,14 @@ def _set_aside(run: RunDir, version: int) -> Path | None:
     aside.mkdir(parents=True)
     for path in found:
         path.rename(aside / path.name)
+    sync_folder(run.checkpoints)
     return aside
 
 
 def _recorded(folder: Path) -> tuple[RunDir, Recipe]:
     """Return the recorded run in `folder`, and its recipe. Raises `FieldError` if there is none."""
-    check_folder(folder, "RUN")
-    if not (folder / "recipe.yaml").is_file():
-        raise FieldError("RUN", str(folder), "has no recipe.yaml: give the folder of a run")
+    recipe = recipe_of_run(RunDir(folder, "").recipe)
     run = RunDir(folder, run_name(folder, "RUN"))
-    recipe = recipe_of_run(run.recipe)
     if not recipe.record:
         raise FieldError("record", False, "the run kept no sequences; run its recipe again with --set record=true")
     return run, recipe
@@ -100,7 +110,7 @@ def _recorded(folder: Path) -> tuple[RunDir, Recipe]:
 def check_override(override: str) -> None:
     """Raise `FieldError` for a field that cannot change what a step makes of its recorded data. Pure."""
     path, value = parse_override(override)
-    if path[0] not in ("trainer", "algorithm") or not path[1:] or (path[0] == "algorithm" and path[1] in _DECIDED_EARLIER):
+    if path[0] not in ("trainer", "algorithm") or not path[1:] or path[1] in _DECIDED_EARLIER:
         fix = "was decided before the data were recorded; name a field of trainer, or the loss, a mask or a term of algorithm"
         raise FieldError(".".join(path), value, fix)
 
@@ -113,6 +123,8 @@ def _compute(run: RunDir, recipe: Recipe, options: list[str]) -> int:
         "model_dir": _initial_model(run, recipe),
         "instance": "replay",
         "verifier": "none",
+        "nodes": "1",
+        "node": "0",
     }
     environment = {**os.environ, **{f"PIPELINERL_{name.upper()}": value for name, value in settings.items()}}
     command = [sys.executable, "-m", "services.trainer.replay", *options]
@@ -120,7 +132,10 @@ def _compute(run: RunDir, recipe: Recipe, options: list[str]) -> int:
 
 
 def _initial_model(run: RunDir, recipe: Recipe) -> str:
-    """Return the folder of the run's initial model; "" for a hub model. Raises `FieldError` if it is gone from the cache."""
+    """Return the folder of the run's initial model; "" for a hub model, and in a pod, whose environment says where it is.
+    Raises `FieldError` if it is gone from the cache."""
+    if "PIPELINERL_MODEL_CACHE" in os.environ:
+        return ""
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())

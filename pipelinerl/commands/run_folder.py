@@ -158,11 +158,11 @@ def holds_streams(run_dir: Path) -> bool:
 
 
 @asynccontextmanager
-async def streams_in_folder(folder: Path, *, to_change: bool = False) -> AsyncIterator[Bus]:
-    """Yield a bus with the streams of the folder's run. If the run is not running, they are a copy unless `to_change` is set.
-    Raises `FieldError` if the address of the run's NATS cannot be read."""
+async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
+    """Yield a bus with the streams of the folder's run. If the run is not running, they are a copy. Raises `FieldError` if the
+    address of the run's NATS cannot be read."""
     run, run_dir = run_name(folder), RunDir(folder, "")
-    credentials, store = run_dir.credentials, run_dir.nats_store.resolve()
+    credentials = run_dir.credentials
     async with AsyncExitStack() as stack:
         if living_names(run_dir):
             file = run_dir.address(NATS)
@@ -171,12 +171,11 @@ async def streams_in_folder(folder: Path, *, to_change: bool = False) -> AsyncIt
             except (OSError, ValueError, LookupError, TypeError) as error:
                 raise FieldError("RUN_DIR", str(file), f"does not say where the run's nats-server is: {error!r}") from error
         else:
-            if not to_change:
-                copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
-                await asyncio.to_thread(shutil.copytree, store / _STORE, copy / _STORE)
-                credentials, store = Credentials(copy / "secrets"), copy
-            server = NatsServer(store, extra=credentials.make(run))
-            launch = Launch(NATS, server.prepare(), os.environ, server.log, store / "address.json")
+            copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
+            await asyncio.to_thread(shutil.copytree, run_dir.nats_store.resolve() / _STORE, copy / _STORE)
+            credentials = Credentials(copy / "secrets")
+            server = NatsServer(copy, extra=credentials.make(run))
+            launch = Launch(NATS, server.prepare(), os.environ, server.log, copy / "address.json")
             process = await ServiceProcess.start(launch)
             stack.push_async_callback(process.terminate, _STOP_WITHIN_S)
             url = await server.reached(process)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.doctor.findings import Finding, Findings, percent, worse
+from pipelinerl.doctor.findings import Finding, Findings, found, percent, worse
 from pipelinerl.doctor.run_records import RunRecords
 from pipelinerl.errors import counted
 from pipelinerl.rl.ledger import MEANINGS
@@ -54,31 +54,29 @@ def losses(run: RunRecords) -> Findings:
         if share >= (1e-9 if id_ == "actor-differs" else 0.05):
             told = f"{percent(share)} of the sequences, mostly {reason}: {MEANINGS.get(reason, 'the logs say more')}"
             yield Finding(id_, worse(share, 0.5), told, *_FIXES.get(reason, (field, fix)))
-    if skipped := [step["step"] for step in steps if step.get("skipped")]:
-        late = sum(bool(step.get("skipped")) for step in steps[-20:]) / len(steps[-20:])
-        told = f"{len(skipped)} of {counted(len(steps), 'step')}, the first at step {skipped[0]}"
-        fix = "lower it tenfold, and see whether model.dtype overflows"
-        yield Finding("steps-skipped", worse(late, 0.5), told, "trainer.learning_rate", fix)
-    share, _ = run.share_of("dropped_stale")
-    if lag is not None and share > (0.02 if run.is_long else 0.5):
-        needed = max([int(value) for value in run.values("largest_lag")] + [lag + 1])
-        fix = f"use at least {needed}, or fewer actors or actor.sequences_in_progress"
-        yield Finding("dropped-stale", worse(share, 0.5), f"{percent(share)} of the sequences", "algorithm.max_lag", fix)
-    share, _ = run.share_of("dropped_filtered")
-    if share >= 0.9:
-        fix = "take problems that the model solves sometimes, or larger groups"
-        yield Finding("dropped-filtered", "warning" if run.trained else "grave", f"{percent(share)} of them", "task", fix)
+    skipped = [step["step"] for step in steps if step.get("skipped")]
+    late = sum(bool(step.get("skipped")) for step in steps[-20:]) / max(1, len(steps[-20:]))
+    (stale, _), (filtered, _) = run.share_of("dropped_stale"), run.share_of("dropped_filtered")
+    needed = max([int(value) for value in run.values("largest_lag")] + [(lag or 0) + 1])
     error = str(run.summary.get("error") or "").strip().partition("\n")[0]
-    if error or not (steps or run.is_running or run.is_young or run.summary.get("interrupted")):
-        told, fix = error[:400] or run.last_error or "no error in the logs", "remove the cause, then pipelinerl run --resume"
-        yield Finding("run-failed", "grave", told, "logs", fix)
-    if run.undone:
-        fix = "lower it to repeat fewer steps after a restart"
-        yield Finding("steps-lost", "note", counted(run.undone, "step"), "checkpoint.every_steps", fix)
-    if run.is_running and len(steps) >= 3 and run.needed_bytes > run.free_bytes:
-        left = counted(recipe.trainer.steps - len(steps), "more step")
-        told = f"{run.free_bytes / 1e9:.3g} GB free, {run.needed_bytes / 1e9:.3g} GB needed for {left}"
-        yield Finding("disk-fills", "warning", told, "checkpoint.keep", "free space, or keep fewer checkpoints")
+    is_over = not (steps or run.is_running or run.is_young or run.summary.get("interrupted"))
+    left = counted(recipe.trainer.steps - len(steps), "more step")
+    yield from found(
+        ("steps-skipped", skipped, late >= 0.5, f"{len(skipped)} of {counted(len(steps), 'step')}, first {skipped[:1]}",
+         "trainer.learning_rate", "lower it tenfold, and see whether model.dtype overflows"),
+        ("dropped-stale", lag is not None and stale > (0.02 if run.is_long else 0.5), stale >= 0.5,
+         f"{percent(stale)} of the sequences", "algorithm.max_lag",
+         f"use at least {needed}, or fewer actors or actor.sequences_in_progress"),
+        ("dropped-filtered", filtered >= 0.9, not run.trained, f"{percent(filtered)} of them", "task",
+         "take problems that the model solves sometimes, or larger groups"),
+        ("run-failed", error or is_over, True, error[:400] or run.last_error or "no error in the logs", "logs",
+         "remove the cause, then pipelinerl run --resume"),
+        ("steps-lost", run.undone, "note", counted(run.undone, "step"), "checkpoint.every_steps",
+         "lower it to repeat fewer steps after a restart"),
+        ("disk-fills", run.is_running and len(steps) >= 3 and run.needed_bytes > run.free_bytes, False,
+         f"{run.free_bytes / 1e9:.3g} GB free, {run.needed_bytes / 1e9:.3g} GB needed for {left}", "checkpoint.keep",
+         "free space, or keep fewer checkpoints"),
+    )  # fmt: skip
 
 
 RULES = (losses,)

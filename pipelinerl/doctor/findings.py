@@ -106,6 +106,14 @@ def worse(value: float, grave: float) -> Gravity:
     return "grave" if value >= grave else "warning"
 
 
+def found(*rows: tuple[Any, ...]) -> Findings:
+    """Yield the findings of the rows whose condition holds. A row has an id, the condition, `note` or whether it is grave
+    instead of a warning, and then, as in `Finding`, evidence, field, fix and perhaps a sample."""
+    for id_, is_found, gravity, *told in rows:
+        if is_found:
+            yield Finding(id_, "note" if gravity == "note" else worse(gravity, 1), *told)
+
+
 def percent(share: float) -> str:
     if math.isnan(share):
         return "unknown"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from pipelinerl.doctor.findings import Finding, Findings, percent, worse
+from pipelinerl.doctor.findings import Finding, Findings, found, percent
 from pipelinerl.doctor.run_records import RunRecords, number_at, numbers_in
 from pipelinerl.rl.groups import CUTTING, LAG_BUCKETS, MOST_CUT
 
@@ -26,43 +26,38 @@ def numerics(run: RunRecords) -> Findings:
     gradient-clipped (learning.md#the-optimizer): Gradients are clipped, so that steps differ only in direction: in 9 of 10
         steps, to less than a fifth of the mean norm.
     policy-unmoved (learning.md#learning-rate): Steps hardly change the policy: in float32, no |log weight| reaches 0.002
-        although the lag is above 0. A policy that learns exceeds 0.01.
+        although the lag is above 0 (a policy that learns exceeds 0.01); or every gradient has a norm under 1e-6.
     """
     algorithm, trainer, rate = run.recipe.algorithm, run.recipe.trainer, run.recipe.trainer.learning_rate
     alike = [step for step in run.trained if not step.get("multi_version_fraction")]
-    kl, most = median(numbers_in(alike, "mismatch_kl") or [0.0]), _MOST_KL[run.recipe.model.dtype]
-    if (failures := sum(run.values("parity_failures"))) > 0:
-        difference = max(run.values("logprob_mismatch"), default=0)
-        told = f"{failures:.0f} probe answers, largest difference {difference:.2g} nats"
-        fix = "compare versions and dtypes of actors and trainer; raise it if 16 bits explain the difference"
-        yield Finding("engine-differs", worse(failures, 3), told, "weights.probe_tolerance", fix)
-    elif kl >= most:
-        fix = "use icepop, and float32 for model.head_dtype, or no actor.engine.quantization"
-        yield Finding("engine-differs", worse(kl, 10 * most), f"mismatch_kl {kl:.2g} nats", "algorithm.mask", fix)
-    if (ess := run.late("ess")) < 0.5:
-        by_lag = {lag: value for lag in LAG_BUCKETS if (value := run.late(f"ess_by_lag.{lag}")) == value}
-        told = ", ".join([f"ESS {ess:.2g}", *(f"{value:.2g} at lag {lag}" for lag, value in by_lag.items())])
-        field, fix = "trainer.learning_rate", "lower it tenfold, or compare engine and trainer"
-        if len(by_lag) > 1 and next(iter(by_lag.values())) > 0.8:
-            field, fix = "algorithm.max_lag", f"lower it, or trainer.learning_rate ({rate:g})"
-        yield Finding("ess-low", "warning", told, field, fix)
-    masked, clipped = run.mean("mask_fraction"), run.late("clip_fraction")
-    if masked >= 0.5 and algorithm.mask != "none":
-        fix = f"widen it, mask_high ({algorithm.mask_high:g}) and mask_kl ({algorithm.mask_kl:g})"
-        yield Finding("tokens-cut", worse(masked, 0.95), f"the mask takes {percent(masked)}", "algorithm.mask_low", fix)
-    elif clipped > MOST_CUT and algorithm.loss in CUTTING:
-        fix = f"widen it and clip_high ({algorithm.clip_high:g}), or lower max_lag or the learning rate"
-        yield Finding("tokens-cut", worse(clipped, 0.75), f"{percent(clipped)} are clipped", "algorithm.clip_low", fix)
+    kl, most = median(numbers_in(alike[-run.window :], "mismatch_kl") or [0.0]), _MOST_KL[run.recipe.model.dtype]
+    failures, difference = sum(run.values("parity_failures")), max(run.values("logprob_mismatch"), default=0)
+    ess, by_lag = run.late("ess"), {lag: value for lag in LAG_BUCKETS if (value := run.late(f"ess_by_lag.{lag}")) == value}
+    field, fix = "trainer.learning_rate", "lower it tenfold, or compare engine and trainer"
+    if len(by_lag) > 1 and next(iter(by_lag.values())) > 0.8:
+        field, fix = "algorithm.max_lag", f"lower it, or trainer.learning_rate ({rate:g})"
+    masked, clipped = run.mean("mask_fraction") * (algorithm.mask != "none"), run.late("clip_fraction")
     share, norm, usual = run.mean("clipped"), run.mean("grad_norm"), run.mean("completion_tokens_mean")
     bound = trainer.max_grad_norm or (usual if algorithm.normalization == "batch" else 1.0)
-    if share >= 0.9 and norm > 5 * bound:
-        told, fix = f"{percent(share)} of the steps, to {bound:.3g}", f"raise it to about the mean norm, {norm:.3g}"
-        yield Finding("gradient-clipped", "warning", told, "trainer.max_grad_norm", fix)
     after = [step for step in run.trained[max(trainer.warmup_steps, 3) :] if (number_at(step, "lag.max") or 0) > 0]
-    moved = numbers_in(after, "log_weight_abs_max")
-    if len(moved) >= 3 and max(moved) < 2e-3 and run.recipe.model.dtype == "float32" and run.has_signal:
-        fix = "raise it tenfold until log_weight_abs_max exceeds 0.01"
-        yield Finding("policy-unmoved", "grave", f"largest |log weight| {max(moved):.1g}", "trainer.learning_rate", fix)
+    moved = numbers_in(after, "log_weight_abs_max") if run.recipe.model.dtype == "float32" else []
+    is_still = (len(moved) >= 3 and max(moved) < 2e-3) or max(run.values("grad_norm"), default=1) < 1e-6
+    yield from found(
+        ("engine-differs", failures, failures >= 3, f"{failures:.0f} probe answers, largest difference {difference:.2g} nats",
+         "weights.probe_tolerance", "compare versions and dtypes of actors and trainer; raise it if 16 bits explain it"),
+        ("engine-differs", kl >= most, kl >= 10 * most, f"mismatch_kl {kl:.2g} nats", "algorithm.mask",
+         "use icepop, and float32 for model.head_dtype, or no actor.engine.quantization"),
+        ("ess-low", ess < 0.5, False, ", ".join([f"{ess:.2g}", *(f"{value:.2g} at lag {at}" for at, value in by_lag.items())]),
+         field, fix),
+        ("tokens-cut", masked >= 0.5, masked >= 0.95, f"the mask takes {percent(masked)}", "algorithm.mask_low",
+         f"widen it, mask_high ({algorithm.mask_high:g}) and mask_kl ({algorithm.mask_kl:g})"),
+        ("tokens-cut", clipped > MOST_CUT and algorithm.loss in CUTTING, clipped >= 0.75, f"{percent(clipped)} are clipped",
+         "algorithm.clip_low", f"widen it and clip_high ({algorithm.clip_high:g}), or lower max_lag or the learning rate"),
+        ("gradient-clipped", share >= 0.9 and norm > 5 * bound, False, f"{percent(share)} of the steps, to {bound:.3g}",
+         "trainer.max_grad_norm", f"raise it to about the mean norm, {norm:.3g}"),
+        ("policy-unmoved", is_still and run.has_signal, True, f"|log weight| {max(moved, default=0):.1g}, norm {norm:.1g}",
+         "trainer.learning_rate", "raise it tenfold until log_weight_abs_max exceeds 0.01"),
+    )  # fmt: skip
 
 
 def policy(run: RunRecords) -> Findings:
@@ -76,23 +71,35 @@ def policy(run: RunRecords) -> Findings:
         value, by 3 standard errors.
     entropy-collapsed (learning.md#losses): The policy has become certain without having learned: the entropy is below a
         twentieth of its first value, without a gain.
+    heldout-apart (recipes.md#evaluation): Held-out answers do not follow the training ones: the 95 % interval of the last
+        accuracy lies below that of the first, or below a third of the share that is right in training.
+    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: half of the problems of an evaluation; grave
+        if all.
     """
-    algorithm, rate, is_useless = run.recipe.algorithm, run.recipe.trainer.learning_rate, run.is_long and not run.has_learned
-    early, late = run.early("reference_kl"), run.late("reference_kl")
-    if late > max(1, 10 * early) and not run.has_learned:
-        fix = f"raise it, or lower trainer.learning_rate ({rate:g})"
-        yield Finding("kl-grows", "warning", f"{early:.2g} -> {late:.2g} nats", "algorithm.kl_coefficient", fix)
-    early, late, bonus = run.early("entropy"), run.late("entropy"), algorithm.entropy_coefficient
-    told, reward = f"{early:.2g} -> {late:.2g} nats", run.late("reward_mean")
-    if is_useless and late > max(1, 2 * early):
-        field = "algorithm.entropy_coefficient" if bonus else "trainer.learning_rate"
-        yield Finding("entropy-explodes", worse(run.has_collapsed, 1), told, field, "lower it tenfold")
-    if run.has_collapsed:
-        fallen, fix = f"reward {run.early('reward_mean'):.3g} -> {reward:.3g}", "lower it tenfold, from an earlier checkpoint"
-        yield Finding("policy-collapsed", "grave", fallen, "trainer.learning_rate", fix)
-    if is_useless and early > 0.01 and late < early / 20 and reward < 0.9 * run.first_task.reward.correct:
-        fix = "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"
-        yield Finding("entropy-collapsed", "warning", told, "algorithm.entropy_coefficient", fix)
+    algorithm, rate, best = run.recipe.algorithm, run.recipe.trainer.learning_rate, run.first_task.reward.correct
+    kls, entropies, rewards = ((run.early(key), run.late(key)) for key in ("reference_kl", "entropy", "reward_mean"))
+    early, late = entropies
+    told, is_useless = f"{early:.2g} -> {late:.2g} nats", run.is_long and not run.has_learned
+    lows, highs = run.heldout("low"), run.heldout("high")
+    right = run.late(f"reported.{run.first_task.name}.answer") / run.first_task.reward.correct
+    is_apart = run.is_long and highs and highs[-1] < max(lows[0], right / 3) and not run.has_collapsed
+    is_blind = run.is_long and run.summary.get("heldout") == []
+    unanswered = max((one.get("unanswered") or 0 for one in run.evaluations), default=0)
+    yield from found(
+        ("kl-grows", kls[1] > max(1, 10 * kls[0]) and not run.has_learned, False, f"{kls[0]:.2g} -> {kls[1]:.2g} nats",
+         "algorithm.kl_coefficient", f"raise it, or lower trainer.learning_rate ({rate:g})"),
+        ("entropy-explodes", is_useless and late > max(1, 2 * early), run.has_collapsed, told,
+         "algorithm.entropy_coefficient" if algorithm.entropy_coefficient else "trainer.learning_rate", "lower it tenfold"),
+        ("policy-collapsed", run.has_collapsed, True, f"reward {rewards[0]:.3g} -> {rewards[1]:.3g}", "trainer.learning_rate",
+         "lower it tenfold, from an earlier checkpoint"),
+        ("entropy-collapsed", is_useless and early > 0.01 and late < early / 20 and rewards[1] < 0.9 * best, False, told,
+         "algorithm.entropy_coefficient", "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"),
+        ("heldout-apart", is_apart, False, f"at most {highs[-1] if highs else 0:.2g}, {percent(right)} right in training",
+         "evaluation", "compare prompts, rewards and lengths of held-out samples; else stop earlier, or add problems"),
+        ("heldout-unanswered", unanswered >= run.first_task.task.heldout_problems / 2 or is_blind, False,
+         "no answer came in time" if is_blind else f"{unanswered} in an evaluation",
+         "evaluation.timeout_s", "raise it, or hold out fewer problems"),
+    )  # fmt: skip
 
 
 def speed(run: RunRecords) -> Findings:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from pipelinerl.doctor.findings import Finding, Findings, percent, worse
+from pipelinerl.doctor.findings import Finding, Findings, found, percent, worse
 from pipelinerl.doctor.run_records import Record, RunRecords, number_at
 from pipelinerl.tasks.final_answer import bare_answer, final_answer, occurs
 
@@ -50,16 +50,36 @@ def _compared(run: RunRecords) -> list[Record]:
     return [one for one in run.samples if one.get("reference") and one.get("task") in comparing]
 
 
+def _is_open(sample: Record) -> bool:
+    text = f"{str(sample.get('prompt') or '')[-40:]}{sample.get('completion')}"
+    return text.rfind("<think>") > text.rfind("</think>")
+
+
+def _is_blank(sample: Record) -> bool:
+    return not str(sample.get("completion") or "").strip()
+
+
+def _has_next_turn(sample: Record) -> bool:
+    return (
+        re.search(r"(?i)<\|im_start\|>|<\|start_header_id\|>|\[INST\]|\n(user|human):", str(sample.get("completion")))
+        is not None
+    )
+
+
 def lengths(run: RunRecords) -> Findings:
     """Examine whether completions are language, end, and differ.
 
     model-broken (learning.md#log-probabilities): The model does not write language before any training: in the first 3 steps,
         half of at least 4 completions repeat one token, or the entropy exceeds 4 nats at a temperature of at most 1.5 (text has
         1 to 3).
+    completions-empty (recipes.md#chat-templates): Completions end before they say anything: half of at least 8 samples are
+        blank.
+    turns-continued (recipes.md#chat-templates): Completions go on with the next turn of the conversation, because nothing ends
+        them: in half of at least 8 samples, in a run that has not learned.
     all-cut (learning.md#truncated-completions): Completions are cut at their length limit: 50 % of them, in a run that has not
-        learned; grave from 90 % if rewards are equal, or if the loss leaves cut completions out.
-    think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed, so that no answer follows: in half of at
-        least 8 samples, at a mean reward below 0.5.
+        learned or in its last quarter; grave from 90 % if rewards are equal, or if the loss leaves cut completions out.
+    think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed: in half of at least 8 samples, at a mean
+        reward below 0.5.
     completions-identical (learning.md#from-rewards-to-advantages): The completions of a group are all the same text: in 75 % of
         the groups of a run that has not learned; grave from 95 %, or if rewards are equal.
     """
@@ -67,31 +87,32 @@ def lengths(run: RunRecords) -> Findings:
     begun = [one for one in samples if number_at(one, "step") in (1, 2, 3) and len(one.get("tokens") or ()) >= 16]
     repeating = _share(begun, 4, lambda one: Counter(one["tokens"]).most_common(1)[0][1] > len(one["tokens"]) / 2)
     entropy = max(run.values("entropy", slice(3)), default=0.0) if temperature <= 1.5 else 0.0
-    if repeating >= 0.5 or entropy > 4:
-        told = f"{percent(repeating)} of the first completions repeat one token; entropy {entropy:.2g} nats"
-        fix = "compare weights, tokenizer and dtype with those of another copy; generate a text with transformers"
-        yield Finding("model-broken", "grave", told, "model.name", fix, next(iter(begun), None))
-    if (share := run.mean("truncated_fraction")) >= 0.5 and not run.has_learned:
-        field, fix = "sampling.max_tokens", f"use {4 * limit} with model.max_context to match, or ask for less"
-        shortest = min(one.max_tokens for one in run.recipe.mixture.values())
-        if run.mean("completion_tokens_mean") < 0.9 * shortest * share:  # the context was full before
-            field, fix = "model.max_context", f"raise it by {limit}, or shorten the prompts"
-        is_grave = run.first_task.reward.truncated == "mask" or not run.has_signal
-        gravity = worse(share, 0.9) if is_grave else "warning"
-        yield Finding("all-cut", gravity, f"{percent(share)} of the completions", field, fix, _last(samples))
-
-    def is_open(one: Record) -> bool:
-        text = f"{str(one.get('prompt') or '')[-40:]}{one.get('completion')}"
-        return text.rfind("<think>") > text.rfind("</think>")
-
-    if (share := _share(samples, 8, is_open)) >= 0.5 and run.late("reward_mean") < 0.5:
-        told, fix = f"{percent(share)} of the samples", "raise it, or switch reasoning off by model.chat_template_kwargs"
-        gravity = worse(not run.has_signal, 1)
-        yield Finding("think-unclosed", gravity, told, "sampling.max_tokens", fix, _last(samples, is_open))
-    if (share := run.mean("identical_groups")) >= _FEW and not run.has_learned:
-        told, gravity = f"{percent(share)} of the groups", worse(share, _DEAD if run.has_signal else _FEW)
-        fix = "use 1" if temperature < 0.9 else "this is not the cause: the model is certain of its answers"
-        yield Finding("completions-identical", gravity, told, "sampling.temperature", fix, _last(samples))
+    share = max(run.mean("truncated_fraction"), run.late("truncated_fraction"))
+    shortest = min(one.max_tokens for one in run.recipe.mixture.values())
+    field, fix = "sampling.max_tokens", f"use {4 * limit} with model.max_context to match, or ask for less"
+    if run.mean("completion_tokens_mean") < 0.9 * shortest * share:  # the context was full before
+        field, fix = "model.max_context", f"raise it by {limit}, or shorten the prompts"
+    needs_ends = run.first_task.reward.truncated == "mask" or not run.has_signal
+    blank, turns, opened = (_share(samples, 8, kind) for kind in (_is_blank, _has_next_turn, _is_open))
+    same = run.mean("identical_groups")
+    certain = "use 1" if temperature < 0.9 else "this is not the cause: the model is certain of its answers"
+    yield from found(
+        ("model-broken", repeating >= 0.5 or entropy > 4, True,
+         f"{percent(repeating)} of the first completions repeat one token; entropy {entropy:.2g} nats", "model.name",
+         "compare weights, tokenizer and dtype with those of another copy; generate a text with transformers",
+         next(iter(begun), None)),
+        ("completions-empty", blank >= 0.5, True, f"{percent(blank)} of the samples", "model.chat_template",
+         "look at the end of the sample's prompt, and at sampling.stop", _last(samples, _is_blank)),
+        ("turns-continued", turns >= 0.5 and not run.has_learned, False, f"{percent(turns)} of the samples",
+         "sampling.stop", "add the beginning of the next turn, or use prompt_style: chat", _last(samples, _has_next_turn)),
+        ("all-cut", share >= 0.5 and not run.has_learned, needs_ends and share >= 0.9, f"{percent(share)} of the completions",
+         field, fix, _last(samples)),
+        ("think-unclosed", opened >= 0.5 and run.late("reward_mean") < 0.5, not run.has_signal,
+         f"{percent(opened)} of the samples", "sampling.max_tokens", "raise it, or switch reasoning off",
+         _last(samples, _is_open)),
+        ("completions-identical", same >= _FEW and not run.has_learned, same >= _DEAD or not run.has_signal,
+         f"{percent(same)} of the groups", "sampling.temperature", certain, _last(samples)),
+    )  # fmt: skip
 
 
 def answers(run: RunRecords) -> Findings:
@@ -162,34 +183,31 @@ def rewards(run: RunRecords) -> Findings:
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
         last groups, and the last quarter earns under 0.9 of the maximum and gains under 0.05 of it on the quarter before.
     """
-    last, scorer, best = _last(run.trained_samples), run.first_task.reward.scorer, run.first_task.reward.correct
-    share, size = run.mean("groups_all_wrong"), run.recipe.sampling.group_size
-    if share >= _FEW and run.is_stuck and scorer != "judge":
-        fix = f"take problems that the model solves in 1 to {size - 1} of {size} tries, or larger groups; check the references"
-        gravity = "warning" if run.has_signal else worse(share, _DEAD)
-        yield Finding("groups-all-wrong", gravity, f"{percent(share)} of the groups", "task", fix, last)
-    share, right = run.mean("groups_all_right"), run.late("groups_all_right")
+    last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
+    is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct
+    equal, wrong, right = map(run.mean, ("equal_reward_groups", "groups_all_wrong", "groups_all_right"))
+    all_right, now_equal, earned = map(run.late, ("groups_all_right", "equal_reward_groups", "reward_mean"))
     samples = [one for one in run.trained_samples if one.get("reference")]
-    if right >= _FEW and (len(samples) < 4 or any(map(_written, samples))):  # otherwise the reward is constant
-        gravity = "note" if run.has_learned or share < _FEW else worse(share, _DEAD)
-        fix = "take harder problems, or check whether the reward also accepts wrong answers"
-        yield Finding("groups-all-right", gravity, f"{percent(right)} of the last groups", "task", fix, last)
-    share = run.mean("equal_reward_groups")
-    if share >= _FEW and run.is_stuck and not (share < _DEAD and right >= 0.5):
-        values = ", ".join(f"{one:g}" for one in sorted(set(_earned(run.trained_samples)))[:4])
-        field, fix = "reward.scorer", "check its arguments, what it compares, and what it returns by default"
-        if scorer == "judge":
-            field = "reward.judge.template"
-            fix = "ask for a graded mark by criteria, and check pattern and full_marks on an answer"
-        told = f"{percent(share)} of the groups; rewards such as {values}"
-        yield Finding("reward-constant", worse(share, _DEAD), told, field, fix, last)
-    share, reward = run.late("equal_reward_groups"), run.late("reward_mean")
-    before = fmean(run.values("reward_mean", slice(-2 * run.window, -run.window)) or [reward])
-    is_flat = share >= _FEW and reward < min(0.9 * best, before + 0.05 * best)
-    if is_flat and run.has_learned and run.recipe.algorithm.advantage != "value":
-        told = f"reward {reward:.3g} of {best:g}; rewards are equal in {percent(share)} of the last groups"
-        fix = f"give partial credit, change the prompt, or raise sampling.temperature ({run.recipe.sampling.temperature:g})"
-        yield Finding("reward-plateau", "warning", told, "reward.scorer", fix, last)
+    is_full = all_right >= _FEW and (len(samples) < 4 or any(map(_written, samples)))  # otherwise the reward is constant
+    values = ", ".join(f"{one:g}" for one in sorted(set(_earned(run.trained_samples)))[:4])
+    before = fmean(run.values("reward_mean", slice(-2 * run.window, -run.window)) or [earned])
+    is_flat = now_equal >= _FEW and earned < min(0.9 * best, before + 0.05 * best)
+    yield from found(
+        ("groups-all-wrong", wrong >= _FEW and is_stuck and not is_judged, wrong >= _DEAD and not run.has_signal,
+         f"{percent(wrong)} of the groups", "task",
+         f"take problems that the model solves in 1 to {size - 1} of {size} tries, or larger groups; see the references", last),
+        ("groups-all-right", is_full, "note" if run.has_learned or right < _FEW else right >= _DEAD,
+         f"{percent(all_right)} of the last groups", "task",
+         "take harder problems, or check whether the reward also accepts wrong answers", last),
+        ("reward-constant", equal >= _FEW and is_stuck and not (equal < _DEAD and all_right >= 0.5), equal >= _DEAD,
+         f"{percent(equal)} of the groups; rewards such as {values}",
+         "reward.judge.template" if is_judged else "reward.scorer",
+         "ask for a graded mark by criteria, and check pattern and full_marks on an answer" if is_judged
+         else "check its arguments, what it compares, and what it returns by default", last),
+        ("reward-plateau", is_flat and run.has_learned and run.recipe.algorithm.advantage != "value", False,
+         f"reward {earned:.3g} of {best:g}; rewards are equal in {percent(now_equal)} of the last groups", "reward.scorer",
+         f"give partial credit, change the prompt, or raise sampling.temperature ({run.recipe.sampling.temperature:g})", last),
+    )  # fmt: skip
 
 
 def terms(run: RunRecords) -> Findings:
@@ -201,27 +219,28 @@ def terms(run: RunRecords) -> Findings:
     format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in a run of 12 steps.
     task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: less than a quarter of its
         share, or a mean reward of 0.
-    length-grows (learning.md#normalisation): Completions grow while the reward does not: they reach 1.5 times their first
-        length, by 3 standard errors.
+    length-drifts (learning.md#normalisation): Completions grow or shrink while the reward does not rise: they reach 1.5 times
+        their first length, or a third of it, by 3 standard errors.
     """
     reward, name, last = run.first_task.reward, f"reported.{run.first_task.name}", _last(run.trained_samples)
     form, right, forms = run.late(f"{name}.format"), run.late(f"{name}.answer"), run.values(f"{name}.format")
-    if run.is_long and form >= 0.8 * reward.format_weight > 0 and right < 0.02 * reward.correct:
-        told = f"format {form:.3g} of {reward.format_weight:g}, answer {right:.3g} of {reward.correct:g}"
-        fix = "check the references and the scorer, or take easier problems"
-        yield Finding("term-dominates", worse(not run.has_signal, 1), told, "task", fix, last)
     spread = {term: run.mean(f"term_spread.{term}") for step in run.trained for term in sorted(step.get("term_spread") or {})}
     most = max(spread, key=lambda one: spread[one], default="answer")
-    is_most = spread and most.partition(".")[0] != "answer"
     is_traded = run.change(f"{name}.answer") < -3 and run.change("reward_mean") > 0
-    if is_most and ((spread[most] >= 0.8 * sum(spread.values()) > 0 and right < 0.9) or is_traded):
-        field = {"format": "reward.format_weight", "overlong": "reward.overlong.penalty"}.get(most, "reward.scorer")
-        told = f"spread: {', '.join(f'{one} {value:.3g}' for one, value in spread.items())}"
-        told += f"; answer {run.early(f'{name}.answer'):.3g} -> {right:.3g}" if is_traded else ""
-        yield Finding("term-dominates", "warning", told, field, f"let {most} weigh less than the answer", last)
-    if run.is_long and forms and reward.format_weight > 0 and not any(forms):
-        told, fix = f"in no completion of {len(forms)} steps", "ask for this form in the prompt, with an example, or correct it"
-        yield Finding("format-never", "warning", told, "reward.format_pattern", fix, last)
+    is_most = most.partition(".")[0] != "answer" and spread[most] >= 0.8 * sum(spread.values()) > 0 and right < 0.9
+    told = f"spread: {', '.join(f'{one} {value:.3g}' for one, value in spread.items())}"
+    told += f"; answer {run.early(f'{name}.answer'):.3g} -> {right:.3g}" if is_traded else ""
+    yield from found(
+        ("term-dominates", run.is_long and form >= 0.8 * reward.format_weight > 0 and right < 0.02 * reward.correct,
+         not run.has_signal, f"format {form:.3g} of {reward.format_weight:g}, answer {right:.3g} of {reward.correct:g}", "task",
+         "check the references and the scorer, or take easier problems", last),
+        ("term-dominates", most.partition(".")[0] != "answer" and (is_most or is_traded), False, told,
+         {"format": "reward.format_weight", "overlong": "reward.overlong.penalty"}.get(most, "reward.scorer"),
+         f"let {most} weigh less than the answer", last),
+        ("format-never", run.is_long and forms and reward.format_weight > 0 and not any(forms), False,
+         f"in no completion of {len(forms)} steps", "reward.format_pattern",
+         "ask for this form in the prompt, with an example, or correct it", last),
+    )  # fmt: skip
     shares = run.recipe.mixture
     for task, share in shares.items() if len(shares) > 1 and run.is_long else ():
         wanted = share.weight / sum(one.weight for one in shares.values())
@@ -233,10 +252,14 @@ def terms(run: RunRecords) -> Findings:
             sample = _last([one for one in run.trained_samples if one.get("task") == task])
             yield Finding("task-starves", "warning", told, f"tasks ({task})", fix, sample)
     early, late = run.early("completion_tokens_mean"), run.late("completion_tokens_mean")
-    is_longer = late >= 1.5 * early and run.change("completion_tokens_mean") > 3
-    if is_longer and run.change("reward_mean") < 1 and not run.has_learned:
-        fix = "add it, or use algorithm.normalization: token, with which long wrong answers weigh more"
-        yield Finding("length-grows", "warning", f"{early:.4g} -> {late:.4g} tokens", "reward.overlong", fix, last)
+    change, is_useless = run.change("completion_tokens_mean"), run.change("reward_mean") < 1 and not run.has_learned
+    told, fix = (
+        f"{early:.4g} -> {late:.4g} tokens",
+        "add it, or use algorithm.normalization: token, with which long wrong answers weigh more",
+    )
+    if is_useless and ((late >= 1.5 * early and change > 3) or (late <= early / 3 and change < -3)):
+        fix = fix if late > early else "let it not reward brevity, or lower trainer.learning_rate"
+        yield Finding("length-drifts", "warning", told, "reward.overlong", fix, last)
 
 
 RULES = (lengths, answers, rewards, terms)

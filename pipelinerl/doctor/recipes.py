@@ -9,21 +9,21 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median, stdev
 
-from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, percent, ranked, worse
+from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, found, percent, ranked, worse
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
-from pipelinerl.recipe.fields import ProblemSet, Recipe
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, files_in
-from pipelinerl.recipe.rehearsal import Call, answer_forms
+from pipelinerl.recipe.rehearsal import answer_forms
 from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.tasks.final_answer import bare_answer, final_answer
-from pipelinerl.tasks.source import Problem, Split
+from pipelinerl.tasks.source import Problem, Split, conversation
 
 MISTAKE, LACKING, UNPAID = "recipe-mistake", "machine-lacks", "references-unpaid"
 ADOPTED: dict[str, tuple[Gravity, str, str]] = {
@@ -43,11 +43,17 @@ _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
 """Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
+_NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
+"""A prompt that is the name of something else: a hash, a file or an address."""
+_CHOICE = re.compile(r"(?s)\bA\b.*\bB\b")
 _OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.()]")
 
 _STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)")
 _THINKING = re.compile(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))")
 _IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
+
+_Row = tuple[Sequence[str], int, float, Gravity, str, str]
+"""Odd texts, the number of examined texts, the number of odd ones that makes a finding, and its gravity, field and fix."""
 
 
 def _literal(pattern: str) -> str:
@@ -56,35 +62,62 @@ def _literal(pattern: str) -> str:
     return re.sub(r"\\(\W)", r"\1", _OPERATORS.sub(" ", before)).strip()
 
 
-@dataclass(frozen=True, kw_only=True)
 class SetView(Settings):
-    """A problem set of an examined recipe."""
+    """A problem set of an examined recipe, and what rules need to know of it."""
 
-    place: str
-    share: ProblemSet
-    calls: Sequence[Call]
-    """Trial calls of the reward."""
-    num_trained: int
-    num_heldout: int
-    num_known: int
-    """Number of problems from files that are trained on, that are held out, and that are both."""
-    texts: Sequence[str]
-    references: Sequence[str]
-    """Prompts and reference answers of the first problems, if they are single questions from files."""
-    answers: Sequence[str]
-    """The right answers, taken from the references; empty if the scorer does not compare answers with references."""
-    marker: str
-    """The text that the reward expects before the answer."""
-    told: str
-    """All that tells the policy in which form to answer, with some prompts."""
-    steps: str
-    """The words in `told` that ask for reasoning before the answer; empty if none do."""
-    thinks: bool
-    """True if the model writes its reasoning before an answer without being asked."""
-    written: str
-    """A completion of a small model of this package; empty for other models."""
-    tokens: Callable[[str], float]
-    """Returns the number of tokens of a text or, without a tokenizer, a lower estimate."""
+    def __init__(self, recipe: Recipe, examined: Examination, place: str, held: Sequence[Problem], trained: set[str]) -> None:
+        """`held`: its held-out problems, if they are from files. `trained`: those of all sets' that are trained on, plain."""
+        self.place, self.share, model, count = place, recipe.sets_by_place[place], recipe.model, None
+        parameters = 0
+        with suppress(UserError, OSError):  # a mistake in the model's folder, which `examine` reports
+            parameters, count = known_parameters(model), token_counter(model)
+        task, reward, file = self.share.task, self.share.reward, dict(files_in(examined.sources)).get(place)
+        source = None if task.is_episodic else examined.sources.get(place)
+        self.calls = [one for one in examined.calls if one.place == place and one.status == "ok"]
+        earned = max((abs(one.reward) for one in self.calls if reward.is_function), default=0.0)
+        super().__init__(recipe, parameters, {place: earned} if earned else {})
+        self.num_trained = len(file.problems) - len(held) if file and place in recipe.tasks_by_place else 0
+        self.num_heldout, self.known = len(held), [one.question for one in held if _plain(one) in trained]
+
+        # The first problems, if they are single questions from files, and their answers, if these compare with completions.
+        problems = file.problems[:_MOST_ROWS] if file and source else []
+        self.roles = {str(message["role"]) for one in problems for message in one.messages}
+        self.texts = ["\n".join(one.texts) for one in problems]
+        self.references = [str(one.reference.get("answer") or "").strip() for one in problems]
+        self.columns = [
+            str(one.reference.get("row", {}).get(task.answer_field) or one.reference.get("answer")) for one in problems
+        ]
+        right = [*filter(None, self.references)] if reward.scorer in _COMPARING else []
+        self.answers = [*map(final_answer, right)] if "math" in reward.scorer else right
+
+        # All that tells the policy in which form to answer, the words that ask for steps, and what the reward looks for.
+        shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
+        asked = (one.messages or [{"role": "user", "content": one.question}] for one in shown or [Problem("")])
+        prompts = [str(message["content"]) for messages in asked for message in conversation(messages, task)]
+        self.told = "\n".join((task.prompt_template, model.chat_template, *prompts))
+        self.steps = said[0] if (said := _STEPS.search(self.told)) else ""
+        self.marker = {"math_boxed": r"\boxed", "json_schema": "JSON"}.get(reward.scorer) or _literal(reward.answer_pattern)
+
+        # Whether the model reasons unasked, what a small packaged one writes, and whether the template begins the reasoning.
+        is_asked, named = model.chat_template_kwargs.get("enable_thinking"), _THINKING.search(model.name)
+        self.thinks = is_asked is True or (is_asked is None and named is not None)
+        self.written = _WRITTEN.get(model.name, "") if model.source == "package" else ""
+        self.opened = any(re.search(r"<think>⟩?[\s|]*\Z", text) for _, text in examined.preview.rows)
+        self._count = count
+
+    def tokens(self, text: str) -> float:
+        """Return the number of tokens of a text or, without a tokenizer, a lower estimate."""
+        return self._count([text]) if self._count else len(text) / 6
+
+    @property
+    def indifference(self) -> str:
+        """How trial calls show that the user's function pays wrong answers like right ones; empty if they do not."""
+        rewards = [one.reward for one in self.calls]
+        right = [one.reward for one in self.calls if one.completion and not one.near_miss]
+        wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
+        if len(wrong) < 4 or fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
+            return ""
+        return f"{len(right)} right answers earn {fmean(right):.3g}, {len(wrong)} wrong ones {fmean(wrong):.3g} on average"
 
 
 def _plain(problem: Problem) -> str:
@@ -93,46 +126,14 @@ def _plain(problem: Problem) -> str:
 
 def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
     """Yield the views of all sets of an examined recipe."""
-    model, count = recipe.model, None
-    try:
-        parameters, count = known_parameters(model), token_counter(model)
-    except (UserError, OSError):  # a mistake in the model's folder, which `examine` reports
-        parameters = 0
-    asked, named = model.chat_template_kwargs.get("enable_thinking"), _THINKING.search(model.name)
     files = dict(files_in(examined.sources))
     held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
     plain, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
     for place in recipe.tasks_by_place.keys() & files.keys():
         kept = set(map(id, held[place]))
         trained |= {text for one in files[place].problems if id(one) not in kept and (text := _plain(one)) in plain}
-    for place, share in recipe.sets_by_place.items():
-        task, scorer, pattern, file = share.task, share.reward.scorer, share.reward.answer_pattern, files.get(place)
-        source, known = None if task.is_episodic else examined.sources.get(place), held.get(place, [])
-        problems = file.problems[:_MOST_ROWS] if file and source else []
-        references = [str(one.reference.get("answer") or "").strip() for one in problems]
-        right = [*filter(None, references)] if scorer in _COMPARING else []
-        shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
-        prompts = [text for problem in shown for text in problem.texts]
-        told = "\n".join((task.instruction, task.system_prompt, task.prompt_template, model.chat_template, *prompts))
-        yield SetView(
-            recipe=recipe,
-            parameters=parameters,
-            place=place,
-            share=share,
-            calls=[one for one in examined.calls if one.place == place and one.status == "ok"],
-            num_trained=len(file.problems) - len(known) if file and place in recipe.tasks_by_place else 0,
-            num_heldout=len(known),
-            num_known=sum(_plain(one) in trained for one in known),
-            texts=["\n".join(one.texts) for one in problems],
-            references=references,
-            answers=[*map(final_answer, right)] if "math" in scorer else right,
-            marker="boxed" if scorer == "math_boxed" else _literal(pattern),
-            told=told,
-            steps=found[0] if (found := _STEPS.search(told)) else "",
-            thinks=asked is True or (asked is None and named is not None),
-            written=_WRITTEN.get(model.name, "") if model.source == "package" else "",
-            tokens=(lambda text: count([text])) if count is not None else (lambda text: len(text) / 6),
-        )
+    for place in recipe.sets_by_place:
+        yield SetView(recipe, examined, place, held.get(place, []), trained)
 
 
 def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldError] = ()) -> list[Finding]:
@@ -158,77 +159,107 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
 
 
 _MISSING = re.compile(r"(?i)nan|none|null|n/a|undefined")
-_CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{"role":""")
+_CONTROL = re.compile(r"""(?i)<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|</?s>|<<SYS>>|\A\s*\[\{['"]role['"]:""")
+_UNFILLED = r"\{\{?\s*(question|problem|prompt|query|instruction|input)\s*\}\}?|%\((question|problem|prompt|query)\)s\b"
 _SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
-_DAMAGED = re.compile(r"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);")
+_DAMAGED = re.compile(rf"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);|{_UNFILLED}")
 
 
 def problems(view: SetView) -> Findings:
     """Examine prompts and references.
 
-    prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context;
-        grave if the median one does.
+    prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
+        the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
     columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts begin with their answer, have it after
-        the text that the reward looks for, or (a warning) end with it; or 90 % of 20 prompts or answers are row numbers.
-    one-answer (recipes.md#tasks): Problems have the same answer, so the policy need not read them: 95 % of at least 20
-        references are equal; grave if all are, a note from 80 %.
+        the text that the reward looks for, end with it (a warning) or, if it is a number, have it elsewhere (a note); 90 % of
+        20 prompts or answers are row numbers, or prompts are file names or hashes; or answers are letters and prompts have no
+        choices.
+    references-shifted (recipes.md#tasks): Answers belong to the question before or after: at least 50 prompts share more words
+        with the answers, or worked solutions, of their neighbours than with their own, by a tenth and by 5 standard errors.
+    one-answer (recipes.md#tasks): Problems have the same answer: 95 % of at least 20 references are equal; grave if all are, a
+        note from 80 %.
     references-unmatched (recipes.md#rewards): References are not what completions have as answers: their median has 8 words, 5
         % are nan, none or null, or 5 % are numbers with a unit, separators or markup although texts are compared; or 5 % of 200
         earn nothing in the form of reward.answer_pattern, or when tried (grave from half).
     heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of the problems of a set, compared
         without case, punctuation and spaces.
     """
-    at, answers, limit = view.place, view.answers, view.recipe.model.max_context
-    if texts := sorted(view.texts, key=len):
-        middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
-        if longest >= limit:
-            told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
-            fix = f"raise it, or leave long problems out of {at}task.path"
-            yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
-    yield from _columns(view)
-    (top, count), *_ = Counter(answers).most_common(1) or [("", 0)]
-    if len(answers) >= 20 and count >= 0.8 * len(answers):
-        gravity = worse(count, len(answers)) if count >= 0.95 * len(answers) else "note"
-        told, fix = f"{count} of {len(answers)} are {top!r:.60}", "name the column of the answer, or balance the rows"
-        yield Finding("one-answer", gravity, told, f"{at}task.answer_field", fix)
-    answers = answers[:200]
-    lost, num = _lost_references(view, answers)
-    dressed = [*filter(_is_dressed, answers)] if "math" not in view.share.reward.scorer else []
+    at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
+    middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
+    if longest >= limit or middle > limit - view.share.max_tokens / 2:
+        told, fix = (
+            f"median {middle:,.0f}, longest {longest:,.0f} tokens",
+            f"raise it, or leave long problems out of {at}task.path",
+        )
+        yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
+    yield from _many(view, "columns-mixed", *_columns(view))
+    yield from _shifted(view)
+    (top, count), *_ = Counter(view.answers).most_common(1) or [("", 0)]
+    num, fix = len(view.answers), "name the column of the answer, or balance the rows"
+    gravity: Gravity = worse(count, num) if count >= 0.95 * num else "note"
+    row = [top] * count, num, max(20, 0.8 * num), gravity, "task.answer_field", fix
+    yield from _many(view, "one-answer", row)
+    answers, is_text = view.answers[:200], "math" not in view.share.reward.scorer
+    lost, tried = _lost_references(view, answers)
     missing = [one for one in answers if _MISSING.fullmatch(one)] if len({*answers}) >= 10 else []  # else it may be a label
-    if len(missing) > 0.05 * len(answers):
-        told, fix = f"{counted(len(missing), 'answer')} such as {missing[0]!r}", "leave out these rows, which have no answer"
-        yield Finding("references-unmatched", "warning", told, f"{at}task.answer_field", fix)
-    if answers and median(len(answer.split()) for answer in answers) >= 8:
-        told, fix = f"such as {answers[0]!r:.200}", r"extract the final answer, as by '####\s*(.+)'"
-        yield Finding("references-unmatched", "warning", told, f"{at}task.answer_pattern", fix)
-    if len(lost) > 0.05 * num:
-        told, fix = f"{percent(len(lost) / num)} of {num}, such as {lost[0]!r:.80}", "must find it; or correct the references"
-        yield Finding("references-unmatched", worse(len(lost), num / 2), told, f"{at}reward.answer_pattern", fix)
-    if len(dressed) > 0.05 * len(answers):
-        told, fix = f"such as {dressed[0]!r:.80}", "use math, which compares values, or bare numbers"
-        yield Finding("references-unmatched", "warning", told, f"{at}reward.scorer", fix)
-    if view.num_known > 0.05 * view.num_heldout:
-        told = f"{view.num_known} of {counted(view.num_heldout, 'problem')}"
-        fix = "take them out of the training data, which the accuracy now repeats"
-        yield Finding("heldout-trained-on", "warning", told, f"{at}task.path", fix)
+    prose, least = [one for one in answers if len(one.split()) >= 8], 0.05 * len(answers)
+    yield from _many(
+        view, "references-unmatched",
+        (missing, len(answers), least, "warning", "task.answer_field", "leave out these rows, which have no answer"),
+        (prose, len(answers), 10 * least, "warning", "task.answer_pattern", r"extract the final answer, as by '####\s*(.+)'"),
+        (lost, tried, 0.05 * tried, worse(len(lost), tried / 2), "reward.answer_pattern",
+         "must find it; or correct the references"),
+        ([*filter(_is_dressed, answers)] if is_text else [], len(answers), least, "warning", "reward.scorer",
+         "use math, which compares values, or bare numbers"),
+    )  # fmt: skip
+    fix = "take them out of the training data, which the accuracy now repeats"
+    row = (view.known, view.num_heldout, 0.05 * view.num_heldout, "warning", "task.path", fix)
+    yield from _many(view, "heldout-trained-on", row)
 
 
-def _columns(view: SetView) -> Findings:
-    """Yield the findings `columns-mixed`."""
+def _many(view: SetView, id_: str, *rows: _Row) -> Findings:
+    """Yield findings about texts that are many."""
+    for texts, num, least, gravity, field, fix in rows:
+        if texts and len(texts) >= least:
+            yield Finding(id_, gravity, f"{len(texts)} of {num}, such as {texts[0]!r:.160}", f"{view.place}{field}", fix)
+
+
+def _columns(view: SetView) -> Iterator[_Row]:
+    """Yield rows for the findings `columns-mixed`."""
     rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
-    marker, least = re.escape(view.marker), max(8, 0.9 * len(view.texts))
+    marker, num = re.escape(view.marker), len(view.texts)
     told = [text for text, answer in rows
             if text.startswith(answer) or (marker and re.search(rf"{marker}\W*{re.escape(answer)}(?!\w)", text))]  # fmt: skip
     ends = [text for text, answer in rows if re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
-    if max(len(told), len(ends)) >= least:
-        gravity = worse(len(told), least)  # if they only end with it, the task may be to repeat the last word
-        shown = f"prompts such as {(told + ends)[0]!r:.200}"
-        yield Finding("columns-mixed", gravity, shown, f"{view.place}task.prompt_field", "leave the answer out")
+    inside = [text for text, answer in rows if re.fullmatch(r"\d+", answer) and re.search(rf"\b{answer}\b", text)]
+    named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
+    letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)]
+    is_choice, least = re.search(r"\n\W?[A-D1-4][).:]", view.told), max(8, 0.9 * num)
+    away = "leave the answer out"
+    yield told, num, least, "grave", "task.prompt_field", away
+    yield ends, num, least, "warning", "task.prompt_field", away  # the task may be to repeat the last word
+    yield [] if is_choice else inside, num, least, "note", "task.prompt_field", away  # or to choose a number
+    yield named, num, least, "grave", "task.prompt_field", "names something; take the column of the text"
+    if not _CHOICE.search(view.told):
+        yield letters, num, max(20, least), "warning", "task.prompt_template", "add the choices to the prompts"
     for field, column in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
-        numbers = [int(found[1]) for text in column if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
-        if sum(after == one + 1 for one, after in pairwise(numbers)) >= max(20, 0.9 * len(column)):
-            shown, fix = f"it has {', '.join(column[:4])}, ...", "is a number of the row; name another column"
-            yield Finding("columns-mixed", "grave", shown, f"{view.place}{field}", fix)
+        numbers = [(int(found[1]), text) for text in column if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
+        counting = [text for (one, text), (after, _) in pairwise(numbers) if after == one + 1]
+        yield counting, num, max(20, 0.9 * num), "grave", field, "is a number of the row; name another column"
+
+
+def _shifted(view: SetView) -> Findings:
+    """Yield the finding `references-shifted`."""
+    asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.texts, view.columns))
+    shares = [[len(asked[at] & one) / max(1, len(one)) for at in range(1, len(asked) - 1) for one in [said[at + by]]]
+              for by in (-1, 0, 1)]  # fmt: skip
+    for whose, others in (("last", shares[0]), ("next", shares[2])):
+        gains = [other - own for other, own in zip(others, shares[1], strict=True)]
+        if len(gains) >= 50 and fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
+            told = f"prompts have {percent(fmean(gains))} more words of the {whose} row's answer than of their own"
+            yield Finding(
+                "references-shifted", "grave", told, f"{view.place}task.path", "give each question its own answer again"
+            )
 
 
 def _is_dressed(answer: str) -> bool:
@@ -251,7 +282,12 @@ def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], 
         return lost, len(answers)
     tried = [one for one in view.calls if one.completion and not one.near_miss]
     lost = [one.completion for one in tried if one.reward <= 0]
-    return (lost, len(tried)) if len(lost) < len(tried) else ([], 0)  # `references-unpaid` reports that all earn nothing
+    return (lost, len(tried)) if len(lost) < len(tried) and not view.indifference else ([], 0)  # other rules report these cases
+
+
+def _hits(texts: Iterable[str], *patterns: re.Pattern[str]) -> list[str]:
+    """Return the first match in each text that one of the patterns finds."""
+    return [hit[0] for text in texts if (hit := next(filter(None, (one.search(text) for one in patterns)), None))]
 
 
 def texts(view: SetView) -> Findings:
@@ -259,53 +295,55 @@ def texts(view: SetView) -> Findings:
 
     template-unused (recipes.md#chat-templates): An instruction-tuned model gets prompts without its chat template: the prompts
         are plain, but the model is smollm2, or its name has instruct, chat, it or thinking. Or model.chat_template has neither
-        add_generation_prompt nor assistant.
+        add_generation_prompt nor assistant, or messages have roles other than system, developer, user, assistant and tool.
     template-twice (recipes.md#chat-templates): Prompts spell parts of a chat template, which the model reads as plain text: in
         half of the prompts, or in a field of the recipe.
-    texts-damaged (recipes.md#tasks): Prompts are damaged: 5 % have characters of a wrong encoding or of HTML, or 10 to 90 % are
-        cut at the same length.
-    problems-few (recipes.md#tasks): Few problems are trained on very often, so that the policy may learn them by heart: each
-        problem 100 times; a note.
+    texts-damaged (recipes.md#tasks): Prompts are damaged: 5 % of them, or a field of the recipe, have a placeholder such as
+        {question}, or characters of a wrong encoding or of HTML; or 10 to 90 % are cut at the same length.
+    problems-few (recipes.md#tasks): Few problems are trained on so often that the policy may learn them by heart: each problem
+        100 times; a note.
     evaluation-blind (recipes.md#evaluation): Evaluations say nothing: evaluation.every_steps exceeds both the run's length and
         100, or a set has one problem; a note.
     """
     at, model, task, texts = view.place, view.recipe.model, view.share.task, view.texts
-    if model.chat_template and not re.search("add_generation_prompt|assistant", model.chat_template):
-        fix = "end it with the assistant's first tokens if add_generation_prompt"
-        yield Finding("template-unused", "warning", f"{model.chat_template!r:.80}", "model.chat_template", fix)
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])", model.name.rpartition("/")[2])
     is_tuned = model.source == "smollm2" or (model.source != "package" and tuned)
-    if is_tuned and task.prompt_style == "plain" and not task.is_episodic:
-        told, fix = model.name or model.source, "is plain; use chat, or a base model"
-        yield Finding("template-unused", "warning", told, f"{at}task.prompt_style", fix)
-    fix = "leave it out; prompt_style: chat writes it"
-    for name in ("system_prompt", "instruction", "prompt_template"):
-        if found := _CONTROL.search(getattr(task, name)):
-            yield Finding("template-twice", "warning", repr(found[0]), f"{at}task.{name}", fix)
-    patterns = (_CONTROL, _SPEAKER) if task.prompt_style == "chat" else (_CONTROL,)
-    spelled = [found[0] for text in texts if (found := next(filter(None, (one.search(text) for one in patterns)), None))]
-    if len(spelled) >= max(1, len(texts) / 2):
-        told = f"{spelled[0]!r} in {counted(len(spelled), 'prompt')}"
-        yield Finding("template-twice", "warning", told, f"{at}task.path", fix)
-    odd, longest = [found[0] for text in texts if (found := _DAMAGED.search(text))], max(map(len, texts), default=0)
-    cut = [text for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
-    if len(odd) > 0.05 * len(texts):
-        told, fix = f"{odd[0]!r} in {counted(len(odd), 'prompt')}", "write the file again, as UTF-8 and without entities"
-        yield Finding("texts-damaged", "warning", told, f"{at}task.path", fix)
-    if 0.9 * len(texts) >= len(cut) >= max(5, 0.1 * len(texts)):
-        told = f"{len(cut)} end after {longest} characters, as with {cut[0][-40:]!r}"
-        yield Finding("texts-damaged", "warning", told, f"{at}task.path", "give whole prompts")
+    begins = not model.chat_template or re.search("add_generation_prompt|assistant", model.chat_template)
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
     times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, view.num_trained)
-    if view.num_trained > 0 and times >= 100:
-        told = f"{counted(view.num_trained, 'problem')}, each {times:.0f} times"
-        fix = "add some, or watch the held-out accuracy"
-        yield Finding("problems-few", "note", told, f"{at}task.path", fix)
-    if task.heldout_problems == 1:
-        yield Finding("evaluation-blind", "note", "an accuracy of 0 or 1", f"{at}task.heldout_problems", "hold out 32 or more")
-    if every > max(steps, 100):
-        fix = f"use {max(1, steps // 10)}, or 0 for the first and last only"
-        yield Finding("evaluation-blind", "note", f"{every} of {steps} steps", "evaluation.every_steps", fix)
+    yield from found(
+        ("template-unused", not begins, False, f"{model.chat_template!r:.80}", "model.chat_template",
+         "end it with the assistant's first tokens if add_generation_prompt"),
+        ("template-unused", is_tuned and task.prompt_style == "plain" and not task.is_episodic, False,
+         model.name or model.source, f"{at}task.prompt_style", "is plain; use chat, or a base model"),
+        ("problems-few", view.num_trained > 0 and times >= 100, "note",
+         f"{counted(view.num_trained, 'problem')}, each {times:.0f} times", f"{at}task.path",
+         "add some, or watch the held-out accuracy"),
+        ("evaluation-blind", task.heldout_problems == 1, "note", "an accuracy of 0 or 1", f"{at}task.heldout_problems",
+         "hold out 32 or more"),
+        ("evaluation-blind", every > max(steps, 100), "note", f"{every} of {steps} steps", "evaluation.every_steps",
+         f"use {max(1, steps // 10)}, or 0 for the first and last only"),
+    )  # fmt: skip
+    roles, num = [*set(view.roles) - {"system", "developer", "user", "assistant", "tool"}], len(texts)
+    fix = "name the roles of messages as the chat template does"
+    yield from _many(view, "template-unused", (roles, len(view.roles), 1, "warning", "task.path", fix))
+    twice, patterns = (
+        "leave it out; prompt_style: chat writes it",
+        (_CONTROL, *([_SPEAKER] if task.prompt_style == "chat" else [])),
+    )
+    fields = {name: getattr(task, name) for name in ("system_prompt", "instruction", "prompt_template")}
+    for name, text in fields.items():
+        yield from _many(view, "template-twice", (_hits([text], _CONTROL), 1, 1, "warning", f"task.{name}", twice))
+        odd = _hits([text], _DAMAGED) if name != "prompt_template" else []
+        yield from _many(view, "texts-damaged", (odd, 1, 1, "warning", f"task.{name}", "write out what it stands for"))
+    yield from _many(view, "template-twice", (_hits(texts, *patterns), num, num / 2, "warning", "task.path", twice))
+    longest = max(map(len, texts), default=0)
+    cut = [text[-60:] for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
+    yield from _many(
+        view, "texts-damaged",
+        (_hits(texts, _DAMAGED), num, 0.05 * num, "warning", "task.path", "write it again, as UTF-8 and without entities"),
+        (cut if len(cut) <= 0.9 * num else [], num, max(5, 0.1 * num), "warning", "task.path", "give whole prompts"),
+    )  # fmt: skip
 
 
 def rewards(view: SetView) -> Findings:
@@ -313,11 +351,16 @@ def rewards(view: SetView) -> Findings:
 
     terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
         the overlong penalty exceeds twice that, or its buffer half of max_tokens; or any text earns the format term.
-    empty-paid (recipes.md#rewards): An empty completion earns a reward: it earns half of reward.correct in a trial call; a
-        warning if the function is your own.
+    wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
+        reward.correct, or your own function gives answers to 4 other problems as much as right ones (a warning).
+    reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
     form-unsaid (recipes.md#rewards): Nothing says in which form to answer: the prompts lack or forbid \boxed, the start of
-        reward.answer_pattern or the text of format_pattern (grave if a small model of this package never writes it); the
-        pattern begins with ^, and prompts ask for steps; or prompts ask for a box that it does not read.
+        reward.answer_pattern or the text of format_pattern (grave if a small model of this package never writes it), or the
+        chat template already writes that text; or prompts ask for steps or a box, but the pattern begins with ^, does not read
+        the box, or is missing although texts are compared.
+    groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
+        rewards are 0 or 1. If answers are right with probability p, 2 p (1 - p) of such groups differ, which is at most half; a
+        note.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
         form, or a small packaged model's answer, are longer (grave); or max_tokens is under 128 and prompts ask for reasoning,
         or under 1,024 and the model thinks first.
@@ -325,24 +368,30 @@ def rewards(view: SetView) -> Findings:
         from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
         and prompts ask for steps.
     judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
-        {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks.
+        {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks; or the pattern
+        reads only some digits of full_marks.
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
     tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty
-    for is_bad, told, name, fix in (
-        (not 0 <= reward.format_weight < right, f"{reward.format_weight:g}", "format_weight", f"use {right / 10:g}"),
-        (reward.format_pattern and re.fullmatch(reward.format_pattern, "", re.DOTALL), "it matches an empty text",
-         "format_pattern", "name what must be there"),
-        (tokens and penalty > 2 * right, f"{penalty:g}", "overlong.penalty", f"use {right:g}"),
-        (tokens > limit / 2, f"{tokens} of {limit} tokens", "overlong.buffer_tokens", f"use {limit // 4}"),
-    ):  # fmt: skip
-        if is_bad:
-            yield Finding("terms-outweigh", "warning", told, f"{at}reward.{name}", fix)
-    paid = min((one.reward for one in view.calls if not one.completion), default=-math.inf)
-    if paid >= 0.5 * right:
-        gravity: Gravity = "warning" if reward.is_function else "grave"
-        fix = "check its default, or the problem's tests"
-        yield Finding("empty-paid", gravity, f"it earns {paid:g}", f"{at}reward.scorer", fix)
+    paid, seconds = [one.reward for one in view.calls if not one.completion], median([one.seconds for one in view.calls] or [0])
+    is_paid, is_open = min(paid, default=-1) >= 0.5 * right, re.fullmatch(reward.format_pattern or ".", "", re.DOTALL)
+    is_graded = reward.is_function or reward.judge or not reward.binary or view.recipe.algorithm.advantage == "value"
+    yield from found(
+        ("terms-outweigh", not 0 <= reward.format_weight < right, False, f"{reward.format_weight:g}",
+         f"{at}reward.format_weight", f"use {right / 10:g}"),
+        ("terms-outweigh", is_open, False, "it matches an empty text", f"{at}reward.format_pattern", "name what must be there"),
+        ("terms-outweigh", tokens and penalty > 2 * right, False, f"{penalty:g}", f"{at}reward.overlong.penalty",
+         f"use {right:g}"),
+        ("terms-outweigh", tokens > limit / 2, False, f"{tokens} of {limit} tokens", f"{at}reward.overlong.buffer_tokens",
+         f"use {limit // 4}"),
+        ("wrong-paid", is_paid or view.indifference, not reward.is_function,
+         f"an empty text earns {min(paid):g}" if is_paid else view.indifference, f"{at}reward.scorer",
+         "check its default and what it compares, or the problem's tests"),
+        ("reward-slow", seconds > reward.timeout_s / 4, "note", f"{seconds:.2g} s", f"{at}reward.timeout_s",
+         "raise it, or make the reward faster"),
+        ("groups-small", view.recipe.sampling.group_size == 2 and not is_graded, "note",
+         "18 % of them, if 10 % are right; 57 % of groups of 8", "sampling.group_size", "use 8"),
+    )  # fmt: skip
     yield from _forms(view)
     written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
     lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
@@ -373,13 +422,19 @@ def _forms(view: SetView) -> Findings:
         yield Finding("form-unsaid", "warning", pattern, field, "leave out its ^, as steps come first")
     text = view.told.lower() if (ignores_case := pattern.startswith("(?i)")) else view.told
     field = f"{view.place}task.{'system_prompt' if task.prompt_style == 'chat' else 'instruction'}"
-    for marker in (view.marker, _literal(view.share.reward.format_pattern)):
+    form = _literal(view.share.reward.format_pattern)
+    if view.opened and "<think>" in form:
+        fix = "leave out its <think>, which the chat template writes, so that completions begin after it"
+        yield Finding("form-unsaid", "warning", form, f"{view.place}reward.format_pattern", fix)
+    for marker in (view.marker, form):
         words = re.findall(r"[A-Za-z]{2,}", marker.lower() if ignores_case else marker) or [marker]
         if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
             yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
-    if pattern and "boxed" not in pattern and "math" not in view.share.reward.scorer and _is_said(["\\boxed"], text):
-        told, fix = rf"prompts ask for \boxed, and the reward looks for {view.marker!r}", "ask for one form, or use math"
-        yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", fix)
+    asked, scorer = "a box" if _is_said([r"\boxed"], text) else view.steps, view.share.reward.scorer
+    is_unread = asked == "a box" and "boxed" not in pattern if pattern else bool(asked and view.answers)
+    if is_unread and scorer in ("task", "exact"):
+        told = f"prompts ask for {asked}, and the reward compares {view.marker or 'the whole text'!r}"
+        yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", "ask for what it reads, or use math")
 
 
 def _stops(view: SetView) -> Findings:
@@ -403,14 +458,19 @@ def _judge(view: SetView) -> Findings:
         return
     at, words = f"{view.place}reward.judge", re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
     marks = [float(one) for one in re.findall(r"(?i)(?:\d\s*(?:to|-|–)|out of)\s*(\d+)", judge.template)]
-    if not re.search(r"\{(prompt|reference)\}", judge.template):
-        yield Finding("judge-misled", "warning", "it has neither", f"{at}.template", "add {prompt} or {reference}")
-    if words and not _is_said(words, judge.template.lower()):
-        fix = "ask for this form, with an example"
-        yield Finding("judge-misled", "warning", f"the pattern is {judge.pattern!r}", f"{at}.template", fix)
-    if marks and judge.full_marks not in marks:
-        fix = f"the template says {max(marks):g}; use that"
-        yield Finding("judge-misled", "warning", f"{judge.full_marks:g}", f"{at}.full_marks", fix)
+    best, known = f"{judge.full_marks:g}", _literal(judge.pattern)
+    read = re.findall(judge.pattern, f"{known} {best} {known}{best}")
+    is_asked = not words or _is_said(words, judge.template.lower())
+    yield from found(
+        ("judge-misled", not re.search(r"\{(prompt|reference)\}", judge.template), False, "it has neither", f"{at}.template",
+         "add {prompt} or {reference}"),
+        ("judge-misled", not is_asked, False, f"the pattern is {judge.pattern!r}", f"{at}.template",
+         "ask for this form, with an example"),
+        ("judge-misled", read and best not in read, False, f"it reads {read[-1:]} in {best}", f"{at}.pattern",
+         "let it take whole numbers"),
+        ("judge-misled", marks and judge.full_marks not in marks, False, best, f"{at}.full_marks",
+         f"the template says {max(marks, default=0):g}; use that"),
+    )  # fmt: skip
 
 
 RECIPE_RULES = (problems, texts, rewards)

@@ -98,11 +98,14 @@ class RunRecords:
     def first_task(self) -> ProblemSet:
         return next(iter(self.recipe.tasks_by_place.values()))
 
+    def heldout(self, end: str) -> list[float]:
+        """Return `low` or `high`, the ends of the 95 % intervals of the first task's held-out accuracy."""
+        return numbers_in(self.evaluations, f"sets.{self.first_task.name}.accuracy.{end}")
+
     @cached_property
     def has_learned(self) -> bool:
-        """Return whether the reward rose by 3 standard errors, or the held-out accuracy so far that its intervals are apart."""
-        accuracy = f"sets.{self.first_task.name}.accuracy"
-        lows, highs = (numbers_in(self.evaluations, f"{accuracy}.{end}") for end in ("low", "high"))
+        """Return whether the reward rose by 3 standard errors, or the held-out accuracy so that its intervals are separate."""
+        lows, highs = self.heldout("low"), self.heldout("high")
         return self.change("reward_mean") > 3 or (len(lows) > 1 and lows[-1] > min(highs[:1], default=math.inf))
 
     @property

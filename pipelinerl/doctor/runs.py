@@ -9,10 +9,9 @@ from pipelinerl.doctor import failures, learning, lessons
 from pipelinerl.doctor.findings import Finding, apply, ranked
 from pipelinerl.doctor.run_records import Reasons, RunRecords, records_in
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
-from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_of_run
-from pipelinerl.run_dir import RunDir, check_folder
+from pipelinerl.run_dir import RunDir
 
 RUN_RULES = (*failures.RULES, *lessons.RULES, *learning.RULES)
 """In the order of causes: what an earlier rule finds may explain what a later one finds."""
@@ -23,11 +22,8 @@ def examine_run(
 ) -> list[Finding]:
     """Return the findings about the run in `folder`, the cause first. `recipe` and `reasons` (numbers of sequences by outcome
     and reason) are read there if they are None. Raises `FieldError` if the folder is not a run's."""
-    check_folder(folder)
-    file = RunDir(folder, "").recipe
-    if recipe is None and not file.is_file():
-        raise FieldError("RUN", str(folder), "has no recipe.yaml: give the folder of a run, or a recipe")
-    return findings_about(records_in(folder, recipe or recipe_of_run(file), reasons, is_running=is_running))
+    recipe = recipe or recipe_of_run(RunDir(folder, "").recipe)
+    return findings_about(records_in(folder, recipe, reasons, is_running=is_running))
 
 
 def findings_about(run: RunRecords) -> list[Finding]:

@@ -6,30 +6,28 @@ They are applied before a run, and also to the records of a run that has not lea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pipelinerl.doctor.findings import Finding, Findings, Gravity, percent, worse
 from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.rules import value_at
 from pipelinerl.rl.groups import CUTTING, groups_per_step
 
 _TOY = 2e7
 """Parameters below which a model learns at a hundred times the rate of a language model."""
 _USUAL_PARAMETERS, _USUAL_WIDTH = 1e8, 4096
 """A small language model's number of parameters, and a large one's width, if they are unknown: both make rules accuse less."""
-_COEFFICIENTS = (
-    ("kl_coefficient", 0.3, 10.0, "0 to 0.05"),
-    ("entropy_coefficient", 0.1, 1.0, "0 to 0.01"),
-    ("value_coefficient", 10.0, 1000.0, "0.1"),
-)
-"""Field, value from which it outweighs the reward, value from which this is grave, and usual values."""
+_ANY = (-math.inf, math.inf)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
-    """A recipe and its model's number of parameters, which is 0 if unknown."""
+    """A recipe, its model's number of parameters (0 if unknown), and the largest trial reward of functions by set's place."""
 
     recipe: Recipe
     parameters: int = 0
+    earned: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_toy(self) -> bool:
@@ -37,10 +35,8 @@ class Settings:
 
 
 def optimizer(view: Settings) -> Findings:
-    """Examine sampling and the optimizer.
+    """Examine the optimizer.
 
-    temperature (learning.md#from-rewards-to-advantages): Completions of a group are too much alike, or too wild: a temperature
-        below 0.5 (grave: 0.1) or above 1.5 (2).
     learning-rate-high (learning.md#learning-rate): The learning rate destroys the model: 5e-5, for a toy 0.01, for adapters
         0.004 / scaling; grave from 20 times that.
     learning-rate-low (learning.md#learning-rate): The learning rate cannot change the policy: rate × steps, of 50 steps or
@@ -50,69 +46,76 @@ def optimizer(view: Settings) -> Findings:
         run (grave: by half), epsilon exceeds the elements of a clipped gradient (grave: tenfold), or beta1 is at least √beta2.
     """
     recipe, trainer, lora, rate = view.recipe, view.recipe.trainer, view.recipe.trainer.lora, view.recipe.trainer.learning_rate
-    if not 0.5 <= (value := recipe.sampling.temperature) <= 1.5:
-        yield Finding("temperature", worse(max(0.1 - value, value - 2), 0), f"{value:g}", "sampling.temperature", "use 1")
     most, usual = (4e-3 / lora.scaling, 1e-5) if lora else (1e-2, 1e-4) if view.is_toy else (5e-5, 1e-6)
-    if rate > most:
-        fix = f"use about {usual:g}"
-        yield Finding("learning-rate-high", worse(rate, 20 * most), f"{rate:g}", "trainer.learning_rate", fix)
     moved = rate * max(1, trainer.steps - min(trainer.warmup_steps, trainer.steps) / 2)
     if lora is not None:  # A's elements are about 1 / √width, and B begins at 0
         moved *= lora.scaling * math.sqrt(lora.rank / _USUAL_WIDTH)
     least = 3e-5 if "bfloat16" in (recipe.model.dtype, recipe.weights.wire_dtype) else 1e-6
-    if moved < least and trainer.steps >= 50:
-        told, fix = f"a weight moves by at most {moved:.2g}", "raise it tenfold; usual: 1e-6, for adapters 1e-5, for a toy 1e-4"
-        yield Finding("learning-rate-low", worse(-moved, -least / 10), told, "trainer.learning_rate", fix)
     shrunk = 1 - math.exp(-rate * trainer.weight_decay * trainer.steps)
-    if shrunk >= 0.05:
-        told = f"weights shrink by {percent(shrunk)}"
-        yield Finding("optimizer-settings", worse(shrunk, 0.5), told, "trainer.weight_decay", "use 0 to 0.1")
     norm = trainer.max_grad_norm or (recipe.max_tokens if recipe.algorithm.normalization == "batch" else 1.0)
-    element = norm / math.sqrt(view.parameters or _USUAL_PARAMETERS)
-    if trainer.epsilon > element:
-        told = f"epsilon {trainer.epsilon:g}, elements of about {element:.1g}"
-        field, fix = ("epsilon", "use 1e-8") if trainer.epsilon > 1e-7 else ("max_grad_norm", "use 1, or null")
-        yield Finding("optimizer-settings", worse(trainer.epsilon, 10 * element), told, f"trainer.{field}", fix)
-    if trainer.beta1 >= math.sqrt(trainer.beta2):
-        told, fix = f"beta1 {trainer.beta1:g}, beta2 {trainer.beta2:g}", "use 0.95 to 0.999, and 0.9 for beta1"
-        yield Finding("optimizer-settings", "warning", told, "trainer.beta2", fix)
+    element, epsilon = norm / math.sqrt(view.parameters or _USUAL_PARAMETERS), trainer.epsilon
+    name, fix = ("epsilon", "use 1e-8") if epsilon > 1e-7 else ("max_grad_norm", "use 1, or null")
+    for id_, value, grave, told, field_, advice in (
+        ("learning-rate-high", rate / most, 20, f"at most {most:.1g} is usual", "learning_rate", f"use about {usual:g}"),
+        ("learning-rate-low", least / moved * (trainer.steps >= 50), 10, f"a weight moves by at most {moved:.2g}",
+         "learning_rate", "raise it tenfold; usual: 1e-6, for adapters 1e-5, for a toy 1e-4"),
+        ("optimizer-settings", 20 * shrunk, 10, f"weights shrink by {percent(shrunk)}", "weight_decay", "use 0 to 0.1"),
+        ("optimizer-settings", epsilon / element, 10, f"epsilon {epsilon:g}, elements of about {element:.1g}", name, fix),
+        ("optimizer-settings", 1.001 * (trainer.beta1 >= math.sqrt(trainer.beta2)), 10,
+         f"beta1 {trainer.beta1:g}, beta2 {trainer.beta2:g}", "beta2", "use 0.95 to 0.999, and 0.9 for beta1"),
+    ):  # fmt: skip
+        if value > 1 + 1e-9:
+            yield Finding(id_, worse(value, grave), told, f"trainer.{field_}", advice)
 
 
-def loss(view: Settings) -> Findings:
-    """Examine the loss, the rewards' size and the batch.
+def ranges(view: Settings) -> Findings:
+    """Examine fields that have a usual range.
 
-    penalty-dominates (learning.md#losses): A term outweighs the reward: algorithm.kl_coefficient from 0.3 (grave from 10),
-        entropy_coefficient from 0.1 (1), value_coefficient from 10 (1,000).
-    bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip ranges under 0.01 (above 0.05
-        for gspo) or above 10, a clamp above 100, masks within 10 % of 1, a mask_kl under 0.001.
-    reward-scale (recipes.md#rewards): Rewards have an unusual size, for which clipping and penalties are not made:
-        reward.correct above 100 or under 0.01; a note if advantages are divided by their deviation.
-    batch-small (learning.md#from-rewards-to-advantages): A step sees a single problem, so that its gradient is mostly noise:
-        trainer.batch_size equals sampling.group_size.
+    temperature (learning.md#from-rewards-to-advantages): Completions of a group are too much alike, or too wild: a temperature
+        below 0.5 (grave: 0.1) or above 1.5 (2), or one above 1.5 for held-out answers.
+    penalty-dominates (learning.md#losses): A term outweighs the reward: algorithm.kl_coefficient above 0.2 (grave from 10),
+        entropy_coefficient above 0.05 (1), value_coefficient above 5 (1,000), or trainer.value_learning_rate above 0.05 (1).
+    bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is under 0.01 (above 0.05
+        for gspo) or above 10, a clamp exceeds 100, a mask is within 10 % of 1 (grave: 1 %), or mask_kl is under 0.001.
+    reward-scale (recipes.md#rewards): Rewards have an unusual size: reward.correct, or the largest reward of your function in a
+        trial call, is above 50 or under 0.01; a note if advantages are divided by their deviation.
+    batch-small (learning.md#from-rewards-to-advantages): Too few problems shape the gradient: trainer.batch_size equals
+        sampling.group_size, or a task of the mixture gets under 10 groups in the whole run.
     """
-    algorithm, size = view.recipe.algorithm, view.recipe.sampling.group_size
-    for name, most, grave, usual in _COEFFICIENTS:
-        if (value := getattr(algorithm, name)) >= most:
-            yield Finding("penalty-dominates", worse(value, grave), f"{value:g}", f"algorithm.{name}", f"use {usual}")
-    low, high, clip = algorithm.mask_low, algorithm.mask_high, max(algorithm.clip_low, algorithm.clip_high)
-    if algorithm.mask in ("icepop", "sequence") and (low > 0.9 or high < 1.1):
-        told, fix = f"π / μ from {low:g} to {high:g}", "use 0.5, mask_high 5"
-        yield Finding("bounds-wrong", worse(low - high, -0.02), told, "algorithm.mask_low", fix)
-    if algorithm.mask == "off_policy_sequence" and algorithm.mask_kl < 1e-3:
-        yield Finding("bounds-wrong", "warning", f"{algorithm.mask_kl:g} nats", "algorithm.mask_kl", "use 0.5")
-    if algorithm.loss == "reinforce" and algorithm.clamp > 100:
-        yield Finding("bounds-wrong", "warning", f"{algorithm.clamp:g}", "algorithm.clamp", "use 5")
-    if algorithm.loss == "gspo" and clip > 0.05:
-        told, fix = f"{clip:g} for whole sequences", "use 4e-4, clip_low 3e-4"
-        yield Finding("bounds-wrong", "warning", told, "algorithm.clip_high", fix)
-    if algorithm.loss not in ("gspo", "reinforce") and (clip > 10 or (algorithm.loss in CUTTING and clip < 0.01)):
-        yield Finding("bounds-wrong", "warning", f"{clip:g}", "algorithm.clip_high", "use 0.2, or 4 for cispo")
-    for place, share in view.recipe.tasks_by_place.items():
-        if not 0.01 <= (value := share.reward.correct) <= 100:
-            gravity: Gravity = "note" if algorithm.normalize_std else "warning"
-            yield Finding("reward-scale", gravity, f"{value:g}", f"{place}reward.correct", "use 1")
-    if size > 1 and groups_per_step(view.recipe) == 1:
+    recipe, loss, mask, size = (
+        view.recipe,
+        view.recipe.algorithm.loss,
+        view.recipe.algorithm.mask,
+        view.recipe.sampling.group_size,
+    )
+    is_ratio, num = mask in ("icepop", "sequence"), recipe.trainer.steps * groups_per_step(recipe)
+    for id_, is_used, name, low, high, grave, usual in (
+        ("temperature", True, "sampling.temperature", 0.5, 1.5, (0.1, 2), "1"),
+        ("temperature", True, "evaluation.temperature", 0, 1.5, _ANY, "0 or 1"),
+        ("penalty-dominates", True, "algorithm.kl_coefficient", 0, 0.2, (-1, 10), "0 to 0.05"),
+        ("penalty-dominates", True, "algorithm.entropy_coefficient", 0, 0.05, (-1, 1), "0 to 0.01"),
+        ("penalty-dominates", True, "algorithm.value_coefficient", 0, 5, (-1, 1000), "0.1"),
+        ("penalty-dominates", recipe.trainer.value_learning_rate, "trainer.value_learning_rate", 0, 0.05, (-1, 1), "null"),
+        ("bounds-wrong", is_ratio, "algorithm.mask_low", 0, 0.9, (-1, 0.99), "0.5"),
+        ("bounds-wrong", is_ratio, "algorithm.mask_high", 1.1, math.inf, (1.01, math.inf), "5"),
+        ("bounds-wrong", mask == "off_policy_sequence", "algorithm.mask_kl", 1e-3, math.inf, _ANY, "0.5"),
+        ("bounds-wrong", loss == "reinforce", "algorithm.clamp", 1, 100, _ANY, "5"),
+        ("bounds-wrong", loss == "gspo", "algorithm.clip_high", 0, 0.05, _ANY, "4e-4, and 3e-4 for clip_low"),
+        ("bounds-wrong", loss == "cispo", "algorithm.clip_high", 0, 10, _ANY, "4"),
+        ("bounds-wrong", loss in CUTTING and loss != "gspo", "algorithm.clip_high", 0.01, 10, _ANY, "0.2"),
+    ):  # fmt: skip
+        if is_used and not low <= (value := value_at(recipe, name)) <= high:
+            gravity: Gravity = "warning" if grave[0] < value < grave[1] else "grave"
+            yield Finding(id_, gravity, f"{low:g} to {high:g} is usual", name, f"use {usual}")
+    for place, share in recipe.tasks_by_place.items():
+        if not 0.01 <= (value := view.earned.get(place, share.reward.correct)) <= 50:
+            gravity = "note" if recipe.algorithm.normalize_std else "warning"
+            yield Finding("reward-scale", gravity, f"up to {value:g}", f"{place}reward.correct", "let full marks be about 1")
+        taken = num * share.weight / sum(one.weight for one in recipe.mixture.values())
+        if taken < min(10, num):
+            yield Finding("batch-small", "warning", f"{taken:.2g} groups in the run", f"{place}weight", "raise it, or drop it")
+    if size > 1 and groups_per_step(recipe) == 1:
         yield Finding("batch-small", "warning", "1 group", "trainer.batch_size", f"use {16 * size}, which is 16 problems")
 
 
-SETTINGS_RULES = (optimizer, loss)
+SETTINGS_RULES = (optimizer, ranges)

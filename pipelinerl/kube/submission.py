@@ -23,7 +23,7 @@ from typing import Any
 
 from grpc.aio import Channel
 
-from pipelinerl.errors import FieldError, ServiceError, UserError
+from pipelinerl.errors import EXIT_USER_ERROR, FieldError, ServiceError, UserError
 from pipelinerl.kube import client as kube
 from pipelinerl.kube.client import LIST_PODS, KubeError, Object, PersonClient, name_of
 from pipelinerl.kube.completion import FAILED, FINISHED
@@ -31,7 +31,6 @@ from pipelinerl.local.ending import write_report
 from pipelinerl.local.following import follow_calls
 from pipelinerl.local.progress import Display, RunState
 from pipelinerl.service.grpc import open_channel
-from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 from pipelinerl.service.logs import printable
 from pipelinerl.service.tls import CA, CERTIFICATE, KEY, Certificates
 

@@ -14,25 +14,15 @@ from typing import Any
 
 from pipelinerl.doctor.findings import Finding
 from pipelinerl.doctor.runs import examine_run
-from pipelinerl.errors import FieldError, PipelineRLError, counted
+from pipelinerl.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_UNREAD, EXIT_USER_ERROR, PipelineRLError, counted
 from pipelinerl.local.processes import ServiceDied, living_names
 from pipelinerl.local.progress import duration, number, percent
 from pipelinerl.page.data import REPORT_SCRIPTS, asset, report_data
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.rl.ledger import MEANINGS
-from pipelinerl.run_dir import (
-    RunDir,
-    check_folder,
-    newest_checkpoint,
-    read_json,
-    recipe_changes_of,
-    trainer_starts,
-    write_json,
-    write_whole,
-)
+from pipelinerl.run_dir import RunDir, newest_checkpoint, read_json, recipe_changes_of, trainer_starts, write_json, write_whole
 from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics, to_json
-from pipelinerl.service.lifecycle import EXIT_USER_ERROR
 
 SAMPLES_READ = 64
 """Number of samples read from each end of samples.jsonl. The page shows at most eight of each."""
@@ -49,11 +39,7 @@ def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Pa
 def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequence[Finding] | None = None) -> str:
     """Return a page that needs no network, with samples from the first and the last `samples_read` lines of samples.jsonl.
     `findings`: results of `examine_run`, which is called if they are None. Raises `FieldError` if the folder is not a run's."""
-    recipe_file = run_dir / "recipe.yaml"
-    check_folder(run_dir)
-    if not recipe_file.is_file():
-        raise FieldError("RUN_DIR", str(run_dir), "has no recipe.yaml: give the folder of a run")
-    recipe = recipe_of_run(recipe_file)
+    recipe = recipe_of_run(recipe_file := run_dir / "recipe.yaml", "RUN_DIR")
     records, samples = read_jsonl(run_dir / "metrics.jsonl"), jsonl_ends(run_dir / "samples.jsonl", samples_read)
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     text = recipe_file.read_text(encoding="utf-8")
@@ -82,8 +68,6 @@ def script_json(data: Mapping[str, Any]) -> str:
 
 
 _REASONS_SHOWN = 3
-EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 130, 141
-"""Exit codes of a run. `EXIT_UNREAD`: its output was closed. A run also returns `EXIT_USER_ERROR` if a service did."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +95,7 @@ class Ending:
             return EXIT_UNREAD if self.unread else EXIT_INTERRUPTED
         if isinstance(self.error, ServiceDied) and self.error.returncode == EXIT_USER_ERROR:
             return EXIT_USER_ERROR
-        return EXIT_FAILED if self.error else EXIT_DONE
+        return EXIT_FAILURE if self.error else EXIT_OK
 
 
 def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
@@ -157,7 +141,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending, f
     if run_dir.checkpoint.is_dir():
         lines.append(f"  checkpoint         {run_dir.checkpoint}")
     # The user must correct a mistake before the run can continue, so no line suggests to resume it.
-    if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILED) and run_dir.identity.is_file():
+    if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILURE) and run_dir.identity.is_file():
         lines.append(f"  continue with      pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
         version, steps = newest_checkpoint(run_dir.path), summary.get("steps") or 0
         if version is None:

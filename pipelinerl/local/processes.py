@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.errors import EXIT_USER_ERROR, FieldError, ServiceError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import RunDir, check_folder
-from pipelinerl.service.lifecycle import EXIT_USER_ERROR, MISTAKE
+from pipelinerl.service.lifecycle import MISTAKE
 from pipelinerl.service.logs import printable
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ServiceAddress, read_address

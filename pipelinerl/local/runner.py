@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count as numbers
 from pathlib import Path
 
-from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, counted
+from pipelinerl.errors import EXIT_FAILURE, FieldError, PipelineRLError, ServiceError, counted
 from pipelinerl.initial_model import is_built, is_complete
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.following import follow_trainer, watch_actors
@@ -67,7 +67,7 @@ from pipelinerl.run_dir import (
     write_whole,
 )
 from pipelinerl.run_summary import is_finished, read_jsonl
-from pipelinerl.service.lifecycle import EXIT_FAILURE, background, signals_to
+from pipelinerl.service.lifecycle import background, signals_to
 from pipelinerl.service.logs import printable
 from pipelinerl.service.settings import ServiceAddress, TrainerSettings, read_address
 from pipelinerl.service.tls import read_certificates

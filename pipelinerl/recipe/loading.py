@@ -24,6 +24,7 @@ import pipelinerl
 from pipelinerl.errors import FieldError, UserError, counted
 from pipelinerl.recipe.fields import MAY_CHANGE, PUBLISHED, Recipe, allowed, field_at, listed_section, section_of, unknown_field
 from pipelinerl.recipe.rules import broken_rules
+from pipelinerl.run_dir import check_folder
 
 
 class RecipeError(UserError):
@@ -208,8 +209,12 @@ def modules_beside(recipe: Recipe, file: Path) -> Path | None:
     return file.parent
 
 
-def recipe_of_run(path: Path) -> Recipe:
-    """Return the recipe that a run has written. For invalid content, the error suggests the version that wrote it."""
+def recipe_of_run(path: Path, option: str = "RUN") -> Recipe:
+    """Return the recipe that a run has written to recipe.yaml in its folder. Raises `FieldError` on `option` if there is none.
+    For invalid content, the error suggests the version that wrote it."""
+    check_folder(path.parent, option)
+    if not path.is_file():
+        raise FieldError(option, str(path.parent), f"has no {path.name}; give the folder of a run, such as runs/NAME")
     try:
         return recipe_from_data(read_recipe(path), str(path))
     except RecipeError as error:

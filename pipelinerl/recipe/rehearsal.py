@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("js
 """Packages of scorers, which may be missing on a machine that only checks recipes."""
 _BARE = ("task", "exact", "code", *_MATHEMATICS)
 """Scorers for which the bare reference answer is a right answer. For `math_boxed` it must be in a box."""
+
+_OTHERS_TRIED = 6
+"""Number of problems on which a user's function also gets the answer of another problem."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,12 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
             is_mathematics = share.reward.scorer in _MATHEMATICS
             final = final_answer(answer) if is_mathematics else answer.strip()
             yield Call(place, problem, answer, answer_forms(share, final) if final else ())
-            for miss in near_misses(final) if is_mathematics else ():
+            misses = near_misses(final) if is_mathematics else []
+            if share.reward.is_function and index < _OTHERS_TRIED:  # Answers to other problems are wrong.
+                others = (source.problem(split, other % there) for other in range(index + 1, index + 1 + _OTHERS_TRIED))
+                texts = (str(one.reference.get("answer", "")).strip() for one in others)
+                misses = [*islice((one for one in texts if one and one != answer.strip()), 1)]
+            for miss in misses:
                 yield Call(place, problem, forms=answer_forms(share, miss), near_miss=miss)
         if index == 0 or not answer:
             yield Call(place, problem)
@@ -172,7 +180,7 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
     """Return a summary of the calls of one set, as one line of text."""
     failed, good = ([call for call in calls if (call.status == "ok") is is_good] for is_good in (False, True))
     told = []
-    kinds = {"reference answers": (True, False), "their near misses": (True, True), "empty ones": (False, False)}
+    kinds = {"reference answers": (True, False), "wrong ones": (True, True), "empty ones": (False, False)}
     for what, kind in kinds.items():
         if rewards := [call.reward for call in good if (bool(call.completion), bool(call.near_miss)) == kind]:
             earned = f"{min(rewards):.3g} to {max(rewards):.3g}, {statistics.fmean(rewards):.3g} on average"
@@ -227,15 +235,14 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """Rendered prompts as `rows` (name, value) to print, and findings about the chat template: `mistakes` (field, value, fix),
-    the tokenizer's `control` tokens and `special` ones, which rewards do not see, and variables in `model.chat_template_kwargs`
-    that the template leaves `unread`."""
+    """Rendered prompts as `rows` (name, value) to print, findings about the chat template as (field, value, fix), which are
+    `mistakes` or `doubts`, and the tokenizer's `control` tokens and `special` ones, which rewards do not see."""
 
     rows: Sequence[tuple[str, str]] = ()
     mistakes: Sequence[tuple[str, Any, str]] = ()
     control: Sequence[str] = ()
     special: Sequence[str] = ()
-    unread: Sequence[str] = ()
+    doubts: Sequence[tuple[str, Any, str]] = ()
 
 
 def _has_prompt(share: ProblemSet) -> bool:
@@ -292,9 +299,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
     """Yield warnings about the chat template, and about rows whose text contains a control token, which stays plain text."""
     model, spellings, special = recipe.model, Spellings(set(found.control)), Spellings(set(found.special))
-    if found.unread:
-        fix = f"the chat template never reads {', '.join(found.unread)}; correct the name, or leave it out"
-        yield FieldError("model.chat_template_kwargs", model.chat_template_kwargs, fix)
+    yield from (FieldError(*doubt) for doubt in found.doubts)
     if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):
         yield FieldError("model.chat_template", model.chat_template, "no prompt uses it; set task.prompt_style to chat")
     for place, source in sources.items():

@@ -55,6 +55,10 @@ def wrong_url(url: str, stores: Sequence[str] = STORES) -> str:
     parts = urlsplit(url)
     if parts.scheme not in stores or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in stores)}..."
+    if parts.scheme == "file" and parts.netloc:
+        return "must have an absolute path, after three slashes: file:///folder"
+    if any(map(str.isspace, url)):
+        return "must not contain spaces: write %20 for one"
     if parts.username or parts.password:
         return "must not contain credentials: give them in the environment, from a Secret (docs/storage.md)"
     if parts.query or parts.fragment:

@@ -27,7 +27,7 @@ QUANTISED_BYTES = 1
 MOST_SNAPSHOTS = 3
 """Snapshots of a trainer: one each for the served version, the version in transfer and the version that waits."""
 LOG_COPIES = 2
-"""Copies of the weights for the weight log, in host memory: the version that it wrote last, and the one that it is writing."""
+"""Further snapshots for the weight log: the version that it wrote last, and the one that it is writing."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
 LEAST_ACTIVATIONS_GIB = 4.0
@@ -216,19 +216,22 @@ def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
     """Return the memory of the trainer's snapshots on its device of `memory_gib`, which no actor uses. It is 0 if they are in
-    host memory: with several ranks, with Gloo, and if they would take room for activations."""
+    host memory: with several ranks, with Gloo, and if they would take room for activations. Those of adapters are not counted,
+    because they are small."""
     if recipe.weights.backend == "gloo" or recipe.trainer.ranks > 1 or sends_adapters(recipe):
         return 0.0
-    snapshots = MOST_SNAPSHOTS * model.parameters * wire_bytes(recipe, model)
+    snapshots = _all_snapshots(recipe, model)
     return snapshots / GIB if state_bytes(recipe, model) + snapshots <= memory_gib * MODEL_STATE_SHARE * GIB else 0.0
 
 
 def host_copies_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> float:
-    """Return the trainer's host memory for the weight log, and for snapshots unless a device of `memory_gib` may keep them."""
-    adapters = adapter_parameters(recipe, model) if sends_adapters(recipe) else 0
-    on_device = adapters or snapshot_gib(recipe, model, memory_gib)
-    copies = (0 if on_device else MOST_SNAPSHOTS) + (LOG_COPIES if recipe.weights.log_place else 0)
-    return copies * (adapters or model.parameters) * wire_bytes(recipe, model) / GIB
+    """Return the trainer's host memory for snapshots, unless a device of `memory_gib` may keep them."""
+    on_device = sends_adapters(recipe) or snapshot_gib(recipe, model, memory_gib)
+    return 0.0 if on_device else _all_snapshots(recipe, model) / GIB
+
+
+def _all_snapshots(recipe: Recipe, model: Model) -> float:
+    return (MOST_SNAPSHOTS + LOG_COPIES * bool(recipe.weights.log_place)) * model.parameters * wire_bytes(recipe, model)
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, UserError
+from pipelinerl.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, FieldError, PipelineRLError, ServiceError, UserError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.logs import LogContext, configure_logging
 from pipelinerl.service.settings import PolicySettings, ServiceSettings, read_settings
@@ -26,7 +26,6 @@ from pipelinerl.telemetry.tracing import tracing
 
 log = logging.getLogger(__name__)
 
-EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR = 0, 1, 2
 MISTAKE = "error: "
 """Beginning of the output that reports a user's mistake."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

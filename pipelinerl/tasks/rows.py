@@ -113,8 +113,8 @@ def _check_alike(folder: Path, files: list[Path]) -> None:
 
 
 def known_format(path: Path) -> str:
-    """Return the format by a file's name, such as `.jsonl` for a.jsonl.gz; empty if it is not supported."""
-    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
+    """Return the format by a file's name, such as `.jsonl` for a.JSONL.gz; empty if it is not supported."""
+    suffixes = [suffix for suffix in map(str.lower, path.suffixes) if suffix not in _COMPRESSIONS]
     return suffixes[-1] if suffixes and suffixes[-1] in _FORMATS else ""
 
 
@@ -182,11 +182,13 @@ def _decoded(line: bytes, number: int = 1) -> str:
     """Return the text of a file's line `number`. Raises `BadRow`, which names the first wrong byte, for another encoding."""
     try:
         text = line.decode()
-        return text.removeprefix("\ufeff") if number == 1 else text
+        if 4 * line.count(0) < len(line):
+            return text.removeprefix("\ufeff") if number == 1 else text
+        found = f"{line.count(0):,} of {len(line):,} bytes are zero"
     except UnicodeDecodeError as error:
-        guess = "UTF-16" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else "WINDOWS-1252"
         found = f"{error.reason} (0x{line[error.start]:02x}) at byte {error.start + 1}"
-        raise BadRow(f"not UTF-8: {found}; save it as UTF-8, or convert it: iconv -f {guess} -t UTF-8") from None
+    order = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}.get(line[:2], "UTF-16LE" if b"\0" in line else "WINDOWS-1252")
+    raise BadRow(f"not UTF-8: {found}; save it as UTF-8, or convert it: iconv -f {order} -t UTF-8")
 
 
 def _object(row: Any) -> Values | BadRow:
@@ -198,19 +200,25 @@ def _object(row: Any) -> Values | BadRow:
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
     """Read a JSON array of objects. A file that does not begin with `[` is read as JSONL, which is often named .json."""
     content = _whole(path, stream)
-    if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        yield from _jsonl_rows(path, io.BytesIO(content))
-        return
+    is_array = content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     try:
         rows = json.loads(_decoded(content))
     except (BadRow, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a JSON array: {error}") from error
+        if is_array:
+            raise UserError(f"{path}: not a JSON array: {error}") from error
+        yield from _jsonl_rows(path, io.BytesIO(content))
+        return
+    if not is_array:
+        found = f"one object with {', '.join(rows)}"[:200] if isinstance(rows, dict) else "a single value"
+        raise UserError(f"{path}: holds {found}; give an array of objects, or one object on each line")
     yield from ((number, _object(row)) for number, row in enumerate(rows, start=1))
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
     """Read rows under a header. The separator is the one that gives the first line the most columns. A .tsv with a tab in its
-    first line is separated by tabs. A row's number is that of its first line, because a quoted value may span several lines."""
+    first line is separated by tabs. A row's number is that of its first line, because a quoted value may span several lines.
+    Spreadsheets also write rows without values and columns without a name. The former, and spaces after separators, are
+    skipped; no field has the latter's name."""
     csv.field_size_limit(LONGEST_LINE)
     lines = map(_decoded, _lines(path, stream), count(1))
     reader, first = csv.reader(()), 1
@@ -219,20 +227,23 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
         top = next(lines, "")
         separators = "\t" if known_format(path) == ".tsv" and "\t" in top else ",;\t|"
         delimiter = max(separators, key=lambda one: len(next(csv.reader([top], delimiter=one), ())))
-        reader = csv.reader(chain([top], lines), delimiter=delimiter, strict=True)
+        reader = csv.reader(chain([top], lines), delimiter=delimiter, skipinitialspace=True, strict=True)
         for values in reader:
             if header is None:
-                header = values
-                if len(set(header)) < len(header):
-                    raise UserError(f"{path}: its header has a column twice: {', '.join(header)}")
+                header, named = values, list(filter(None, values))
+                if len(set(named)) < len(named):
+                    raise UserError(f"{path}: its header has a column twice: {', '.join(named)}")
+            elif not any(value.strip() for value in values):
+                pass
             elif len(values) == len(header):
-                yield first, dict(zip(header, values, strict=True))
-            elif values:
+                yield first, {name: value for name, value in zip(header, values, strict=True) if name}
+            else:
                 fix = f"quote values that contain the separator {delimiter!r}"
                 yield first, BadRow(f"has {len(values)} values, but the header has {len(header)} columns; {fix}")
             first = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+        ends = "; save it with another kind of line ends" if "new-line" in str(error) else ""
+        raise UserError(f"{path}, line {max(1, reader.line_num)}: not CSV: {error}{ends}") from error
     except BadRow as error:
         raise UserError(f"{path}, line {reader.line_num + 1}: {error}") from None
 

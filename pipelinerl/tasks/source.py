@@ -156,18 +156,19 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems that repeat a question, the first one's place, and how many of them have another answer."""
+        """Number of problems that repeat a question, the first one's place and text, and how many have another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
-                self.first_repeated = self.first_repeated or problem.place
+                self.first_repeated = self.first_repeated or f"{problem.place} ({problem.question!r:.80})"
                 self.num_repeated += 1
                 answers = [one.reference.get("answer", one.reference) for one in (problem, known)]
                 self.num_contradicted += answers[0] != answers[1]
         self.problems = list(distinct.values())
         self.unanswered = [one for one in self.problems if not str(one.reference.get("answer", "-")).strip()]
         """Problems whose answer is empty."""
-        self._division = Division(len(self.problems), config, seed, is_trained_on=is_trained_on, where=config.path)
+        where = f"{config.path}, which repeats {self.first_repeated}," if self.num_repeated else config.path
+        self._division = Division(len(self.problems), config, seed, is_trained_on=is_trained_on, where=where)
         self.num_heldout = self._division.num_heldout
 
     def problem(self, split: Split, index: int) -> Problem:
@@ -183,7 +184,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
         except BadRow as wrong:
             num_wrong += 1
             absent[wrong.absent] += 1
-            found = found or ", ".join(_fields(row.values))
+            found = found or ", ".join(field_names(row.values))
             if num_wrong <= _MOST_TOLD:
                 told.append(f"{row.place}: {wrong}".removeprefix(f"{config.path}, "))
         else:
@@ -203,11 +204,12 @@ _MOST_TOLD = 10
 """Maximum number of bad rows that an error lists."""
 
 
-def _fields(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
+def field_names(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
+    """Yield the names of a row's fields, also of those within objects, as `a.b`."""
     for name, value in row.items() if isinstance(row, Mapping) else ():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
-            yield from _fields(value, f"{prefix}{name}.")
+            yield from field_names(value, f"{prefix}{name}.")
 
 
 _PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w. -]*)\}\}|\{([A-Za-z_][\w. -]*)\}")
@@ -259,10 +261,10 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
     """Return a field with a text or a number as text. A list with one item counts as this item. Raises `BadRow`."""
     value = value_in(row, name)
     if value is ABSENT:
-        raise BadRow(f"has no field {name!r}, only {', '.join(_fields(row)) or 'an empty object'}", name)
+        raise BadRow(f"has no field {name!r}, only {', '.join(field_names(row)) or 'an empty object'}", name)
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
-        inside = next(_fields(only, f"{name}."), "") if only is value and isinstance(only, Mapping) else ""
+        inside = next(field_names(only, f"{name}."), "") if only is value and isinstance(only, Mapping) else ""
         such = f", such as {inside!r}" if inside else ""
         raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{such}")
     if not isinstance(only, str) and not isfinite(only):

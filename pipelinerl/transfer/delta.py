@@ -1,12 +1,13 @@
 """Objects of the weight log as bytes: anchors, which are safetensors files, and lossless deltas from one version to another.
 
 An anchor's header follows from the manifest and the version, so a reader compares it and parses nothing. A delta has one record
-per chunk of the manifest: an encoding, a length, and the XOR of both versions' words, which have 2 bytes in chunks with 16-bit
-tensors and 4 in others. SPARSE holds the gaps before the changed words, then their XORs by byte planes, compressed together by
-zstd. A gap is one byte below 255, after one byte of 255 for each 255 words to skip. XOR holds all words by byte planes, and
-WHOLE the new bytes.
+per chunk of the manifest: a length and that many bytes, none if the chunk is unchanged. They hold the XOR of both versions'
+words, which have 2 bytes in chunks with 16-bit tensors and 4 in others: the number of words and of bytes of gaps, and,
+compressed together by zstd, the gaps before the changed words and the words' XORs by byte planes. A gap is one byte below 255,
+after one byte of 255 for each 255 words to skip. Without gaps, all words of the chunk follow.
 
-Everything runs on one core, in calls of NumPy and zstd that release the GIL. Decoding checks sizes before it allocates memory.
+Changed words are found on the device that holds the versions, and only these are copied to the host. There, encoding and
+decoding take one core, in calls that release the GIL. Decoding checks sizes before it allocates memory.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow
+import torch
+from torch import Tensor
 
 from pipelinerl.errors import TransferError
 from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.transfer.chunks import chunk_of
+from pipelinerl.transfer.group import HOST, Placement
 from pipelinerl.transfer.manifest import DTYPE_BYTES, Chunk, Manifest
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 _Words: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
-UNCHANGED, SPARSE, XOR, WHOLE = range(4)
-_MAGIC = b"PRLDELT1"
+_MAGIC = b"PRLDELT2"
 """The last digit is the version of the format."""
 _HEADER, _FIELDS = struct.Struct("<8s16sIQQ"), ("magic", "manifest_id", "incarnation", "from_version", "to_version")
-_RECORD, _SIZES = struct.Struct("<BQ"), struct.Struct("<QQ")
-"""A record's encoding and length; in a SPARSE record, the number of changed words and of bytes of their gaps."""
+_LENGTH, _SIZES = struct.Struct("<Q"), struct.Struct("<QQ")
 _SKIP = 255
 _SAFETENSORS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _ZSTD = pyarrow.Codec("zstd", compression_level=1)
@@ -63,11 +66,13 @@ def anchor_header(manifest: Manifest, version: PolicyVersion) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def encode_anchor(manifest: Manifest, version: PolicyVersion, stream: Bytes) -> Iterator[bytes | memoryview]:
-    """Yield the parts of an anchor. The tensors are views of `stream`, uint8[total_bytes]."""
+def encode_anchor(
+    manifest: Manifest, version: PolicyVersion, stream: Tensor, placement: Placement = HOST
+) -> Iterator[bytes | memoryview]:
+    """Yield the parts of an anchor. `stream`: uint8[total_bytes] in the memory of `placement`."""
     yield anchor_header(manifest, version)
     for offset, size in zip(manifest.offsets, manifest.sizes, strict=True):
-        yield stream[offset : offset + size].data
+        yield placement.on_host(stream[offset : offset + size]).numpy().data
 
 
 def decode_anchor(manifest: Manifest, version: PolicyVersion, data: Bytes, into: Bytes, name: str) -> Iterator[None]:
@@ -86,13 +91,16 @@ def decode_anchor(manifest: Manifest, version: PolicyVersion, data: Bytes, into:
 
 
 def encode_delta(
-    manifest: Manifest, before: PolicyVersion, after: PolicyVersion, old: Bytes, new: Bytes
+    manifest: Manifest, before: PolicyVersion, after: PolicyVersion, old: Tensor, new: Tensor, placement: Placement = HOST
 ) -> Iterator[bytes | memoryview]:
-    """Yield the parts of the delta from stream `old` to stream `new`, uint8[total_bytes] each, of the same incarnation."""
+    """Yield the parts of the delta from stream `old` to stream `new`, uint8[total_bytes] each in the memory of `placement`, of
+    the same incarnation."""
     yield _HEADER.pack(_MAGIC, manifest.manifest_id.encode(), after.incarnation, before.number, after.number)
     for chunk in manifest.chunks:
-        encoding, body = _encode(_words(manifest, chunk, old), _words(manifest, chunk, new))
-        yield _RECORD.pack(encoding, len(body))
+        bits = 8 * _word_bytes(manifest, chunk)
+        with placement.scope():
+            body = _encode(*(chunk_of(stream, chunk).view(getattr(torch, f"int{bits}")) for stream in (old, new)))
+        yield _LENGTH.pack(len(body))
         yield body
 
 
@@ -109,12 +117,13 @@ def decode_delta(
             raise LogDamaged(name, field, f"is {found!r}, expected {wanted!r}")
     start = _HEADER.size
     for chunk in manifest.chunks:
-        body = start + _RECORD.size
+        body = start + _LENGTH.size
         try:
-            encoding, length = _RECORD.unpack(data[start:body].data)
+            (length,) = _LENGTH.unpack(data[start:body].data)
             if length > len(data) - body:
                 raise ValueError(f"has a length of {length} with {len(data) - body} bytes left")
-            _decode(encoding, data[body : body + length], _words(manifest, chunk, into))
+            words = into[chunk.offset : chunk.offset + chunk.num_bytes].view(f"u{_word_bytes(manifest, chunk)}")
+            _decode(data[body : body + length], words)
         except (ValueError, OSError, struct.error) as error:  # OSError is zstd's
             raise LogDamaged(name, f"chunks[{chunk.index}]", str(error)) from error
         start = body + length
@@ -123,56 +132,39 @@ def decode_delta(
         raise LogDamaged(name, "bytes", f"are {len(data)}, expected {start}")
 
 
-def _words(manifest: Manifest, chunk: Chunk, stream: Bytes) -> _Words:
-    """Return a view of the chunk's bytes as words."""
-    narrowest = min(DTYPE_BYTES[manifest.sent_dtype(manifest.parameters[index])] for index in chunk.parameters)
-    return stream[chunk.offset : chunk.offset + chunk.num_bytes].view(np.uint16 if narrowest == 2 else np.uint32)
+def _word_bytes(manifest: Manifest, chunk: Chunk) -> int:
+    return min(4, *(DTYPE_BYTES[manifest.sent_dtype(manifest.parameters[index])] for index in chunk.parameters))
 
 
-def _encode(old: _Words, new: _Words) -> tuple[int, bytes | memoryview]:
-    difference = old ^ new
-    changed = _nonzero(difference)
-    if not len(changed):
-        return UNCHANGED, b""
-    if len(changed) <= new.size // 4:
-        gaps = _gaps(changed)
-        packed = _ZSTD.compress(np.concatenate((gaps, _planes(difference[changed]))), asbytes=True)
-        encoding, body = SPARSE, _SIZES.pack(len(changed), len(gaps)) + packed
-    else:
-        encoding, body = XOR, _ZSTD.compress(_planes(difference), asbytes=True)
-    return (encoding, body) if len(body) < new.nbytes else (WHOLE, new.view(np.uint8).data)
+def _encode(old: Tensor, new: Tensor) -> bytes:
+    difference, gaps = old ^ new, np.empty(0, np.uint8)
+    num_changed = int(difference.count_nonzero())  # asked first, because the positions take 8 bytes each on the device
+    if not num_changed:
+        return b""
+    if num_changed <= new.numel() // 4:
+        positions = difference.nonzero().squeeze(1)
+        gaps, difference = _gaps(positions.cpu().numpy()), difference[positions]
+    packed = _ZSTD.compress(np.concatenate((gaps, _planes(difference.cpu().numpy()))), asbytes=True)
+    return _SIZES.pack(len(difference), len(gaps)) + packed
 
 
-def _decode(encoding: int, body: Bytes, into: _Words) -> None:
+def _decode(body: Bytes, into: _Words) -> None:
     """Apply a record to the words `into`. Raises ValueError, struct.error, or zstd's OSError."""
-    if encoding == SPARSE:
-        num_changed, num_gaps = _SIZES.unpack(body[: _SIZES.size].data)
-        if not 0 < num_changed <= into.size or not num_changed <= num_gaps <= num_changed + into.size // _SKIP:
-            raise ValueError(f"claims {num_changed} changes in {num_gaps} bytes of gaps, which {into.size} words cannot have")
-        raw = _unpacked(body[_SIZES.size :], num_gaps + num_changed * into.itemsize)
-        positions = _positions(raw[:num_gaps])
-        if len(positions) != num_changed or positions[-1] >= into.size:
-            raise ValueError(f"has {len(positions)} positions for {num_changed} changes, or one beyond {into.size} words")
-        into[positions] ^= _from_planes(raw[num_gaps:], into.dtype)
-    elif encoding == XOR:
-        into ^= _from_planes(_unpacked(body, into.nbytes), into.dtype)
-    elif encoding == WHOLE and len(body) == into.nbytes:
-        into[:] = body.view(into.dtype)
-    elif encoding != UNCHANGED or len(body):
-        raise ValueError(f"has encoding {encoding} with {len(body)} bytes for {into.nbytes}")
-
-
-def _unpacked(body: Bytes, num_bytes: int) -> Bytes:
-    """Return uint8[num_bytes]. Raises OSError if zstd finds damage or another size."""
-    return np.frombuffer(_ZSTD.decompress(pyarrow.py_buffer(body), num_bytes), np.uint8)
-
-
-def _nonzero(words: _Words) -> _Words:
-    """Return the positions of words that are not zero. Looking at 8 bytes at a time first is several times as fast."""
-    eights, shift = words.view(np.uint64), (8 // words.itemsize).bit_length() - 1
-    groups = np.flatnonzero(eights != 0)
-    inside = np.flatnonzero(eights[groups].view(words.dtype) != 0)
-    return (groups << shift)[inside >> shift] + (inside & ((1 << shift) - 1))
+    if not len(body):
+        return
+    num_words, num_gaps = _SIZES.unpack(body[: _SIZES.size].data)
+    least = num_words if num_gaps else 0
+    if not 0 < num_words <= into.size or not least <= num_gaps <= num_words + into.size // _SKIP:
+        raise ValueError(f"claims {num_words} words in {num_gaps} bytes of gaps, which {into.size} words cannot have")
+    packed, num_bytes = pyarrow.py_buffer(body[_SIZES.size :]), num_gaps + num_words * into.itemsize
+    raw = np.frombuffer(_ZSTD.decompress(packed, num_bytes), np.uint8)
+    words, positions = _from_planes(raw[num_gaps:], into.dtype), _positions(raw[:num_gaps])
+    if not num_gaps and num_words == into.size:
+        into ^= words
+    elif len(positions) == num_words and positions[-1] < into.size:
+        into[positions] ^= words
+    else:
+        raise ValueError(f"has {len(positions)} positions for {num_words} words, or one beyond {into.size} words")
 
 
 def _gaps(positions: _Words) -> Bytes:

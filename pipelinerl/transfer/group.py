@@ -35,11 +35,13 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, TransferError
 from pipelinerl.messages.control import Backend
+from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.settings import host_port, split_host_port
-from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, Kept, TransferAborted
+from pipelinerl.transfer.chunks import checksum, chunk_header, chunk_of
+from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, Kept, Manifest, TransferAborted
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,11 @@ class Placement:
                 yield
         finally:  # work queued before an error still runs
             callers.wait_stream(self.stream)
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or a copy of it in host memory, after the work that is queued on the stream."""
+        with self.scope():
+            return tensor.cpu()
 
     def synchronize(self) -> None:
         """Wait until the device has done the work that this thread queued."""
@@ -408,3 +415,36 @@ def _are_set(spec: GroupSpec, meeting: PrefixStore, keys: list[str], given_up: t
     except DistStoreError:
         return False
     return True
+
+
+class StreamFile:
+    """A file in the place of a group. Gives the chunks of `version` in order, each after its header, as `broadcast` of a group
+    does. The file at `path` has been checked against the trainer's digest and must not change. Raises TransferError if it lacks
+    the manifest's size."""
+
+    placement = HOST
+
+    def __init__(self, path: str, manifest: Manifest, version: PolicyVersion) -> None:
+        try:
+            self._stream = torch.from_file(path, shared=False, size=manifest.total_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise TransferError(f"{path} does not hold the {manifest.total_bytes} bytes of {version}: {error}") from error
+        self._chunks, self._version = iter(manifest.chunks), version
+        self._chunk: Tensor | None = None
+
+    def first_chunk(self, content: str) -> int:
+        """Return 0, because every chunk is given."""
+        return 0
+
+    def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
+        """Fill `tensor` with the next header or chunk."""
+        if self._chunk is None:
+            chunk = next(self._chunks)
+            self._chunk = chunk_of(self._stream, chunk)
+            tensor.copy_(chunk_header(self._version, chunk, checksum(self._chunk)))
+        else:
+            tensor.copy_(self._chunk)
+            self._chunk = None
+
+    def close(self) -> None:
+        """Do nothing: the memory map ends with this object."""

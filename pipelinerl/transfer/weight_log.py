@@ -30,6 +30,7 @@ from pipelinerl.transfer.delta import (
     encode_delta,
     largest_object,
 )
+from pipelinerl.transfer.group import HOST, Placement
 from pipelinerl.transfer.manifest import Manifest
 from pipelinerl.transfer.stores import LogStore, StoreError
 from pipelinerl.v1.control_pb2 import LogObject, Published
@@ -42,34 +43,45 @@ _Result = TypeVar("_Result")
 
 class WeightLog:
     """The writer. `prefix`: folder of its keys. `anchor_every`: versions in the log from one anchor to the next, or fewer if
-    the deltas are larger than the anchor. `keep_all`: delete nothing."""
+    the deltas are larger than the anchor. `keep_all`: delete nothing. `placement`: the memory of the versions."""
 
-    def __init__(self, store: LogStore, manifest: Manifest, prefix: str, *, anchor_every: int, keep_all: bool = False) -> None:
-        self._store, self._manifest, self._prefix = store, manifest, prefix
+    def __init__(
+        self,
+        store: LogStore,
+        manifest: Manifest,
+        prefix: str,
+        *,
+        anchor_every: int,
+        keep_all: bool = False,
+        placement: Placement = HOST,
+    ) -> None:
+        self._store, self._manifest, self._prefix, self._placement = store, manifest, prefix, placement
         self._anchor_every, self._keep_all = anchor_every, keep_all
         self._chains: list[list[LogObject]] = []
         """Each chain has an anchor and the deltas after it."""
-        self._newest: tuple[PolicyVersion, Bytes] | None = None
+        self._newest: tuple[PolicyVersion, Tensor] | None = None
         self._has_old = True
         """True if the store may hold objects of chains that are no longer kept."""
         self._turn = asyncio.Lock()
 
     async def add(self, version: PolicyVersion, stream: Tensor, sha256: bytes) -> Published:
-        """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes] in host
-        memory, not to be changed until another version was added. `sha256`: that of the stream. The first version of an
+        """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes], not
+        to be changed until another version was added. `sha256`: that of the stream. The first version of an
         incarnation becomes an anchor. Raises `StoreError`, after which this or a later version can be added."""
         async with self._turn:
-            new, chains, announced = stream.numpy(), list(self._chains), list[LogObject]()
+            chains, announced = list(self._chains), list[LogObject]()
             if self._newest is not None and self._newest[0].incarnation == version.incarnation:
                 before, old = self._newest
                 assert before.number < version.number, f"{version} is not newer than {before}"
-                delta = await self._put(version, _DELTA, encode_delta(self._manifest, before, version, old, new))
+                parts = encode_delta(self._manifest, before, version, old, stream, self._placement)
+                delta = await self._put(version, _DELTA, parts)
                 announced = chains[-1] = [*chains[-1], delta]
             deltas = announced[1:]
             if not deltas or len(deltas) >= self._anchor_every or sum(one.bytes for one in deltas) > announced[0].bytes:
-                chains.append([await self._put(version, _ANCHOR, encode_anchor(self._manifest, version, new))])
+                parts = encode_anchor(self._manifest, version, stream, self._placement)
+                chains.append([await self._put(version, _ANCHOR, parts)])
             self._has_old |= len(chains) > len(self._chains)
-            self._chains, self._newest = chains[-CHAINS_KEPT:], (version, new)
+            self._chains, self._newest = chains[-CHAINS_KEPT:], (version, stream)
             return Published(
                 incarnation=version.incarnation,
                 version=version.number,
@@ -100,8 +112,8 @@ class WeightLog:
 
 
 class Replica:
-    """The reader. `folder` holds one version's stream, and objects that were downloaded and not applied yet. `version`: the
-    version of the stream; None if it is none. Use one call at a time."""
+    """The reader. `folder` holds the stream of `version`, and the object that is being downloaded. `version` is None if the
+    stream has none. Use one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
         self._store, self._manifest, self._folder = store, manifest, folder
@@ -109,28 +121,24 @@ class Replica:
         self.fetched_bytes = 0
         """Bytes of all downloads."""
         self._stream: Bytes | None = None
-        self._objects: dict[bytes, Path] = {}
-        """Files of verified objects, by their SHA-256."""
+        self._compared: PolicyVersion | None = None
+        """The last version whose SHA-256 was the announced one."""
 
     async def bring_to(self, published: Published) -> Path:
         """Bring the stream to the announced version, and return its file of `manifest.total_bytes` bytes.
 
-        The replica first downloads what it lacks. Until that is complete it holds its version, and the next call goes on with
-        the objects that are there. Raises `StoreError` (try again), `ObjectMissing` (await a newer announcement), `LogDamaged`.
+        The replica downloads and applies one object after another, so after an error the next call goes on from the version
+        that it has reached. Raises `StoreError` (try again), `ObjectMissing` (await a newer announcement), `LogDamaged`.
         """
         version, objects = PolicyVersion(published.incarnation, published.version), list(published.objects)
         self._check(published, version)
         known = 0
         if self.version is not None and self.version.incarnation == version.incarnation:
             known = next((index for index, one in enumerate(objects, 1) if one.version == self.version.number), 0)
-        lacking = objects[known:]
-        self._forget({one.sha256 for one in lacking})
-        for one in lacking:
-            if one.sha256 not in self._objects:
-                self._objects[one.sha256] = await self._download(one)
-        if lacking:
-            await self._apply(version, lacking, published.sha256)
-            self._forget(set())
+        for one in objects[known:]:
+            await self._apply(one, PolicyVersion(version.incarnation, one.version))
+        if self._compared != version:
+            await self._compare(version, published.sha256)
         return self._path
 
     @property
@@ -150,13 +158,9 @@ class Replica:
             if one.bytes > (most := largest_object(self._manifest)):
                 raise LogDamaged(name, f"objects[{index}].bytes", f"are {one.bytes}, of at most {most}")
 
-    def _forget(self, needed: set[bytes]) -> None:
-        for sha256 in set(self._objects) - needed:
-            self._objects.pop(sha256).unlink(missing_ok=True)
-
     async def _download(self, one: LogObject) -> Path:
         """Download an object into a file, and compare its size and SHA-256 with the announced ones."""
-        path, sha256 = self._folder / f"{bytes.hex(one.sha256)}.object", hashlib.sha256()
+        path, sha256 = self._folder / "object", hashlib.sha256()
 
         def take(file: BinaryIO, piece: bytes) -> None:
             file.write(piece)
@@ -180,12 +184,12 @@ class Replica:
             raise
         return path
 
-    async def _apply(self, version: PolicyVersion, lacking: list[LogObject], expected_sha256: bytes) -> None:
-        """Apply downloaded objects to the stream, and compare the SHA-256 of the result. The replica holds no version
-        meanwhile."""
-        before, self.version, stream = self.version, None, self._mapped()
-        for one in lacking:
-            data, after = np.memmap(self._objects[one.sha256], np.uint8, "r"), PolicyVersion(version.incarnation, one.version)
+    async def _apply(self, one: LogObject, after: PolicyVersion) -> None:
+        """Download an object and apply it to the stream, which holds no version meanwhile."""
+        path = await self._download(one)
+        try:
+            data, stream = np.memmap(path, np.uint8, "r"), self._mapped()
+            before, self.version, self._compared = self.version, None, None
             if one.key.endswith(_ANCHOR):
                 steps = decode_anchor(self._manifest, after, data, stream, one.key)
             else:
@@ -193,13 +197,18 @@ class Replica:
                 steps = decode_delta(self._manifest, before, after, data, stream, one.key)
             while await _on_thread(partial(next, steps, self)) is not self:  # `self` marks the end
                 pass
-            before = after
-        sha256 = hashlib.sha256()
+            self.version = after
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def _compare(self, version: PolicyVersion, expected_sha256: bytes) -> None:
+        """Compare the stream's SHA-256 with the announced one. If it differs, the stream holds no version."""
+        sha256, stream, self.version = hashlib.sha256(), self._mapped(), None
         for chunk in self._manifest.chunks:
             await _on_thread(partial(sha256.update, stream[chunk.offset : chunk.offset + chunk.num_bytes].data))
         if sha256.digest() != expected_sha256:
             raise LogDamaged(f"version {version}", "sha256", f"is {sha256.hexdigest()}, announced {expected_sha256.hex()}")
-        self.version = version
+        self.version = self._compared = version
 
     def _mapped(self) -> Bytes:
         if self._stream is None:

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 from pipelinerl.episodes import tool_of
 from pipelinerl.errors import FieldError
-from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt, refusal, use_chat_template
+from pipelinerl.prompts import after_answer, answer_end, control_tokens, encoded_prompt, refusal, use_chat_template, written
 from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig
 from pipelinerl.recipe.model_folder import text_config
 from pipelinerl.tasks.source import Problem, conversation
@@ -31,7 +31,7 @@ _SHOWN = 160
 
 
 def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[str, Any]:
-    found: dict[str, Any] = {"rows": [], "mistakes": [], "control": [], "special": [], "unread": []}
+    found: dict[str, Any] = {"rows": [], "mistakes": [], "control": [], "special": [], "doubts": []}
     from transformers import AutoTokenizer
 
     model, folder, file = recipe.model, Path(source), {}
@@ -41,8 +41,10 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
     found["special"] = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     size = text_config(config).get("vocab_size") if (config := folder / "config.json").is_file() else None
     try:
-        if template := model.chat_template or tokenizer.chat_template:
-            found["unread"] = unread_variables(template, model.chat_template_kwargs)
+        template = model.chat_template or tokenizer.chat_template
+        if unread := unread_variables(template, model.chat_template_kwargs) if template else []:
+            fix = f"the chat template never reads {', '.join(unread)}; correct the name, or leave it out"
+            found["doubts"].append(("model.chat_template_kwargs", model.chat_template_kwargs, fix))
     except TemplateError as error:
         line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         found["mistakes"].append(("model.chat_template", template, f"is not valid Jinja{line}: {error}; correct it"))
@@ -63,6 +65,11 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
             found["mistakes"].append((field, wrong.value, wrong.fix))
         else:
             lines = "".join(f"\n    | {line}" for line in shown(token_ids, tokenizer).split("\n"))
+            if share.task.prompt_style == "chat" and not share.task.tools:
+                found["doubts"] += [
+                    ("model.chat_template", model.chat_template or "the model's", fix)
+                    for fix in template_doubts(problem, share.task, tokenizer)
+                ]
             told = f"{f'{share.name}: ' if place else ''}{len(token_ids):,} tokens, special ones in ⟨⟩{lines}"
             found["rows"].append(("prompt", told))
     return found
@@ -75,6 +82,24 @@ def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
         without = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)  # a tag that only transformers knows
         read |= meta.find_undeclared_variables(environment.parse(without))
     return [name for name in names if name not in read]
+
+
+def template_doubts(problem: Problem, task: TaskConfig, tokenizer: Any) -> Iterator[str]:
+    """Yield how the chat template spoils a prompt: a message is missing, the prompt ends an answer instead of beginning it, or
+    markers are no tokens of this tokenizer."""
+    messages = conversation(problem.messages or [{"role": "user", "content": problem.question}], task)
+    text, known = written(tokenizer, messages), tokenizer.get_vocab()
+    for message in messages:
+        if message["content"].strip() not in text:
+            yield f"leaves out the {message['role']} message, {message['content']!r:.60}; render all messages"
+    end = ""
+    with contextlib.suppress(TemplateError):  # of a template that refuses such a conversation
+        end = after_answer(tokenizer).strip()
+    if end and text.rstrip().endswith(end):
+        yield f"ends prompts with {end!r}, the end of an answer; begin an answer if add_generation_prompt"
+    others = [one for one in re.findall(r"<[|｜][^<>\s]+[|｜]>", text) if one not in known]
+    if others and not any(others[0] in message["content"] for message in messages):
+        yield f"writes {others[0]}, which is no token of this model; use the template of the model"
 
 
 def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelConfig) -> list[int]:

@@ -21,7 +21,6 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
-from pipelinerl.transfer.manifest import Manifest
 from pipelinerl.transfer.stores import open_store
 from pipelinerl.transfer.weight_log import CHAINS_KEPT, WeightLog
 from services.trainer.checkpoint.run_state import Start, find_start, write_lineage
@@ -32,6 +31,7 @@ from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun
 from services.trainer.weight_sync.log_writer import LogWriter
+from services.trainer.weight_sync.sender import WeightSender
 
 SERVICE = "pipelinerl.v1.TrainerService"
 LoadPolicy = Callable[[Recipe, TrainerSettings, RankSettings, Start], PolicyTrainer]
@@ -78,7 +78,7 @@ async def serve(
             start=start,
             tokenizer=policy.tokenizer,
         )
-        writer = await stack.enter_async_context(log_writer(settings, recipe, policy.sender.manifest, bus))
+        writer = await stack.enter_async_context(log_writer(settings, recipe, policy.sender, bus))
         run = TrainingRun(settings, recipe, policy, bus, journal, start, recorder, writer)
         await stack.enter_async_context(serve_calls(settings, run.add_to_server, SERVICE, http_port))
         readiness.reason = ""
@@ -89,7 +89,7 @@ async def serve(
 
 @asynccontextmanager
 async def log_writer(
-    settings: TrainerSettings, recipe: Recipe, manifest: Manifest, bus: Bus
+    settings: TrainerSettings, recipe: Recipe, sender: WeightSender, bus: Bus
 ) -> AsyncIterator[LogWriter | None]:
     """Open the weight log; None if the recipe has none. Raises `FieldError` if the weights do not fit its size limit."""
     weights = recipe.weights
@@ -97,9 +97,11 @@ async def log_writer(
         yield None
         return
     if weights.log_place == NATS:
-        check_log_size(settings.weights_max_gib, manifest.total_bytes)
+        check_log_size(settings.weights_max_gib, sender.manifest.total_bytes)
     async with open_store(weights.log_place, bus) as store:
-        yield LogWriter(WeightLog(store, manifest, bus.run, anchor_every=weights.anchor_every, keep_all=weights.keep_versions))
+        every, keep_all = weights.anchor_every, weights.keep_versions
+        log = WeightLog(store, sender.manifest, bus.run, anchor_every=every, keep_all=keep_all, placement=sender.placement)
+        yield LogWriter(log)
 
 
 def check_log_size(max_gib: float, weights_bytes: int) -> None:

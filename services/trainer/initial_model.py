@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import EXIT_FAILURE, FieldError
 from pipelinerl.initial_model import built_folder, filling, is_built, is_complete
 from pipelinerl.local.services import PROGRESS
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.lifecycle import EXIT_FAILURE, exit_code
+from pipelinerl.service.lifecycle import exit_code
 from pipelinerl.service.logs import LogContext, configure_logging
 from pipelinerl.service.settings import TrainerSettings, read_settings
 from services.trainer.checkpoint.store import fetch_initial

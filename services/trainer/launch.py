@@ -12,12 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import EXIT_FAILURE, EXIT_OK, FieldError
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.services import keep_to_quota
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.service.lifecycle import EXIT_FAILURE, EXIT_OK, exit_code
+from pipelinerl.service.lifecycle import exit_code
 from pipelinerl.service.logs import LogContext, configure_logging, take_over
 from pipelinerl.service.settings import TrainerSettings, read_settings
 

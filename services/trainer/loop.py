@@ -27,6 +27,7 @@ from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import starts_phase
+from pipelinerl.run_dir import NOTHING_THERE
 from pipelinerl.run_summary import StepRecord
 from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.service.retry import retry_forever
@@ -125,6 +126,9 @@ class OptimizerLoop:
     async def _adopt(self, reserved: int) -> int:
         """Take over the previous incarnation's groups from the streams. Return how many were published again."""
         intake, incarnation = self._intake, self._start.lineage.incarnation
+        if intake.position == NOTHING_THERE:
+            await retry_forever(self._bus.empty, "empty the streams after a rollback")
+            intake.position = (await self._bus.sequences_info()).last_position
         position, prompts, arrived = await retry_forever(lambda: scan_in_flight(self._bus, intake.position), "read the streams")
         if position < intake.position:
             self.journal.write({"event": "position", "position": position})
@@ -276,8 +280,8 @@ class OptimizerLoop:
         self._digesting = asyncio.create_task(self._journal_digest(version, snapshot))
 
     async def _journal_digest(self, version: int, snapshot: Snapshot) -> None:
-        sha256 = await asyncio.to_thread(snapshot.digest)
-        self.journal.write({"event": "weights", "version": version, "sha256": sha256})
+        sha256 = await asyncio.to_thread(snapshot.sha256)
+        self.journal.write({"event": "weights", "version": version, "sha256": sha256.hex()})
 
     def _capture(self) -> RunState:
         """Capture all state except tensors. The last step's record is written first, so that the figures include it."""

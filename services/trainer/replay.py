@@ -84,6 +84,8 @@ def plan_of(args: argparse.Namespace, run_dir: Path) -> Plan:
     for option, step in (("--to", last), ("--from", first)):
         if step not in recorded:
             there = f"the run recorded {'versions' if args.checkpoint else 'steps'} {recorded[0]} to {recorded[-1]}"
+            gaps = sorted({*range(recorded[0], recorded[-1])} - {*recorded})[:5]
+            there += f", without {', '.join(map(str, gaps))}" if gaps else ""
             raise FieldError("--step" if args.first == args.last else option, step, there)
     if first > last > 0:
         raise FieldError("--to", last, f"must not be below --from {first}")
@@ -117,7 +119,7 @@ def replay(settings: TrainerSettings, ranks: RankSettings, args: argparse.Namesp
                 return 0
             figures = policy.step(policy.prepare(step.groups, number - 1))
             if number >= plan.first:
-                sha256, expected = policy.snapshot(PolicyVersion(1, number)).digest(), plan.known.get(number, "")
+                sha256, expected = policy.snapshot(PolicyVersion(1, number)).sha256().hex(), plan.known.get(number, "")
                 compared += bool(expected)
                 different += [number] if expected and sha256 != expected else []
                 print(line(number, sha256, expected, figures, records.get(number, {}), bool(args.overrides)), flush=True)
@@ -169,7 +171,7 @@ def verdict(compared: int, different: Sequence[int], is_experiment: bool) -> str
 def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) -> None:
     """Raise `ServiceError` if the weights to start from are not those of the run, for example after a change of the model."""
     expected = known.get(version, "")
-    if expected and policy.snapshot(PolicyVersion(1, version)).digest() != expected:
+    if expected and policy.snapshot(PolicyVersion(1, version)).sha256().hex() != expected:
         raise ServiceError(
             f"the weights of version {version}, from which the replay begins, are not those of the run: its initial model has "
             "changed, or another device rounds differently"

@@ -15,12 +15,12 @@ from contextlib import AsyncExitStack, suppress
 from multiprocessing import TimeoutError
 from multiprocessing.pool import AsyncResult, ThreadPool
 
-from pipelinerl.errors import ServiceError, UserError
+from pipelinerl.errors import EXIT_USER_ERROR, ServiceError, UserError
 from pipelinerl.initial_model import model_source
 from pipelinerl.recipe.fields import TrainerConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.http import health_app, serve_http
-from pipelinerl.service.lifecycle import EXIT_USER_ERROR, Readiness, watch_loop
+from pipelinerl.service.lifecycle import Readiness, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry

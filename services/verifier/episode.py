@@ -35,7 +35,7 @@ from pipelinerl.tasks.source import Division, Split, conversation, prompt_of
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
-from services.verifier.rewards.compose import imported, make_reward, wrong_number
+from services.verifier.rewards.compose import make_reward, wrong_number
 from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
     """Import the user's code and return the function that runs its episodes. Raises `UserError`."""
     task, reward = share.task, share.reward
     if task.source == "environment":
-        kind = imported("task.name", task.name)
+        kind = episodes.imported("task.name", task.name)
         try:
             episodes.check_environment_class(kind, task.config)
         except UserError as error:
@@ -335,7 +335,7 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
     tools = {}
     for path in task.tools:
         try:
-            tool = episodes.tool_of(imported("task.tools", path))
+            tool = episodes.tool_of(episodes.imported("task.tools", path))
         except UserError as error:
             raise error if isinstance(error, FieldError) else FieldError("task.tools", path, str(error)) from error
         tools[tool.name] = tool

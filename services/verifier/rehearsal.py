@@ -5,8 +5,8 @@ pairs of a completion and the answer that the reward must find in it ("" = any a
 order, and stops at the first form whose scoring fails or whose answer the reward finds.
 
 The output is lines of JSON. Each item gives `calling` with its number, then the result of the form at which scoring stopped, if
-it did. If an item times out or ends its worker, the task's other items are skipped. If no worker starts, the
-output is `{"problem": "..."}`.
+it did. Its reward is that of the answer, without the terms for format and length. If an item times out or ends its worker, the
+task's other items are skipped. If no worker starts, the output is `{"problem": "..."}`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ async def rehearse(recipe: Recipe, items: list[VerifyItem], forms: list[list[tup
                     item.completion_text = completion
                     (result,) = await pool.score([item])
                     if result.status != VERIFY_STATUS_OK or not wanted or result.answer == wanted[:MESSAGE_CHARACTERS]:
-                        told = {name: getattr(result, name) for name in ("reward", "seconds", "message", "answer")}
-                        _say(completion=completion, status=status_name(result.status), **told)
+                        told = {name: getattr(result, name) for name in ("seconds", "message", "answer")}
+                        reward = sum(term for name, term in result.components.items() if name.partition(".")[0] == "answer")
+                        _say(completion=completion, status=status_name(result.status), reward=reward, **told)
                         break
                 if result.status == VERIFY_STATUS_TIMEOUT or result.message.startswith(DIED):
                     costly.add(item.task)

@@ -327,6 +327,12 @@ async def test_purging_removes_only_what_is_below(bus: Bus) -> None:
     await bus.empty()
     info, prompts = await bus.sequences_info(), await bus.prompts_info()
     assert (info.messages, info.first_position, info.last_position, prompts.messages) == (0, 7, 6, 0)
+    await bus.empty()
+    assert await bus.publish_sequence(b"the id is forgotten, and positions go on", "s5") == 7
+    await bus.publish_prompt(b"group", "g0")
+    delivery = await bus.next_prompt(timeout_s=10)
+    assert delivery is not None
+    assert delivery.payload == b"group"
 
 
 async def test_streams_say_when_their_oldest_message_came(bus: Bus) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.chunks import checksum, describe, device_checksum
+from pipelinerl.transfer.chunks import checksum, describe, device_checksum, pack
+from pipelinerl.transfer.delta import encode_anchor, encode_delta
 from pipelinerl.transfer.group import HOST, on_device
 from services.trainer.weight_sync.sender import WeightSender
 
@@ -46,6 +47,22 @@ def test_decoding_does_not_wait_for_what_is_loaded_beside_it() -> None:
     torch.ones(10, device="cuda").sum().item()
     assert not placement.stream.query()
     torch.cuda.synchronize()
+
+
+def test_the_weight_log_writes_what_a_device_holds_as_what_the_host_holds() -> None:
+    weights = {"w": torch.randn(300_000, dtype=torch.bfloat16), "v": torch.randn(1000)}
+    manifest, placement = describe(weights.items()), on_device(torch.device("cuda:0"))
+    before, after, old = PolicyVersion(1, 0), PolicyVersion(1, 1), pack(manifest, weights)
+    for share in (0.0, 0.01, 0.2, 0.6):
+        changed = torch.rand(old.shape) < share
+        new = torch.where(changed, torch.randint(0, 256, old.shape, dtype=torch.uint8), old)
+        here, there = (old, new), (old.cuda(), new.cuda())
+        parts = [*encode_delta(manifest, before, after, *here), *encode_anchor(manifest, after, new)]
+        on_gpu = [
+            *encode_delta(manifest, before, after, *there, placement),
+            *encode_anchor(manifest, after, there[1], placement),
+        ]
+        assert list(map(bytes, on_gpu)) == list(map(bytes, parts))
 
 
 def test_a_model_on_the_host_has_no_stream() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,12 +13,13 @@ import pytest
 
 from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import Bus, connect
-from pipelinerl.bus.permissions import ADMIN
+from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER
 from pipelinerl.cli import main
 from pipelinerl.messages.sequences import VersionSpan, decode_group
 from pipelinerl.run_dir import RunDir, write_json
+from tests.support.guarded_nats import RolesBus
 from tests.unit.builders import RUN, make_group
-from tests.unit.test_trainer_resume import RECIPE, Life, publish
+from tests.unit.test_trainer_resume import RECIPE, Life, publish, roll_back
 
 
 @asynccontextmanager
@@ -95,6 +97,40 @@ async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path, audit:
     assert "version 1: 4" in said
     assert "SEQUENCES holds 6 messages" in said
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+async def test_a_rolled_back_run_goes_on_with_a_server_that_kept_running(tmp_path: Path, audit: Audit) -> None:
+    """As in a cluster: the folder has no streams, and the server still knows the ids of the sequences that come again."""
+    async with run_that_goes_on(tmp_path / "first") as (one, _, url):
+        own = RunDir(tmp_path / "first", RUN).credentials
+        for task in one.tasks:
+            task.cancel()
+        folder = tmp_path / "claim"
+        folder.mkdir()
+        for name in ("ledger.jsonl", "lineage.json", "recipe.yaml", "group-key.json"):
+            shutil.copy(one.run_dir / name, folder)
+        shutil.copytree(one.run_dir / "checkpoints", folder / "checkpoints")
+        roll_back(folder, 0)
+        login = ("--nats", url, "--credentials", str(own.nats(ADMIN)), "--tls-dir", str(own.tls_dir))
+        code, said = await audit(folder, *login)
+        assert code == 0, said
+        async with (
+            connect(url, RUN, credentials=own.nats(TRAINER), tls_dir=own.tls_dir) as trainer,
+            connect(url, RUN, credentials=own.nats(ACTOR), tls_dir=own.tls_dir) as actor,
+        ):
+            bus: Any = RolesBus(trainer, actor, trainer)
+            again = Life(folder, bus, RECIPE)
+            try:
+                await again.begin()
+                assert again.version == 0
+                for _ in range(2):
+                    await answer(again, bus)
+                await again.idle()
+                assert await again.step() == ["g00000000", "g00000001"]
+            finally:
+                await again.die()
+        code, said = await audit(folder, *login)
+        assert code == 0, said
 
 
 async def test_what_does_not_add_up_exits_1(tmp_path: Path, audit: Audit) -> None:

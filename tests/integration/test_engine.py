@@ -224,7 +224,7 @@ async def check_weight_log(run: Running, folder: Path) -> None:
     """A version that the actor has put together from the weight log is a file, which the workers load like a transfer."""
     version, file = PolicyVersion(1, 99), folder / "stream"
     parity.change_strongly(run.model, seed=99)
-    stream = run.sender.snapshot(version, run.sent()).on_host()[0]
+    stream = run.sender.snapshot(version, run.sent()).stream
     file.write_bytes(stream.numpy().tobytes()[:-1])
     with pytest.raises(TransferError, match="does not hold"):
         await run.client.receive(version, 120, file)

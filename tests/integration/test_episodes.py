@@ -484,7 +484,7 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
         ({"name": "hostile_environments:Hostil"}, "did you mean Hostile?"),
         (
             {"source": "tools", "path": "unused.jsonl", "tools": ["hostile_rewards:do_say_nothing"]},
-            "has no function do_say_nothing",
+            "do_say_nothing does not exist in hostile_rewards",
         ),
     ],
 )

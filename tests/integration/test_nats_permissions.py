@@ -136,14 +136,14 @@ async def test_an_actor_overhears_nothing(server: NatsServer, subject: str) -> N
     assert any(f'permissions violation for subscription to "{subject.lower()}"' in error.lower() for error in errors), errors
 
 
-async def test_the_trainer_publishes_in_no_actors_name_and_deletes_nothing(server: NatsServer, folder: Path) -> None:
+async def test_the_trainer_publishes_in_no_actors_name_and_deletes_no_orders(server: NatsServer, folder: Path) -> None:
     async with user_of(server, folder, TRAINER) as bus:
         for call, subject in (
             (bus.publish_sequence(b"forged", "s1"), "demo.sequences"),
             (bus.publish_control("serving", b"forged", "actor-1"), "demo.control.serving.actor-1"),
             (bus.put_member("actor-1", b"forged"), "$KV.members-demo.actor-1"),
             (bus.next_prompt(REQUEST_TIMEOUT_S), "$JS.API.CONSUMER.MSG.NEXT.PROMPTS_demo.actors"),
-            (delete_streams(bus), "$JS.API.STREAM.DELETE.PROMPTS_demo"),
+            (bus.connection.js.delete_stream("CONTROL_demo"), "$JS.API.STREAM.DELETE.CONTROL_demo"),
         ):
             error = await refused(call)
             assert (error.user, error.subject) == ("trainer", subject)

@@ -371,7 +371,7 @@ async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_alo
 
 
 async def test_a_reward_that_does_not_exist_is_the_users_mistake(tmp_path: Path, users_rewards: None) -> None:
-    with pytest.raises(UserError, match=re.escape("has no function scoer; did you mean score?")):
+    with pytest.raises(UserError, match=re.escape("scoer does not exist in hostile_rewards; did you mean score?")):
         async with serving(tmp_path, recipe(scorer="hostile_rewards:scoer")):
             pass
 

@@ -34,6 +34,10 @@ def brief(item: RewardInput) -> float:
     return 1 / (1 + len(item.completion))
 
 
+def in_percent(item: RewardInput) -> float:
+    return 100.0 * (item.answer == item.reference["answer"])
+
+
 def noise(item: RewardInput) -> float:
     """Draw the reward from the completion's hash."""
     return hashlib.sha256(item.completion.encode()).digest()[0] / 255

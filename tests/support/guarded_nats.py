@@ -67,7 +67,7 @@ _BY_ACTOR = {"max_payload_bytes", "next_prompt", "publish_sequence", "publish_de
 
 
 class RolesBus:
-    """A `Bus`: what is not the actor's is the trainer's, but for deleting and emptying streams, which only a person may."""
+    """A `Bus`: what is not the actor's is the trainer's, but for deleting all streams, which only a person may."""
 
     def __init__(self, trainer: Bus, actor: Bus, person: Bus) -> None:
         self._trainer, self._actor, self._person = trainer, actor, person
@@ -77,9 +77,6 @@ class RolesBus:
 
     async def delete_streams(self) -> None:
         await delete_streams(self._person)
-
-    async def empty(self) -> None:
-        await self._person.empty()
 
     async def publish_prompt(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         issuer = self._actor if "/" in msg_id else self._trainer

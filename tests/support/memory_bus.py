@@ -224,7 +224,7 @@ class MemoryBus:
             del entries[position]
 
     async def empty(self) -> None:
-        """As of a server that is started again afterwards."""
+        """Forget also the ids."""
         streams = self._streams()
         streams.prompts.empty()
         streams.sequences.empty()

@@ -115,6 +115,10 @@ RUN_FAULTS = (
     RunFault("temperature", "sampling is nearly random", ("temperature",), ("sampling.temperature=2",)),
     RunFault("reward-huge", "rewards are in the thousands and not normalized", ("reward-scale", "gradient-clipped"),
              ("reward.correct=5000", "algorithm.normalize_std=false")),
+    RunFault("stop-all", "stop texts end every completion at once", ("completions-empty",),
+             ("sampling.stop=['-','0','1','2','3','4','5','6','7','8','9','+']",)),
+    RunFault("eval-timeout", "evaluations end before their answers come", ("heldout-unanswered",),
+             ("evaluation.timeout_s=0.01",), steps=16),
     RunFault("adapter-rate", "adapters get the learning rate of all weights", ("policy-unmoved", "learning-rate-low"),
              ("trainer.lora={rank: 8}", "trainer.learning_rate=1e-7")),
 )  # fmt: skip
@@ -157,6 +161,16 @@ _TOY = {"model": {"source": "package", "name": "arithmetic", "max_context": 128}
 _JUDGED: Row = {"reward.scorer": "judge", "reward.answer_pattern": ""}
 _JUDGE: Row = {"url": "http://judge", "model": "judge", "pattern": r"Score: (\d+)", "full_marks": 10.0,
           "template": "Problem: {prompt}\nMark from 0 to 10: {completion}\nEnd with Score: and the mark."}  # fmt: skip
+_LETTERS: Row = {"reward.answer_pattern": "Answer: ([A-D])", "task.system_prompt": "End with Answer: and the letter."}
+
+
+def _moved(rows: list[Row]) -> list[Row]:
+    """Return questions of choice, each with the answer of the next one."""
+    words = [f"word{row['answer']}of{i}" for i, row in enumerate(rows)]
+    return [row | {"prompt": f"Which is longer, {word} or {i}?", "answer": words[(i + 1) % len(rows)]}
+            for i, (row, word) in enumerate(zip(rows, words, strict=True))]  # fmt: skip
+
+
 RECIPE_FAULTS = (
     RecipeFault("a misspelt field is refused, not ignored", "recipe-mistake", {"trainer.learnig_rate": 1e-6}),
     RecipeFault("a temperature of 0 gives equal completions", "recipe-mistake", {"sampling.temperature": 0.0}),
@@ -316,12 +330,49 @@ RECIPE_FAULTS = (
         prompt=lambda row: f"{row['prompt']} {'Add the tens, then the ones, and care. ' * (int(row['answer']) % 7)}"[:120])),
     RecipeFault("the chat template never begins an answer", "template-unused",
                 {"model.chat_template": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"}),
-    RecipeFault("the reward prefers short texts, so that nothing is best", "empty-paid",
+    RecipeFault("the reward prefers short texts, so that nothing is best", "wrong-paid",
                 {"reward.scorer": "tests.support.faulty_rewards:brief", "task.answer_field": ""}, tried=True),
     RecipeFault("the judge sees neither problem nor reference", "judge-misled", _JUDGED | {"reward.judge": _JUDGE | {
         "template": "Mark this answer from 0 to 10: {completion}\nEnd with Score: and the mark."}}),
     RecipeFault("the judge's highest mark is another", "judge-misled",
                 _JUDGED | {"reward.judge": _JUDGE | {"full_marks": 1.0}}),
+    RecipeFault("the judge's pattern takes one digit", "judge-misled", _JUDGED | {"reward.judge": _JUDGE | {
+        "pattern": r"Score: (\d)"}}),
+    RecipeFault("the reward counts characters", "wrong-paid", {"reward.scorer": "tests.support.faulty_rewards:of_length",
+                "reward.answer_pattern": "", "task.system_prompt": "Give the number."}, tried=True),
+    RecipeFault("the reward is a percentage", "reward-scale",
+                {"reward.scorer": "tests.support.faulty_rewards:in_percent"}, tried=True),
+    RecipeFault("each answer stands in the row after its question", "references-shifted",
+                {"reward.answer_pattern": "Answer: (.+)"}, _moved),
+    RecipeFault("choices are left out of the prompts", "columns-mixed", _LETTERS,
+                lambda rows: [row | {"answer": "ABCD"[i % 4]} for i, row in enumerate(rows)]),
+    RecipeFault("prompts are hashes", "columns-mixed", {}, _with(prompt=lambda row: f"{hash(row['prompt']) % 16**16:016x}")),
+    RecipeFault("a hint tells the answer", "columns-mixed", {},
+                _with(prompt=lambda row: f"The result is {row['answer']}0, not {row['answer']}. {row['prompt']}")),
+    RecipeFault("the question was never filled in", "texts-damaged", {},
+                _with(prompt=lambda row: f"Solve {{question}}, for {row['prompt'][8:-1]}")),
+    RecipeFault("the system prompt has an empty place", "texts-damaged",
+                {"task.system_prompt": "Solve {{ question }} step by step. End with Answer: and the number."}),
+    RecipeFault("prompts are lists of messages, printed by Python", "template-twice", {},
+                _with(prompt=lambda row: str([{"role": "user", "content": row["prompt"]}]))),
+    RecipeFault("roles have the names of ShareGPT", "template-unused", {},
+                _with(prompt=lambda row: [{"role": "human", "content": row["prompt"]}])),
+    RecipeFault("rows have another system prompt, which hides the recipe's", "form-unsaid", {},
+                _with(prompt=lambda row: [{"role": one, "content": row["prompt"]} for one in ("system", "user")])),
+    RecipeFault("a whole solution is compared with the number", "form-unsaid", {"reward.answer_pattern": ""}),
+    RecipeFault("nobody asks for JSON", "form-unsaid",
+                {"reward": {"scorer": "json_schema", "json_schema": {"type": "object"}}}),
+    RecipeFault("the box is a stop text", "stop-cuts-answers",
+                {"reward": {"scorer": "math_boxed"}, "sampling.stop": ["\\boxed"],
+                 "task.system_prompt": r"Reason step by step. Give the answer in \boxed{}."}),
+    RecipeFault("most prompts leave room for half an answer", "prompts-fill-context", {"model.max_context": 600},
+                _with(prompt=lambda row: f"{'Read this carefully. ' * 110}{row['prompt']}")),
+    RecipeFault("groups of two rarely differ", "groups-small", {"sampling.group_size": 2}),
+    RecipeFault("held-out answers are drawn at random", "temperature", {"evaluation.temperature": 2.0}),
+    RecipeFault("the value head's learning rate is that of a toy", "penalty-dominates",
+                {"algorithm.advantage": "value", "trainer.value_learning_rate": 0.1}),
+    RecipeFault("a task of the mixture is never drawn", "batch-small", {"task": None, "tasks": [
+        {"name": name, "weight": weight, "task": RECIPE["task"]} for name, weight in (("a", 1.0), ("b", 1e-5))]}),
     RecipeFault("the judge is not told how to write its mark", "judge-misled", _JUDGED | {"reward.judge": _JUDGE | {
         "pattern": r"RATING=(\d+)"}}),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """`pipelinerl.start` and `Run`: what is shipped to the verifier, what is refused, and how the process of a run is driven."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -24,6 +25,7 @@ from services.verifier.rewards.compose import user_scorer
 from services.verifier.rewards.item import RewardInput
 
 NOTEBOOK = '''
+    import functools
     import math
     import math as m
     import re
@@ -57,6 +59,21 @@ NOTEBOOK = '''
         def with_text(item): return """
     LESS"""
 
+    def twice(function):
+        @functools.wraps(function)
+        def wrapper(item):
+            return 2 * function(item)
+        return wrapper
+
+    @twice
+    def decorated(item): return 1 + cached()
+
+    @functools.cache
+    def cached(): return 2
+
+    def plain(item): return 3
+    wrapped_later = twice(plain)
+
     def outer():
         secret = 3
         def closure(item):
@@ -86,7 +103,7 @@ def notebook(tmp_path: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["reward", "nested"])
+@pytest.mark.parametrize("name", ["reward", "nested", "decorated"])
 def test_a_function_is_shipped_with_what_it_uses(
     notebook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -107,13 +124,15 @@ def test_a_function_is_shipped_with_what_it_uses(
         (lambda of: of.unknown, "uses no_such_name, which is not defined"),
         (lambda of: of.counts, "changes the global LIMITS"),
         (lambda of: of.with_text, "has no source (unexpected indent"),
+        (lambda of: of.wrapped_later, "was wrapped after its definition; write the wrapper above its def, as a decorator"),
+        (lambda of: functools.wraps(importable)(lambda item: 0.0), "was wrapped after its definition"),
         (lambda of: of.by_lambda, "is a lambda; define a function with def"),
-        (lambda of: math.floor, "is a builtin_function_or_method; define a function with def"),
+        (lambda of: math.floor, "is of type builtin_function_or_method; define a function with def"),
     ],
 )
 def test_what_cannot_be_shipped_is_refused_by_name(notebook: ModuleType, function: Callable[..., Any], said: str) -> None:
     with pytest.raises(FieldError, match=re.escape(said)) as info:
-        source_of(function(notebook))
+        pipelinerl.start("arithmetic", function(notebook))
     assert info.value.field == "reward"
 
 
@@ -199,6 +218,14 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
         pipelinerl.start("arithmetic", **{"trainer.step": 3})
     with pytest.raises(FieldError, match=r"reward = 'none\.py:score': there is no such file in"):
         pipelinerl.start("arithmetic", "none.py:score")
+    with pytest.raises(FieldError, match=r"recipe = '\[3\]': give a recipe's name, its file, or a mapping of its fields"):
+        pipelinerl.start([3])  # type: ignore[arg-type]
+    for overrides in (
+        {"reward.scorer": "exact"},
+        {"task": None, "tasks": [{"task": RECIPE["task"], "reward": {"scorer": "exact"}}]},
+    ):
+        with pytest.raises(FieldError, match="reward = 'math': no task uses it, because each has its own"):
+            pipelinerl.start("arithmetic", "math", **overrides)
     with pytest.raises(FieldError, match=r"--set tasks\.a\.name = 3: the list has 1 items"):
         pipelinerl.start({"tasks": [{}]}, **{"tasks.a.name": 3})
     with pytest.raises(FieldError, match=r"name = 'a/b': use 1-40 lowercase letters"):
@@ -208,6 +235,11 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
         next(run.follow())
         with pytest.raises(ServiceError, match=r"ended with exit code 1:\n.*\nstopping"):
             run.stop().wait()
+        (workplace / "fake").write_text((workplace / "fake").read_text().replace("sys.exit(1)", "sys.exit(2)"))
+        with pipelinerl_run(RECIPE, None) as mistaken:
+            next(mistaken.follow())
+            with pytest.raises(UserError, match="ended with exit code 2"):
+                mistaken.stop().wait()
         again = pipelinerl.Run(run.path)
         with pytest.raises(FieldError, match="was not started here"):
             again.stop()
@@ -220,17 +252,26 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
 
 
 def test_what_is_given_comes_before_what_the_recipe_has(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reward replaces a module of the same name, each run has its own folder, and the program's modules are found."""
+    """The reward and the modules beside it, or its package, replace modules of the same names. Each run has its own folder, and
+    the program's modules are found."""
     pretend(monkeypatch, workplace, 1, made=False)
     monkeypatch.syspath_prepend(workplace / "lib")
     for folder, text in (("task", "of the recipe"), ("other", "given")):
         (workplace / folder).mkdir()
         (workplace / folder / "reward.py").write_text(f"# {text}")
+        (workplace / folder / "words.py").write_text(f"# {text}")
+    (workplace / "other" / "package" / "inner").mkdir(parents=True)
+    for name in ("__init__.py", "inner/__init__.py", "inner/reward.py"):
+        (workplace / "other" / "package" / name).touch()
     (workplace / "task" / "recipe.yaml").write_text(json.dumps({**RECIPE, "reward": {"scorer": "reward:score"}}))
+    with pipelinerl_run("task/recipe.yaml", "other/package/inner/reward.py:score") as third:
+        file = Path(next(third.follow()).split()[-1])
+        assert load_recipe(file).reward.scorer == "package.inner.reward:score"
+        assert (file.parent / "package" / "inner" / "reward.py").is_file()
     with pipelinerl_run("task/recipe.yaml", "other/reward.py:score") as first, pipelinerl_run(RECIPE, None) as second:
         assert first.path != second.path
         file = Path(next(first.follow()).split()[-1])
-        assert (file.parent / "reward.py").read_text() == "# given"
+        assert {(file.parent / name).read_text() for name in ("reward.py", "words.py")} == {"# given"}
         assert str(workplace / "lib") in (first.path / "path").read_text().split(":")
         monkeypatch.chdir("/")
         assert first.stop().wait() is first, "stopped before it has begun, which is no failure"

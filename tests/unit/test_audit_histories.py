@@ -4,10 +4,13 @@ hand is found. The trainer is its real books, feeder, intake and checkpoints; we
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,9 +18,11 @@ from hypothesis import strategies as st
 
 from pipelinerl.audit import audit as audit_module
 from pipelinerl.audit.audit import Audit, audit_files, audit_run, lines
-from pipelinerl.audit.journal import JOURNAL
+from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.audit.replay import Check
+from pipelinerl.commands import replay
 from pipelinerl.messages.sequences import VersionSpan, decode_group, encode_sequence
+from pipelinerl.rl.ledger import Outcome
 from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence
 from tests.unit.test_trainer_resume import RECIPE, Life, answer_next, life, publish, roll_back, streams
@@ -63,16 +68,21 @@ async def history(moves: list[str], folder: Path) -> None:
             for move in moves:
                 one = await play(move, one, folder)
                 note_durable(one, folder)
-            while one.version < RECIPE.trainer.steps:  # whatever state it is in, it comes to its end
-                await one.idle()
-                if not await one.step():
-                    assert await answer_next(one), "the trainer waits, and there is nothing on the queue"
-            await one.idle()
+            await to_the_end(one)  # whatever state it is in
         finally:
             await one.die()
         assert failures(await audited(folder, bus)) == {}
     check_tracker(one)
     check_journal(folder, one)
+
+
+async def to_the_end(one: Life) -> Life:
+    while one.version < RECIPE.trainer.steps:
+        await one.idle()
+        if not await one.step():
+            assert await answer_next(one), "the trainer waits, and there is nothing on the queue"
+    await one.idle()
+    return one
 
 
 async def play(move: str, one: Life, folder: Path) -> Life:
@@ -112,7 +122,7 @@ async def play(move: str, one: Life, folder: Path) -> Life:
             await one.begin()
         case "rollback":
             await one.die()
-            await roll_back(folder, one.bus, one.version // 2)
+            roll_back(folder, one.version // 2)
             assert failures(await audited(folder, one.bus)) == {}
             one = Life(folder, one.bus, RECIPE)
             await one.begin()
@@ -292,3 +302,68 @@ async def test_what_moved_between_two_looks_is_not_called_lost(tmp_path: Path) -
 
         audit = await audit_run(RUN, tmp_path, moving, lambda: True)
         assert (failures(audit), looks) == ({}, 2)
+
+
+class Killed(BaseException):
+    """Ends a command where it stands."""
+
+
+@contextmanager
+def killed_before(step: int) -> Iterator[None]:
+    """Raise `Killed` in place of the change with this number, of those that a rollback makes in the run's folder."""
+    numbers = count()
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **options: Any) -> Any:
+            if next(numbers) == step:
+                raise Killed
+            return change(*args, **options)
+
+        return made
+
+    with ExitStack() as stack:
+        for owner, name in ((Path, "rename"), (Path, "mkdir"), (Journal, "write"), (Journal, "sync"), (replay, "write_whole")):
+            stack.enter_context(patch.object(owner, name, counted(getattr(owner, name))))
+        yield
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["another rollback", "a resume"])
+@pytest.mark.parametrize("to", [1, 2], ids=["without a checkpoint", "with a checkpoint"])
+async def test_a_rollback_that_is_killed_has_happened_or_has_not(tmp_path: Path, to: int, again: bool) -> None:
+    starts = set[int]()
+    for step in count():
+        folder = tmp_path / str(step)
+        async with streams() as bus:
+            async with life(folder, bus) as one:
+                for version in range(1, 5):
+                    await one.train_a_version(answers=3)
+                    await answer_next(one, samples=1)  # half of a group, which is purged when a checkpoint holds it
+                    await one.idle()
+                    if version in (2, 3):
+                        await one.checkpoint()
+                        await bus.purge_sequences(one.intake.position + 1)
+            (folder / "summary.json").write_text("{}")
+            was_killed = True
+            with suppress(Killed), killed_before(step):
+                roll_back(folder, to)
+                was_killed = False
+            assert failures(await audited(folder, bus)) == {}
+            if again:
+                roll_back(folder, to)
+                assert failures(await audited(folder, bus)) == {}
+            one = Life(folder, bus, RECIPE)
+            await one.begin()
+            starts.add(one.version)
+            assert one.version in ({to} if again or not was_killed else {to, 3})
+            try:
+                one = await to_the_end(one)
+            finally:
+                await one.die()
+            assert failures(await audited(folder, bus)) == {}
+            assert one.tracker.ledger.reasons(Outcome.FAILED) == {}, "every group in flight was published again"
+        check_tracker(one)
+        check_journal(folder, one)
+        if not was_killed:
+            break
+    assert step > 5
+    assert starts == {to} if again else {to, 3}

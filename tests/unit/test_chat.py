@@ -183,6 +183,7 @@ def test_a_policy_answers_token_by_token_until_an_end_of_the_recipe_and_within_i
     tokens = whole[0][len(prompt) :].tolist()
     text = plain.tokenizer.decode(tokens, skip_special_tokens=True)
     assert list(plain.stream(prompt, 40, 0.0)) == [*text, ""]
+    assert plain.generate("1+2=", 40) == plain.generate(["1+2="], 40) == [text], "not one for each character"
     assert len("".join(plain.stream(prompt, 500, 1.0))) <= 128 - len(prompt)
     with pytest.raises(FieldError, match=r"prompt = '128 tokens': the model's context has 128"):
         next(plain.stream([3] * 128, 1, 0.0))

@@ -121,7 +121,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run --resume .", "--resume = '.': is not the folder of a run: it has no recipe.yaml and no run.json"),
         ("run --resume . --name other", "--name = 'other': leave it out"),
         ("run --resume . --run-dir x", "--run-dir = 'x': leave it out"),
-        ("run there.yaml --set reward.scorer=json:loads", "gives no reward in 3 of 3 calls, first for the reference answer"),
+        ("run there.yaml --set reward.scorer=json:loads", "gives no reward in 5 of 5 calls, first for the reference answer"),
         ("run there.yaml --run-dir there --set reward.scorer=json:loads --reward-rows 0", "= 'there': is not empty"),
         ("run there.yaml --run-dir there", "= 'there': is not empty, and does not hold a run (config.json"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
@@ -246,7 +246,7 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
     code, printed, _ = pipelinerl("validate", "there.yaml", "--set", file)
     assert code == 0
     assert "sums.jsonl: 3 problems, 2 held out; longest prompt 8 tokens\n" in printed
-    assert "has 1 repeated prompt, the first in line 4; they are left out" in printed
+    assert "has 1 repeated prompt, the first in line 4 ('a b'); they are left out" in printed
     assert "reference    line 1: '1'\n" in printed
     (workplace / "parts").mkdir()
     for name, kept in (("0.jsonl", rows[:2]), ("1.jsonl", rows[2:3]), ("2.jsonl", [])):

@@ -20,6 +20,8 @@ from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import known_recipes, load_recipe, set_value
 from pipelinerl.recipe.preflight import Examination
+from pipelinerl.recipe.rehearsal import Call, Preview
+from pipelinerl.tasks.source import Problem
 from tests.support.seeded_faults import HEALTHY_RECIPES, RECIPE, RECIPE_FAULTS, ROWS, RecipeFault, Row
 from tests.unit.builders import make_recipe
 
@@ -78,10 +80,13 @@ SMALL = {"tasks": {"a": {"sequences": 62, "reward_mean": 0.5}, "b": {"sequences"
 WAITS = {"step_s": {"total": 1.0, "wait": 0.8, "compute": 0.1, "snapshot": 0.0, "send": 0.05}}
 SLOW = {"step_s": {"total": 1.0, "wait": 0.2, "compute": 0.3, "snapshot": 0.1, "send": 0.4}}
 BUSY = {"step_s": {"total": 1.0, "wait": 0.0, "compute": 0.97, "snapshot": 0.0, "send": 0.02}}
-HELDOUT = [
-    {"version": version, "accuracy": value, "unanswered": 0, "sets": {"chain_sum": {"accuracy": {"low": low, "high": high}}}}
-    for version, value, low, high in ((0, 0.5, 0.4, 0.6), (40, 0.2, 0.1, 0.3))
-]
+
+
+def heldout(version: int, low: float, high: float) -> Step:
+    return {"version": version, "unanswered": 0, "sets": {"chain_sum": {"accuracy": {"low": low, "high": high}}}}
+
+
+HELDOUT = [heldout(0, 0.4, 0.6), heldout(40, 0.1, 0.3)]
 RUNS: dict[str, Callable[[], RunRecords]] = {
     "grave rewards-fail": lambda: lost("reward_crashed", number=1500),
     "warning episodes-fail": lambda: lost("episode_timeout", number=300),
@@ -101,9 +106,16 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         healthy(), samples=[sample(number, step=1, tokens=["!"] * 40) for number in range(8)]
     ),
     "grave model-broken 7.5 nats": lambda: with_figures(healthy(), entropy=7.5),
+    "grave completions-empty": lambda: with_figures(
+        replace(healthy(), samples=[sample(number, completion=" ", answer="") for number in range(10)]), **STUCK
+    ),
+    "warning turns-continued": lambda: with_figures(
+        replace(healthy(), samples=[sample(number, completion="#7\nUser: And 4+4?\n#8") for number in range(10)]), **FLAT
+    ),
     "grave all-cut 100%": lambda: with_figures(
         healthy(recipe={"reward": {"truncated": "mask"}}), truncated_fraction=1.0, **FLAT
     ),
+    "warning all-cut 90%": lambda: with_figures(healthy(), {"truncated_fraction": 0.9}, truncated_fraction=0.0, **FLAT),
     "warning all-cut model.max_context": lambda: with_figures(healthy(), truncated_fraction=0.8, **FLAT),
     "grave all-cut": lambda: with_figures(healthy(), truncated_fraction=1.0, answers_absent=1.0, **STUCK),
     "warning think-unclosed": lambda: with_figures(
@@ -151,18 +163,26 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         reported={"chain_sum": {"answer": 0.5, "format": 0.0}}
     ),
     "warning task-starves": lambda: with_figures(healthy(recipe=TWO), **SMALL),
-    "warning length-grows": lambda: with_figures(healthy(), {"completion_tokens_mean": 30.0}, **FLAT),
+    "warning length-drifts brevity": lambda: with_figures(healthy(), {"completion_tokens_mean": 3.0}, **FLAT),
+    "warning length-drifts": lambda: with_figures(healthy(), {"completion_tokens_mean": 30.0}, **FLAT),
     "grave engine-differs probe answers": lambda: with_figures(healthy(), parity_failures=1),
+    "grave engine-differs mismatch_kl": lambda: with_figures(healthy(), {"mismatch_kl": 0.05}),
     "grave engine-differs": lambda: with_figures(healthy(), mismatch_kl=0.05),
     "warning ess-low": lambda: with_figures(healthy(), ess=0.2),
     "grave tokens-cut mask_low": lambda: with_figures(healthy(recipe=MASKED), mask_fraction=0.99),
     "grave tokens-cut clip_low": lambda: with_figures(healthy(recipe=CLIPPED), clip_fraction=0.9),
     "warning gradient-clipped": lambda: with_figures(healthy(recipe={"trainer": {"max_grad_norm": 0.1}}), clipped=True),
+    "grave policy-unmoved norm 1e-09": lambda: with_figures(healthy(), grad_norm=1e-9, **FLAT),
     "grave policy-unmoved": lambda: with_figures(healthy(), log_weight_abs_max=1e-5, **FLAT),
     "warning kl-grows": lambda: with_figures(healthy(), {"reference_kl": 5.0}, reference_kl=0.01, **FLAT),
     "warning entropy-explodes": lambda: with_figures(healthy(), {"entropy": 5.0}, entropy=1.0, **FLAT),
     "grave policy-collapsed": lambda: with_figures(healthy(), {"reward_mean": 0.01}, **FLAT),
     "warning entropy-collapsed": lambda: with_figures(healthy(), {"entropy": 0.001}, **FLAT),
+    "warning heldout-apart": lambda: healthy(summary={"heldout": HELDOUT}),
+    "warning heldout-apart at most 0.01": lambda: with_figures(
+        healthy(summary={"heldout": [heldout(version, 0.0, 0.01) for version in (0, 40)]}), **FLAT
+    ),
+    "warning heldout-unanswered": lambda: healthy(summary={"heldout": [HELDOUT[0] | {"unanswered": 128}]}),
     "note bottleneck bound by lag": lambda: with_figures(healthy(), max_lag_too_small=True),
     "note bottleneck commit-bound": lambda: with_figures(healthy(), **SLOW),
     "note bottleneck verifier-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **WAITS),
@@ -269,7 +289,19 @@ def test_shipped_recipes_have_no_finding(name: str) -> None:
 
 def test_every_rule_of_a_recipe_is_seeded() -> None:
     known = rules_of(*RECIPE_RULES, *SETTINGS_RULES).keys() | ADOPTED.keys()
-    assert known - {fault.expected for fault in RECIPE_FAULTS} == {"machine-lacks", "references-misread", "template"}
+    others = {"machine-lacks", "references-misread", "template", "reward-slow"}
+    assert known - {fault.expected for fault in RECIPE_FAULTS} == others
+
+
+def test_slow_trial_calls_and_a_template_that_begins_the_reasoning_are_named() -> None:
+    reward = {"timeout_s": 5.0, "format_pattern": "<think>.*</think>.*", "format_weight": 0.1}
+    recipe = make_recipe(
+        model=CPU, task={"system_prompt": "Write <think> and </think>.", "prompt_style": "chat"}, reward=reward
+    )
+    call = Call("", Problem("3+4=", {"answer": "7"}), "7", status="ok", reward=1.0, seconds=2.0)
+    examined = Examination(calls=[call], preview=Preview([("prompt", "9 tokens\n    | ⟨<think>⟩\n    | ")]))
+    found = [one.id for one in quick_findings(recipe, examined) if one.field.startswith("reward.")]
+    assert found == ["form-unsaid", "reward-slow"]
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import find_recipe, found_beside, load_recipe, modules_beside, read_recipe
 from pipelinerl.recipe.preflight import environment_with, try_import
 from pipelinerl.run_dir import create_run_dir
+from pipelinerl.tasks.rows import rows_of
 from tests.unit.test_cli import Command, pipelinerl  # noqa: F401 - the fixture
 
 REPO = Path(__file__).parents[2]
@@ -92,6 +93,17 @@ def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path)
     task = load_recipe("second/recipe.yaml").task
     assert task is not None
     assert (task.prompt_field, task.answer_field, task.heldout_problems) == ("a", "b: c", 10)
+    text = 'DATA, ANSWER, Question \U0001f600,,\n1, "x, y",a,,\n,,,,\n1,DATA,"b\nc",,\n , ,,,\n'
+    (workplace / "DATA \U0001f600.CSV").write_text(text, encoding="utf-8", newline="\r\n")
+    options = ["--question", "ANSWER", "--answer", "Question \U0001f600"]  # ANSWER is a placeholder, too
+    assert pipelinerl("init", "third", "--data", "DATA \U0001f600.CSV", *options)[0] == 0
+    task = load_recipe("third/recipe.yaml").task
+    assert task is not None
+    rows = [row.values for row in rows_of(task)]
+    names = {"DATA": "1", "ANSWER": "x, y", "Question \U0001f600": "a"}
+    assert (task.prompt_field, task.answer_field, rows[0], len(rows)) == ("ANSWER", "Question \U0001f600", names, 2)
+    (workplace / "inner.json").write_text(json.dumps([{"item": {"q": number, "a": [number]}} for number in range(2)]))
+    assert pipelinerl("init", "fourth", "--data", "inner.json", "--question", "item.q", "--answer", "item.a.0")[0] == 0
 
 
 def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command) -> None:  # noqa: F811
@@ -113,11 +125,31 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("new --data full/mine.csv --answer nr", "--answer = 'nr': is no column of the file; use Nr, Question or Answer"),
         (
             "new --data full/other.jsonl",
-            "--question is missing: no column is called question, prompt, problem, input, query or instruction; name the "
-            "column, a or b",
+            "--question is missing: no column is called question, prompt, problem, input, query, instruction or messages; name "
+            "the column, a or b; the first line of a CSV file names the columns",
         ),
-        ("new --data full/one.jsonl", "has 1 rows; at least 2 are needed"),
-        ("new --data full/bad.jsonl", "full/bad.jsonl: not JSON"),
+        (
+            "new --data full/one.jsonl --question a",
+            "no column is called answer, reference, solution, output, response, target or",
+        ),
+        ("new --data full/header.csv", "contains no problems; give another file (at least 2 are needed"),
+        (
+            "new --data full/same.csv",
+            "full/same.csv has 1 distinct problem; some must be left for training (at least 2 are needed",
+        ),
+        ("new --data full/bad.jsonl", "full/bad.jsonl, line 1: not JSON"),
+        ("new --data full/bool.jsonl", "line 1: field 'answer' is True; it must be a text or a number"),
+        (
+            "new --data full/whole.json",
+            "whole.json: holds one object with data; give an array of objects, or one object on each line",
+        ),
+        (
+            "new --data full/utf16.csv",
+            "not UTF-8: 26 of 53 bytes are zero; save it as UTF-8, or convert it: iconv -f UTF-16LE -t",
+        ),
+        ("new --data full/cr.csv", "save it with another kind of line ends"),
+        ("new --data full/mine.csv --question Answer", "--answer = 'Answer': is the column of the questions; name another one"),
+        ("full/mine.csv/new", "DIR = 'full/mine.csv/new': cannot be written: Not a directory; name another folder"),
         ("new --question a", "--question = 'a': applies only to --data FILE; leave it out"),
         ("new --from code --data full/mine.csv", "argument --data: not allowed with argument --from"),
     ],
@@ -129,6 +161,12 @@ def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplac
         "other.jsonl": '{"a": 1, "b": 2}\n' * 3,
         "one.jsonl": '{"a": 1}\n',
         "bad.jsonl": "x\ny\n",
+        "header.csv": "question,answer\n",
+        "same.csv": "question,answer\na,1\na,1\n",
+        "bool.jsonl": '{"question": 1, "answer": true}\n' * 2,
+        "whole.json": json.dumps({"data": [{"question": 1, "answer": 2}]}, indent=1),
+        "utf16.csv": "\0".join("question, answer, and more\n") + "\0\na\n",
+        "cr.csv": "question,answer\ra,1\rb,2\r",
     }.items():
         (workplace / "full" / name).write_text(text)
     before = sorted(workplace.rglob("*"))

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import TransferError, UserError
+from pipelinerl.errors import ServiceError, TransferError, UserError
 from pipelinerl.kube.client import PodEnd
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.loading import load_recipe
@@ -357,27 +357,31 @@ async def test_a_trainer_with_another_manifest_waits_for_a_swap(tmp_path: Path) 
         assert (reader.served, reader.gate.served) == ([0], PolicyVersion(1, 0))
 
 
-class Full(Snapshot):
-    """Gives a copy in host memory, as a snapshot on a device does."""
+async def test_a_run_that_no_actor_can_read_ends_with_the_reason_of_the_store(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        await one.read("a")
+        one.store.error = StoreError("weight log at s3://models: AWS Error NO_SUCH_BUCKET")
+        one.updater._join_timeout_s = 1.0
+        one.updater.deadline_s, one.updater.transfers_s[-1] = 0.0, 0.0
+        await one.updater.offer(0, snapshot(0))
+        with pytest.raises(ExceptionGroup) as raised:
+            await one.running
+        assert raised.group_contains(ServiceError, match=r"weights\.log cannot be written: .*NO_SUCH_BUCKET")
 
-    def on_host(self) -> tuple[Tensor, bytes]:
-        stream, sha256 = super().on_host()
-        return stream.clone(), sha256
 
-
-async def test_a_slow_store_keeps_no_snapshot_on_the_device(tmp_path: Path) -> None:
+async def test_a_slow_store_keeps_one_snapshot_beside_the_newest(tmp_path: Path) -> None:
     async with stage(tmp_path) as one:
         await one.join("m")
         one.store.may_go.clear()
-        first = Full(MANIFEST, PolicyVersion(1, 0), stream_of(0))
-        held = weakref.ref(first)
-        await one.updater.offer(0, first)
-        del first
-        await one.until(lambda: one.updater.served_version == 0)
-        for version in (1, 2):
-            await one.send(version)
+        streams: list[weakref.ref[Tensor]] = []
+        for version in range(4):
+            made = snapshot(version)
+            streams.append(weakref.ref(made.stream))
+            await one.updater.offer(version, made)
+            del made
+            await one.until(lambda: one.updater.served_version == version)  # noqa: B023
         one.sender.sent.clear()
-        await one.until(lambda: held() is None)
+        await one.until(lambda: [made() is not None for made in streams] == [True, False, False, True])
         one.store.may_go.set()
         await one.updater.log.all_announced()  # type: ignore[union-attr]
 

@@ -116,12 +116,12 @@ async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
 async def test_a_digest_is_computed_beside_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second, beside = threading.Event(), list[bool]()
 
-    def digest(snapshot: FakeSnapshot) -> str:
+    def sha256(snapshot: FakeSnapshot) -> bytes:
         if snapshot == "snapshot 1":
             beside.append(second.wait(10))
-        return f"digest of {snapshot}"
+        return f"digest of {snapshot}".encode()
 
-    monkeypatch.setattr(FakeSnapshot, "digest", digest)
+    monkeypatch.setattr(FakeSnapshot, "sha256", sha256)
     async with bench(tmp_path, record=True) as one:
         step = one.policy.step
 
@@ -135,7 +135,8 @@ async def test_a_digest_is_computed_beside_the_next_step(tmp_path: Path, monkeyp
         one.loop.journal.flush()
     assert beside == [True]
     told = [event for _, event in read_events(tmp_path / JOURNAL) if event["event"] == "weights"]
-    assert [(event["version"], event["sha256"]) for event in told] == [(v, f"digest of snapshot {v}") for v in range(5)]
+    digests = [(v, f"digest of snapshot {v}".encode().hex()) for v in range(5)]
+    assert [(event["version"], event["sha256"]) for event in told] == digests
 
 
 async def test_checkpoints_that_are_due_and_the_last_one_have_record_and_books_of_their_version(tmp_path: Path) -> None:

@@ -308,6 +308,22 @@ def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() ->
         chat_format(tokenizer, "mine").render([{"role": "user", "content": "Hi"}], [])
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (CHATML, ""),
+        (CHATML.replace("message['content']", "'Hello'"), "leaves out the user message, '2+2'"),
+        (CHATML.replace("assistant\\n", "assistant\\n<|im_end|>"), "ends prompts with '<|im_end|>', the end of an answer"),
+        ("<|eot_id|>" + CHATML, "writes <|eot_id|>, which is no token of this model"),
+    ],
+)
+def test_a_template_that_spoils_prompts_is_doubted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str
+) -> None:
+    doubts = preview(recipe_with(tmp_path, template, monkeypatch), "model", {"": Problem("2+2")})["doubts"]
+    assert [bool(said), said in "".join(fix for _, _, fix in doubts)] == [bool(doubts), True]
+
+
 def test_a_run_does_not_start_with_such_a_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_with(tmp_path, NO_SYSTEM, monkeypatch, task={"system_prompt": "Be brief."})
     with pytest.raises(RecipeError, match=r"task\.system_prompt = 'Be brief\.': the model's chat template takes no system"):

@@ -501,7 +501,7 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     recipe = recipe_from_data(minimal(task=task, trainer={"steps": 3, "warmup_steps": 4}), "x")
     warmup, repeated, empty = (str(one) for _, one in doubts(recipe, examine(recipe)))
     assert warmup.startswith("trainer.warmup_steps = 4: is above trainer.steps (3), so the rate never reaches 1e-06")
-    assert "p.jsonl': has 1 repeated prompt (1 with another answer), the first in line 3; they are left out" in repeated
+    assert "p.jsonl': has 1 repeated prompt (1 with another answer), the first in line 3 ('a'); they are left out" in repeated
     assert "p.jsonl': has 1 empty answer, the first in line 2; leave such lines out, because reward.scorer = 'task'" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
     assert list(doubts(fine, Examination())) == []
@@ -521,12 +521,12 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
         ("my_rewards:scor", "scor does not exist in my_rewards; did you mean score?", False),
         ("my_rewards:zzz", "zzz does not exist in my_rewards; name a function", False),
         ("my_rewards:NOT_A_FUNCTION", "NOT_A_FUNCTION is not a function in my_rewards", False),
-        ("json.nope:score", "there is no module json.nope in json", False),
+        ("json.nope:score", "cannot import json.nope: ModuleNotFoundError: No module named 'json.nope'", False),
         ("broken:score", "SyntaxError: '(' was never closed (broken.py, line 1) at broken.py:1", False),
         ("raising:score", "cannot import raising: KeyError: 'HOUSE' at raising.py:3", False),
         ("leaving:score", "importing its module ends the process with code 0; correct the module", False),
-        ("needy:score", "No module named 'no_such_package_here' at needy.py:1); install the package", True),
-        ("no_such_package_here:score", "No module named 'no_such_package_here'); install the package", True),
+        ("needy:score", "No module named 'no_such_package_here' at needy.py:1; install the package", True),
+        ("no_such_package_here:score", "No module named 'no_such_package_here'; install the package", True),
     ):
         ((field, (text, is_lacking)),) = found(reward={"scorer": scorer}).items()
         assert (field, is_lacking) == ("reward.scorer", lacking)
@@ -578,16 +578,17 @@ def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callable[..., Examination]) -> None:
-    """Two rows each, and an empty completion for the first one; a reward that costs its worker is called once."""
+    """Two rows each, for functions also with the other's answer, and an empty completion for the first one. A reward that costs
+    its worker is called once."""
     found = rehearsed("right", "keys", "unanswered", "text", "leaves", "hangs", "regex", "code")
     answers, empty = [call for call in found.calls if call.completion], [call for call in found.calls if not call.completion]
-    assert (len(answers), len(empty), sum(call.place == "evaluation.sets.5." for call in found.calls)) == (14, 6, 1)
-    assert [call.reward for call in found.calls if call.place == "evaluation.sets.0."] == [1.0, 0.0, 1.0]
+    assert (len(answers), len(empty), sum(call.place == "evaluation.sets.5." for call in found.calls)) == (22, 6, 1)
+    assert [call.reward for call in found.calls if call.place == "evaluation.sets.0."] == [1.0, 0.0, 0.0, 1.0, 0.0]
     told = {problem.field.split(".")[2]: problem.fix for problem in found.problems}
     for position, said in {
-        "1": "3 of 3 calls, .* KeyError: 'solution' at my_rewards.py:7; item.reference has answer, row, and its row prompt, ",
-        "2": r"1 of 3 calls, first for an empty answer of line \d: .* at my_rewards.py:10; item.answer is None",
-        "3": "3 of 3 calls, first for the reference answer of line .*: the reward is '1', not a number",
+        "1": "5 of 5 calls, .* KeyError: 'solution' at my_rewards.py:7; item.reference has answer, row, and its row prompt, ",
+        "2": r"1 of 5 calls, first for an empty answer of line \d: .* at my_rewards.py:10; item.answer is None",
+        "3": "5 of 5 calls, first for the reference answer of line .*: the reward is '1', not a number",
         "4": "1 of 1 calls, .*: the process of reward my_rewards:leaves died: exit code 3",
         "5": r"1 of 1 calls, .* took more than 0.5 s \(reward.timeout_s\)",
         "7": "3 of 3 calls, .*: tests: no tests",
@@ -831,7 +832,7 @@ def test_ranks_that_the_gpus_decide_are_for_the_placement_to_check(monkeypatch: 
 
 
 def test_the_cuda_build_of_vllm_does_not_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_installed", lambda name: name == "vllm")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [name] * (name == "vllm"))
     text, is_lacking = found()["actor.engine"]
     assert is_lacking
     assert "'vllm': is built for CUDA here and needs a GPU, and this machine has no NVIDIA GPU" in text

@@ -7,10 +7,11 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelinerl.audit.journal import read_events
+from pipelinerl.audit.journal import Journal, read_events
 from pipelinerl.commands.replay import check_override, replay, rollback
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import Branch, Sequence, VersionSpan
@@ -93,6 +94,16 @@ def test_a_full_disk_ends_the_step_with_the_file(tmp_path: Path) -> None:
         write_step(tmp_path, RecordedStep(1, batch(), ABOUT))
 
 
+def test_a_record_whose_metadata_or_columns_were_edited_is_refused(tmp_path: Path) -> None:
+    write_step(tmp_path, RecordedStep(2, batch(), ABOUT))
+    table = pq.read_table(recorded_file(tmp_path, 2))
+    texts = table.set_column(table.schema.get_field_index("prompt_ids"), "prompt_ids", pa.array(["x"] * len(table)))
+    for edited in (table.replace_schema_metadata({b"pipelinerl": b"{}"}), table.replace_schema_metadata(None), texts):
+        pq.write_table(edited, recorded_file(tmp_path, 2))
+        with pytest.raises(ServiceError, match=r"step-000002\.parquet is damaged"):
+            read_step(tmp_path, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -118,6 +129,7 @@ def test_the_range_is_what_was_recorded_and_begins_at_a_checkpoint(tmp_path: Pat
         ({"first": 4, "last": 3}, "--to.*below --from 4"),
         ({"first": 5, "last": 5, "tokens": True}, "--step"),
         ({"last": 0}, "--to"),
+        ({"last": 9}, "--to.*steps 1 to 10, without 5, 6, 7, 8, 9"),
         ({"last": 5, "checkpoint": True}, "--to.*versions 0 to 4"),
         ({"last": -1, "checkpoint": True}, "--to.*versions 0 to 4"),
     ],
@@ -125,8 +137,11 @@ def test_the_range_is_what_was_recorded_and_begins_at_a_checkpoint(tmp_path: Pat
 def test_a_range_that_was_not_recorded_is_refused_with_the_one_that_was(tmp_path: Path, options: Any, says: str) -> None:
     with pytest.raises(FieldError, match="record: true"):
         plan_of(computed(**options), tmp_path)
+    recorded(tmp_path)
+    if options.get("last") == 9:
+        write_step(tmp_path, RecordedStep(10, batch(), ABOUT))
     with pytest.raises(FieldError, match=says):
-        plan_of(computed(**options), recorded(tmp_path))
+        plan_of(computed(**options), tmp_path)
 
 
 def recorded(run_dir: Path) -> Path:
@@ -185,7 +200,15 @@ def test_branches_without_turns_stay_so() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["sampling.temperature=0.5", "algorithm.advantage=value", "algorithm.max_lag=3", "algorithm={}", "trainer={}", "seed=4"],
+    [
+        "sampling.temperature=0.5",
+        "algorithm.advantage=value",
+        "algorithm.max_lag=3",
+        "algorithm={}",
+        "trainer={}",
+        "seed=4",
+        "trainer.batch_size=4",
+    ],
 )
 def test_an_experiment_cannot_change_what_was_decided_before_its_data(field: str) -> None:
     check_override("trainer.learning_rate=1e-5")
@@ -196,7 +219,13 @@ def test_an_experiment_cannot_change_what_was_decided_before_its_data(field: str
 
 @pytest.mark.parametrize(
     ("record", "options", "says"),
-    [(False, {}, "record=true"), (True, {"tokens": True}, "needs --step"), (True, {"overrides": ["seed=2"]}, "seed")],
+    [
+        (False, {}, "record=true"),
+        (True, {"tokens": True}, "needs --step"),
+        (True, {"overrides": ["seed=2"]}, "seed"),
+        (True, {"step": 3, "last": 4}, "leave out --from and --to"),
+        (True, {"most": 0}, "at least 1"),
+    ],
 )
 def test_a_run_that_cannot_be_replayed_is_refused_before_anything_starts(
     tmp_path: Path, record: bool, options: dict[str, Any], says: str
@@ -221,7 +250,9 @@ def test_a_rollback_sets_the_later_checkpoints_aside(
     model = ["model.source=path", f"model.name={model_folder(tmp_path / 'model')}"]
     (run / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", ["record=true", *model])))
     (run / "lineage.json").write_text('{"run": "try"}')
-    with pytest.raises(FieldError, match=r"has no run\.json"):  # as of a run in a cluster
+    with pytest.raises(FieldError, match="no trainer of this run has started"):
+        rollback(Namespace(run=run, to=4))
+    with Journal(run / "ledger.jsonl"), pytest.raises(FieldError, match="a trainer of the run"):  # as in another pod
         rollback(Namespace(run=run, to=4))
     (run / "run.json").write_text('{"run": "try"}')
     (run / "summary.json").write_text("{}")
@@ -232,7 +263,11 @@ def test_a_rollback_sets_the_later_checkpoints_aside(
         rollback(Namespace(run=run, to=4))
     monkeypatch.setattr("subprocess.run", lambda command, **_: CompletedProcess(command, int("--checkpoint" in command)))
     assert rollback(Namespace(run=run, to=3)) == 1, "a digest differs"
+    (run / "checkpoints" / "step-2" / "resume" / "run.json").write_text("{")
+    with pytest.raises(FieldError, match=r"step-2.* is damaged.*remove"):
+        rollback(Namespace(run=run, to=2))
     assert list(resumable(run)) == [2, 4, 6]
+    assert list(read_events(run / "ledger.jsonl")) == []
     assert rollback(Namespace(run=run, to=4)) == 0
     assert [event for _, event in read_events(run / "ledger.jsonl")] == [{"event": "rollback", "version": 4}]
     assert list(resumable(run)) == [2, 4]

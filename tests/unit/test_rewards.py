@@ -443,11 +443,11 @@ def test_what_is_no_number_is_no_reward(user_module: str) -> None:
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("house_rewards:haff", "has no function haff; did you mean half"),
+        ("house_rewards:haff", "haff does not exist in house_rewards; did you mean half"),
         ("house_rewards:two", "must take one argument.*of verl.*of TRL"),
         ("leaving_rewards:score", "cannot import leaving_rewards: SystemExit: 3 at .*leaving_rewards.py:2"),
         ("no_such_module:score", "cannot import no_such_module"),
-        ("broken_rewards:score", "No module named 'no_such_library' at .*broken_rewards.py:1; is it on PYTHONPATH"),
+        ("broken_rewards:score", "No module named 'no_such_library' at .*broken_rewards.py:1; install the package"),
     ],
 )
 def test_user_function_that_cannot_be_used(user_module: str, path: str, problem: str) -> None:

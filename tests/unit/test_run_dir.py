@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.run_dir import RunDir, create_run_dir, stamped_name, trainer_starts, write_json
+from pipelinerl.run_dir import RunDir, create_run_dir, new_place, trainer_starts, write_json
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -23,7 +23,7 @@ def test_default_names_are_recipe_and_time_and_differ_within_a_second_and_are_va
     runs = [create_run_dir("arithmetic", NOW) for _ in range(3)]
     assert runs == [RunDir(Path("runs") / name, name) for name in (stamped, f"{stamped}-2", f"{stamped}-3")]
     assert runs[0].path.is_dir()
-    name = stamped_name("a" * 20 + "-" + "b" * 19, NOW)
+    name = new_place("a" * 20 + "-" + "b" * 19, NOW, None, Path("folder")).name
     assert check_run_name(f"{name}-99") == f"{'a' * 20}-20260304-050607-99"
 
 

@@ -420,13 +420,13 @@ def test_repeated_prompts_and_empty_answers_are_counted_and_a_byte_order_mark_or
     rows = [{"prompt": prompt, "answer": "4", "extra_info": {"index": n}} for n, prompt in enumerate(("p", "p", "q"))]
     source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows), heldout=1), seed=0)
     assert isinstance(source, FileSource)
-    assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (1, "line 2", 0)
+    assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (1, "line 2 ('p')", 0)
     rows = [*ROWS, {"prompt": "q1", "answer": 1}, {"prompt": "q2", "answer": "two"}, {"prompt": "q", "answer": " "}]
     path = write_jsonl(tmp_path / "p.jsonl", rows)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     source = make_source(file_task(path), seed=0)
     assert isinstance(source, FileSource)
-    assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (2, "line 11", 1)
+    assert (source.num_repeated, source.first_repeated, source.num_contradicted) == (2, "line 11 ('q1')", 1)
     assert (len(source.problems), [one.place for one in source.unanswered]) == (11, ["line 13"])
 
 

@@ -10,24 +10,27 @@ import os
 import shutil
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from pipelinerl.audit.audit import audit_files
 from pipelinerl.audit.journal import JOURNAL, Journal, read_events, reserved_groups
+from pipelinerl.commands.replay import rollback
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.local.ending import report_of
 from pipelinerl.messages.sequences import PromptGroup, VersionSpan, decode_group, encode_group, encode_sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import Lineage
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
-from pipelinerl.run_dir import recipe_changes_of, resumable
+from pipelinerl.run_dir import RunDir, recipe_changes_of
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.checkpointer import WriteTensors, WrittenCheckpoint, write_checkpoint
 from services.trainer.checkpoint.files import link_export
@@ -46,7 +49,7 @@ from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_episode, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePolicy, make_run, make_run_state, tensors_of
 
-RECIPE = make_recipe(trainer={"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64}, algorithm={"max_lag": 2})
+RECIPE = make_recipe(record=True, trainer={"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64}, algorithm={"max_lag": 2})
 PHASES = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 2})
 """Four steps in two phases of two, of two groups each."""
 
@@ -150,13 +153,15 @@ async def publish(bus: MemoryBus, group: PromptGroup, index: int, span: VersionS
     await bus.publish_sequence(encode_sequence(sequence), sequence.sequence_id)
 
 
-async def roll_back(run_dir: Path, bus: MemoryBus, version: int) -> None:
-    """What `pipelinerl rollback` does, while no trainer lives."""
-    if version not in (found := resumable(run_dir)):
-        write_checkpoint(run_dir, sys.maxsize, lambda _: None, journaled_state(run_dir, RUN, version, RECIPE))
-    for newer in (path.parents[1] for number, path in found.items() if number > version):
-        shutil.rmtree(newer)
-    await bus.empty()
+def roll_back(run_dir: Path, version: int) -> None:
+    """What `pipelinerl rollback` does, while no trainer lives, but without tensors."""
+
+    def computed(run: RunDir, recipe: Recipe, options: list[str]) -> int:
+        write_checkpoint(run.path, sys.maxsize, lambda _: None, journaled_state(run.path, RUN, version, recipe))
+        return 0
+
+    with patch("pipelinerl.commands.replay._compute", computed), suppress(FieldError):  # it is the newest one already
+        assert rollback(Namespace(run=run_dir, to=version)) == 0
 
 
 @asynccontextmanager
@@ -336,7 +341,7 @@ async def test_a_version_without_a_checkpoint_has_the_state_that_the_journal_tel
         assert reserved_groups(tmp_path / JOURNAL) > at_version_1[1]
         with pytest.raises(FieldError, match="choose an earlier version"):
             journaled_state(tmp_path, RUN, 4, RECIPE)
-        await roll_back(tmp_path, bus, 1)
+        roll_back(tmp_path, 1)
         assert audit_files(tmp_path).ok
         async with life(tmp_path, bus) as again:
             assert (again.version, again.start.lineage.starts) == (1, (0, 1))
@@ -413,7 +418,7 @@ def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path:
 
 
 async def test_a_changed_learning_rate_is_recorded_in_journal_lineage_and_page(tmp_path: Path) -> None:
-    fields = {"trainer": {"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64, "learning_rate": 1e-3}}
+    fields = {"record": True, "trainer": {"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64, "learning_rate": 1e-3}}
     rate, lag = "trainer.learning_rate: 1e-06 → 0.001", "algorithm.max_lag: 2 → 3"
     changed = make_recipe(**fields, algorithm={"max_lag": 3})
     async with streams() as bus:

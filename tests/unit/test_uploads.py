@@ -91,6 +91,8 @@ def test_what_is_no_model_or_leads_out_of_its_folder_is_refused(tmp_path: Path) 
         ("s3:bucket", "give the URL of a folder"),
         ("s3:///runs", "names no bucket"),
         ("file:///", "names no folder"),
+        ("file://models/team", "three slashes"),
+        ("s3://models/my team", "%20"),
         ("s3://key:word@bucket/runs", "must not contain credentials"),
         ("s3://bucket/runs?region=x", r"must not contain \? or #"),
     ],

@@ -140,8 +140,8 @@ class FakeTokenizer:
 
 
 class FakeSnapshot(str):
-    def digest(self) -> str:
-        return f"digest of {self}"
+    def sha256(self) -> bytes:
+        return f"digest of {self}".encode()
 
 
 class FakePolicy:

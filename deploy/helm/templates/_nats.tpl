@@ -56,6 +56,8 @@
 - $JS.API.STREAM.MSG.GET.PROMPTS_{{ $run }}
 - $JS.API.STREAM.MSG.GET.DEAD_{{ $run }}
 - $JS.API.STREAM.PURGE.SEQUENCES_{{ $run }}
+- $JS.API.STREAM.DELETE.PROMPTS_{{ $run }}
+- $JS.API.STREAM.DELETE.SEQUENCES_{{ $run }}
 {{- include "pipelinerl.nats.reads" (list (printf "SEQUENCES_%s" $run) (printf "CONTROL_%s" $run) (printf "KV_members-%s" $run)) }}
 - $O.weights-{{ $run }}.>
 {{- range list "CREATE" "INFO" "PURGE" "MSG.GET" }}

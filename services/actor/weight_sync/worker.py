@@ -29,9 +29,8 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.transfer import chunks
 from pipelinerl.transfer.chunks import HEADER_SIZE, ReusedMemory, Unpacker, checksum, prefetch
-from pipelinerl.transfer.group import HOST, WeightGroup, on_device
+from pipelinerl.transfer.group import HOST, StreamFile, WeightGroup, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupFailed, Kept, Manifest, TransferAborted
-from pipelinerl.transfer.stream_file import StreamFile
 from services.actor.weight_sync.client import Discard, Join, Order, Receive, Reply, StagedWeights, WeightLoading, as_line
 from services.actor.weight_sync.loaders import Loader
 

@@ -28,7 +28,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import check_resumable, recipe_yaml
 from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
 from pipelinerl.rl.ledger import SKIPPED, OpenGroup, Outcome, SequenceTracker, failed_sample
-from pipelinerl.run_dir import CHANGES, CHECKPOINTS, LINEAGE, STATE_FORMAT, missing_from, resumable, write_whole
+from pipelinerl.run_dir import CHANGES, CHECKPOINTS, LINEAGE, NOTHING_THERE, STATE_FORMAT, missing_from, resumable, write_whole
 from pipelinerl.run_summary import METRICS, read_jsonl, totals_of
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy
@@ -119,7 +119,7 @@ class RunState:
     """`SequenceTracker.to_state()`."""
     next_group: int
     position: int
-    """Position of the last message read from SEQUENCES."""
+    """Position of the last message read from SEQUENCES; `NOTHING_THERE` = nothing on the streams belongs to this state."""
     held: HeldSequences
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the run's recorder and intake."""
@@ -221,7 +221,7 @@ def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> Ru
         journal_bytes=history.size if end is None else end,
         books=tracker.to_state(),
         next_group=len(sizes),
-        position=0,
+        position=NOTHING_THERE,
         held=HeldSequences(),
         figures={
             "tokens_arrived": totals.tokens_generated,

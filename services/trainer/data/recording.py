@@ -79,9 +79,8 @@ def write_step(run_dir: Path, recorded: RecordedStep) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_whole(path, content.getvalue(), durably=True)
     except OSError as error:
-        raise ServiceError(
-            f"record: true, but step {recorded.step} cannot be recorded in {path}: {first_line(error)}"
-        ) from error
+        why = f"record: true, but step {recorded.step} cannot be recorded in {path}"
+        raise ServiceError(f"{why}: {first_line(error)}") from error
 
 
 def read_step(run_dir: Path, step: int) -> RecordedStep:
@@ -94,7 +93,7 @@ def read_step(run_dir: Path, step: int) -> RecordedStep:
         return from_table(step, pq.read_table(path))
     except FileNotFoundError:
         raise ServiceError(f"step {step} is not recorded: there is no {path}") from None
-    except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as error:
+    except (OSError, pa.ArrowException, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ServiceError(f"{path} is damaged, or of another version of pipelinerl: {first_line(error)}") from error
 
 
@@ -137,7 +136,10 @@ def from_table(step: int, table: pa.Table) -> RecordedStep:
         own = [list(of_one) for _, of_one in groupby(of_group, key=lambda row: row["sequence_id"])]
         advantages = np.array([of_one[0]["advantage"] for of_one in own])
         groups.append(TrainingGroup(tuple(map(_sequence, own)), advantages))
-    return RecordedStep(step, groups, json.loads(table.schema.metadata[_ABOUT]))
+    about = json.loads(table.schema.metadata[_ABOUT])
+    if lacking := {"recipe", "threads"} - about.keys():
+        raise LookupError(f"its metadata lack {', '.join(sorted(lacking))}")
+    return RecordedStep(step, groups, about)
 
 
 def _of_tokens(branch: Branch) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:

@@ -15,13 +15,14 @@ import json
 import logging
 import math
 import os
+import queue
 import re
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -102,13 +103,11 @@ class TrackerThread:
     def __init__(self, name: str, open_this: Callable[[], Tracker]) -> None:
         """`open_this`: makes the tracker, and imports its library, which may be missing. It is called again after an error."""
         self.name, self._open = name, open_this
-        self._points: deque[Call] = deque(maxlen=BACKLOG)
-        self._end: Call | None = None
-        self._changed = threading.Condition()
+        self._calls = queue.SimpleQueue[tuple[Call, bool]]()  # with True for the last one
         self._tracker: Tracker | None = None
         self._retry_at_s = -math.inf
         self._sent = self._taken = 0
-        self._warned = False
+        self._warned = self._is_abandoned = False
         self._thread = threading.Thread(target=self._work, name=f"{THREAD}{name}", daemon=True)
         self._thread.start()
 
@@ -118,40 +117,32 @@ class TrackerThread:
 
     def send(self, point: Call) -> None:
         """Queue a point and return at once. If the queue is full, the oldest point is dropped."""
-        with self._changed:
-            self._sent += 1
-            if len(self._points) == self._points.maxlen:
-                self._warn(f"does not keep up: {len(self._points)} points wait for it, and older ones are dropped")
-            self._points.append(point)
-            self._changed.notify()
+        self._sent += 1
+        if self._calls.qsize() >= BACKLOG:
+            self._warn(f"does not keep up: {BACKLOG} points wait for it, and older ones are dropped")
+            with suppress(queue.Empty):
+                self._calls.get_nowait()
+        self._calls.put((point, False))
 
     def end(self, call: Call) -> None:
-        with self._changed:
-            self._end = call
-            self._changed.notify()
+        self._calls.put((call, True))
 
     def close(self, within_s: float) -> None:
         """Wait at most `within_s` for the last call to return, then log how many points were lost."""
         self._thread.join(within_s)
         if self._thread.is_alive():
             self._warn("did not finish in time at the run's end, and is abandoned")
-            with self._changed:
-                self._points.clear()
+            self._is_abandoned = True
         if self.lost:
             log.warning("tracker %s: %d of %d points did not reach it", self.name, self.lost, self._sent)
 
     def _work(self) -> None:
-        """Make the queued calls until `end` is called and the queue is empty, then make the end call."""
         self._try(lambda tracker: None)  # opens the run before its first step
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._points or self._end)
-                if not self._points:
-                    break
-                point = self._points.popleft()
-            self._taken += self._try(point)
-        assert self._end is not None
-        self._try(self._end)
+        is_last = False
+        while not is_last:
+            call, is_last = self._calls.get()
+            if is_last or not self._is_abandoned:
+                self._taken += self._try(call) and not is_last
 
     def _try(self, call: Call) -> bool:
         """Make one call and return whether it succeeded. After a failure, later calls are still made."""

@@ -31,6 +31,8 @@ class LogWriter:
         self._idle.set()
         self.published: Published | None = None
         """The last announcement."""
+        self.problem = ""
+        """Why the last attempt to write failed; empty if it succeeded."""
 
     @property
     def version(self) -> int | None:
@@ -74,10 +76,11 @@ class LogWriter:
         assert snapshot is not None, "one has arrived"
         self._arrived.clear()
         try:
-            version, (stream, sha256) = snapshot.version, await asyncio.to_thread(snapshot.on_host)
-            del snapshot  # a device lacks room for it beside newer ones, and the store may be slow
-            return await self._log.add(version, stream, sha256)
-        except BaseException:
+            published = await self._log.add(snapshot.version, snapshot.stream, await asyncio.to_thread(snapshot.sha256))
+            self.problem = ""
+            return published
+        except BaseException as error:
+            self.problem = str(error)
             self._arrived.set()
             raise
 

@@ -203,55 +203,44 @@ class Roster:
         return known if known is not None and known.member.process == member.process else None
 
 
-class LogReaders:
-    """Actors that read the weight log, and are in no epoch. Each has the newest version that it serves; -1 = none. Pure."""
+class LogReaders(Roster):
+    """Actors that read the weight log, and are in no epoch. Their reports may come late. Pure."""
 
     def __init__(self) -> None:
-        self.members: dict[str, Member] = {}
+        super().__init__()
         self.unreachable: set[str] = set()
         """Actors that did not answer the last time that they were asked for their load."""
-        self._versions: dict[str, int] = {}
+
+    @property
+    def members(self) -> dict[str, Member]:
+        return {actor: known.member for actor, known in list(self._actors.items())}
 
     @property
     def newest(self) -> int:
-        return max(self._versions.values(), default=-1)
+        return max((known.version for known in self._actors.values()), default=-1)
 
     @property
     def states(self) -> dict[str, str]:
         """Return each actor's state, one of `MEMBER_STATES`. Any thread may call this."""
-        return {actor: "joining" if version < 0 else "serving" for actor, version in list(self._versions.items())}
+        return {actor: "serving" if known.joined else "joining" for actor, known in list(self._actors.items())}
 
     def serving(self, version: int) -> dict[str, Member]:
         """Return the actors that serve `version` and can be called; empty if it is negative. Any thread may call this."""
-        return {
-            actor: member
-            for actor, member in list(self.members.items())
-            if self._versions.get(actor) == version >= 0 and member.grpc_address and actor not in self.unreachable
-        }
-
-    def up(self, member: Member, version: int) -> list[MemberChange]:
-        """Record a registration or heartbeat, with the version that the actor says it serves; -1 = none of this trainer."""
-        known = self.members.get(member.actor)
-        if known is None or known.process != member.process:
-            self._versions[member.actor] = -1
-        self.members[member.actor] = member
-        return self.serves(member.actor, version)
+        found = super().serving(version)
+        return {actor: one for actor, one in found.items() if one.grpc_address and actor not in self.unreachable}
 
     def serves(self, actor: str, version: int) -> list[MemberChange]:
-        """Record that a registered actor serves `version`. Older reports, which may come late, change nothing."""
-        before = self._versions.get(actor)
-        if before is None or version <= before:
-            return []
-        self._versions[actor] = version
-        return [MemberChange("joined", self.members[actor], 0, version)] if before < 0 else []
+        """Record that a registered actor serves `version`, unless it serves a newer one."""
+        known = self._actors.get(actor)
+        return self.served([known.member], 0, version) if known is not None and version > known.version else []
 
-    def gone(self, actor: str, reason: str, *, left: bool, process: str = "") -> list[MemberChange]:
+    def leaves(self, actor: str, reason: str, *, left: bool, process: str = "") -> list[MemberChange]:
         """Remove an actor that is shutting down or no longer registered; only this `process` of it, if one is given."""
-        if process and actor in self.members and self.members[actor].process != process:
+        known = self._actors.get(actor)
+        if known is None or process not in ("", known.member.process):
             return []
         self.unreachable.discard(actor)
-        member, version = self.members.pop(actor, None), self._versions.pop(actor, -1)
-        return [MemberChange("left" if left else "evicted", member, 0, version, reason)] if member and version >= 0 else []
+        return self.gone(actor, 0, known.version, reason, left=left)
 
 
 def _rest(known: _Registered) -> None:

@@ -102,18 +102,15 @@ class Snapshot:
                 self._checksums[chunk.index] = checksum(raw)
         return raw, self._checksums[chunk.index]
 
-    def on_host(self) -> tuple[Tensor, bytes]:
-        """Wait until `stream` is filled. Return it, or a copy of it, in host memory, and its SHA-256, computed only once."""
-        with self._placement.scope():
-            self._placement.synchronize()
-            stream = self.stream.cpu()
+    def sha256(self) -> bytes:
+        """Wait until `stream` is filled. Return the SHA-256 of its bytes, computed only once."""
         with self._hashing:
-            self._sha256 = self._sha256 or hashlib.sha256(stream.numpy().data).digest()
-        return stream, self._sha256
-
-    def digest(self) -> str:
-        """Return the SHA-256, in hex, of the weights in the form that actors receive."""
-        return self.on_host()[1].hex()
+            if not self._sha256:
+                sha256 = hashlib.sha256()
+                for chunk in self.manifest.chunks:
+                    sha256.update(self._placement.on_host(chunk_of(self.stream, chunk)).numpy().data)
+                self._sha256 = sha256.digest()
+            return self._sha256
 
 
 class WeightSender:

@@ -375,9 +375,10 @@ class WeightUpdater:
             async with asyncio.timeout(self._join_timeout_s + self.limit_s - self.deadline_s):
                 await self._until(lambda: self.served_version >= 0)
         except TimeoutError as error:
+            unwritten = f"weights.log cannot be written: {self.log.problem}. " if self.log and self.log.problem else ""
             raise ServiceError(
                 f"no actor served version {self._main.record.version} within {self._join_timeout_s:g} s "
-                f"(weights.join_timeout_s). Actors that cannot join: {self.reasons or 'none'}. "
+                f"(weights.join_timeout_s). {unwritten}Actors that cannot join: {self.reasons or 'none'}. "
                 "Look at the actors' logs, or raise the timeout"
             ) from error
 
@@ -408,10 +409,11 @@ class WeightUpdater:
                         self.post(None, c.MembersLeaving.unregistered(said.actor))
                     version = said.policy_version if said.incarnation == self.incarnation else -1
                     if not self.roster.has_left(member):
-                        self._reader_serves(self.readers.up(member, version))
+                        self.readers.up(member)
+                        self._reader_serves(self.readers.serves(said.actor, version))
                 else:
                     self._draining.discard(said.actor)
-                    self._tell(self.readers.gone(said.actor, "it restarted with another weights.backend", left=False))
+                    self._tell(self.readers.leaves(said.actor, "it restarted with another weights.backend", left=False))
                     self.post(None, c.MemberUp(member))
 
     def _reader_serves(self, changes: list[MemberChange]) -> None:
@@ -421,7 +423,7 @@ class WeightUpdater:
     def _leave(self, event: c.MembersLeaving) -> None:
         """Remove readers of the weight log at once, and queue the departure of members, to keep the order of events."""
         for member in event.members:
-            self._tell(self.readers.gone(member.actor, event.reason, left=event.cause is None, process=member.process))
+            self._tell(self.readers.leaves(member.actor, event.reason, left=event.cause is None, process=member.process))
         self.post(None, event)
 
     async def _watch_answers(self) -> None:

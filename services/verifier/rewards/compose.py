@@ -11,18 +11,16 @@ that are added up. Functions written for verl or TRL are recognised by their par
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
 import inspect
 import json
 import math
 import re
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, SupportsFloat
 
-from pipelinerl.errors import FieldError, as_unicode, located
+from pipelinerl.episodes import imported
+from pipelinerl.errors import FieldError, as_unicode
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig, TaskConfig
 from pipelinerl.tasks.rows import ABSENT, value_in
 from pipelinerl.tasks.source import conversation, prompt_of
@@ -127,24 +125,6 @@ def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
         case path:
             return ComposedReward(config, user_scorer(path, task, config.answer_pattern), graded=True)
     return ComposedReward(config, scorer)
-
-
-def imported(field: str, path: str) -> Callable[..., Any]:
-    """Import the function or class `pkg.module:name`. Raises `FieldError` on `field`, with similar names, if it is missing."""
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()  # a worker's standard error goes to the verifier's log
-        absent = "; is it on PYTHONPATH?" if isinstance(error, ModuleNotFoundError) else ""
-        raise FieldError(field, path, f"cannot import {module_name}: {located(error)}{absent}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)])
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise FieldError(field, path, f"{module_name} has no function {name}{hint}")
-    returned: Callable[..., Any] = found
-    return returned
 
 
 _FORMS = (
