@@ -38,6 +38,7 @@ from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable, write_whole
 from pipelinerl.service.lifecycle import background
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
+from pipelinerl.transfer.stores import open_files
 from services.trainer.checkpoint.files import link_export, link_tree, tidy
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 MANIFEST, LATEST = "pipelinerl-manifest.json", "latest"
 _FORMAT = 1
 _CHUNK_BYTES = 8 * 1024**2
+_FIELD = "the URL of a model"
 
 Digest: TypeAlias = tuple[int, str]
 """Number of bytes, and hexadecimal SHA-256."""
@@ -56,7 +58,7 @@ Digest: TypeAlias = tuple[int, str]
 def put_model(folder: Path, url: str) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at `url`, and return the number of bytes. A
     model already at `url` counts as incomplete once the upload begins. Raises `ServiceError`, and the store's `OSError`."""
-    store, root = _open(url)
+    store, root = open_files(_FIELD, url, url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files: dict[str, Digest] = {}
@@ -77,7 +79,7 @@ def put_model(folder: Path, url: str) -> int:
 def fetch_model(url: str, folder: Path) -> str:
     """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of the folder that was read.
     Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it is damaged, and the store's `OSError`."""
-    store, root = _open(url)
+    store, root = open_files(_FIELD, url, url)
     parent, _, name = root.rpartition("/")
     try:
         if name == LATEST:
@@ -145,16 +147,6 @@ def _safe(name: str, url: str) -> str:
     if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
         raise FieldError("model.name", url, f"has a file with the unsafe name {name!r}; use another model")
     return name
-
-
-def _open(url: str) -> tuple[FileSystem, str]:
-    from pyarrow.fs import FileSystem
-
-    try:
-        store, root = FileSystem.from_uri(url)
-    except (ValueError, ImportError) as error:
-        raise FieldError("the URL of a model", url, first_line(error)) from error
-    return store, root.rstrip("/")
 
 
 def _output(store: FileSystem, path: str) -> IO[bytes]:
