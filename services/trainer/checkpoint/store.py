@@ -183,7 +183,7 @@ class _Waiting:
     version: int
     folder: Path
     since_s: float
-    """Unix time at which the first checkpoint after the last uploaded one was written."""
+    """Unix time at which the first checkpoint after the last uploaded one was written, from its linked copy."""
 
 
 class Uploads:
@@ -232,7 +232,7 @@ class Uploads:
             except OSError as error:
                 log.error("the checkpoint of version %d will not be uploaded: %s", version, error)
                 return
-            self._waiting = _Waiting(version, folder, self._waiting.since_s if self._waiting else _written_s(folder))
+            self._waiting = _Waiting(version, folder, self._waiting.since_s if self._waiting else folder.stat().st_mtime)
             await self._tidy()
         self._done.clear()
         self._arrived.set()
@@ -272,7 +272,7 @@ class Uploads:
         log.info("uploaded the checkpoint of version %d to %s in %.2f s", tried.version, url, seconds)
         async with self._changing_files:
             another = None if self._waiting is tried else self._waiting  # a newer one arrived
-            self._waiting = another and replace(another, since_s=_written_s(another.folder))
+            self._waiting = another and replace(another, since_s=another.folder.stat().st_mtime)
             await self._tidy()
             if another is None:
                 self._done.set()
@@ -282,11 +282,6 @@ class Uploads:
         for folder in self._aside.iterdir():
             if folder not in kept:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-
-def _written_s(folder: Path) -> float:
-    """Return the Unix time at which a checkpoint was written, from its linked copy."""
-    return folder.stat().st_mtime
 
 
 async def _put(folder: Path, url: str) -> None:
