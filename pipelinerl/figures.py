@@ -168,8 +168,8 @@ FIGURES = (
            "micro-batches and ranks) and `optimizer`. See below."),
     Figure("idle_s", "Seconds in which the weight update kept the trainer from computing: `snapshot` and `send` of `step_s`.",
            summary={"idle_s_mean": "mean"}),
-    Figure("tokens_per_s", "`tokens_trained` and `tokens_computed`, as `trained` and `computed`, per second of the step's "
-           "computation. (`tokens_trained_per_s` is per second of the whole step.)", "tokens_per_second",
+    Figure("tokens_per_s", "Tokens per second of the step's computation: `tokens_trained` (`trained`) or `tokens_computed` "
+           "(`computed`). (`tokens_trained_per_s` is per second of the whole step.)", "tokens_per_second",
            labels={"tokens": ("trained", "computed")}),
     Figure("mfu", "[Model FLOPs utilization](#model-flops-utilization) of the step's computation. Only if the device's peak is "
            "known, so not on a CPU.", "mfu_ratio", summary={"mfu_mean": "mean"}, weight=_COMPUTE),
@@ -184,8 +184,8 @@ FIGURES = (
     Figure("logprob_mismatch", "Largest difference of log-probabilities in parity probes, nats, over answers that can be "
            "compared.", "logprob_mismatch_nats", stays=True, event=NoneType, summary={"logprob_mismatch_max": "largest"}),
     Figure("parity_failures", "Number of answers that fail [the parity probe](weight-updates.md#the-parity-probe), because "
-           "they differ by more than `weights.probe_tolerance`, show a wrong share of the change that training made, have a "
-           "wrong length, or are not finite.", "parity_failures_total", "answers", event=int,
+           "they differ by more than `weights.probe_tolerance`, show too little or too much of the change that training made, "
+           "have a wrong length, or are not finite.", "parity_failures_total", "answers", event=int,
            summary={"parity_failures": "sum"}),
     Figure("actor_busy_fraction", "Share of the actors' time, since their engines were up, in which they had a sequence in "
            "progress.", "actor_busy_ratio", on_page=True),

@@ -392,9 +392,9 @@ def missing_from(run_dir: Path) -> str:
         return f"{LINEAGE} is missing: restore it (its starts are those in {JOURNAL}), or give the run another folder"
     if state is not None and state["format"] != STATE_FORMAT:
         return (
-            f"the checkpoint of version {state['policy_version']} has format {state['format']}, and this version of pipelinerl "
-            f"reads {STATE_FORMAT}: finish the run with the version that wrote it, or start a new run from the policy in "
-            "checkpoint/ (model.source: path)"
+            f"the checkpoint of policy version {state['policy_version']} has format {state['format']}, and this release of "
+            f"pipelinerl reads {STATE_FORMAT}: finish the run with the release that wrote it, or start a new run from the "
+            "policy in checkpoint/ (model.source: path)"
         )
     if state is not None and state["journal_bytes"] > size:
         return (

@@ -45,7 +45,7 @@ def recipes(args: argparse.Namespace) -> int:
     for row in sorted(rows, key=lambda row: (row["device"] != "cpu", row["minutes"] or 0)):
         lasts = f"about {row['minutes']} min" if row["minutes"] else "duration not measured"
         memory = f"{row['memory_gib']:.0f} GiB of memory, 2 cores" if row["device"] == "cpu" else (
-            f"{row['trainer_gib']:.0f} GiB for the trainer's states and {row['actor_gib']:.0f} for each actor's weights"
+            f"{row['trainer_gib']:.0f} GiB for weights, gradients and optimizer, {row['actor_gib']:.0f} for an actor's weights"
         )  # fmt: skip
         print(f"{row['name']}\n{textwrap.indent(textwrap.fill(row['description'], 110), '    ')}")
         size = f"{row['parameters'] / 1e9:.1f}B" if row["parameters"] >= 1e9 else f"{row['parameters'] / 1e6:.1f}M"

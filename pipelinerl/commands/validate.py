@@ -207,8 +207,8 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
         yield FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
     if recipe.weights.log_place == NATS and (least := 3 * model.weights_bytes) > log_gib * GIB:
-        fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f} and enlarge"
-        yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or set recipe.set.weights.log")
+        fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, enlarge"
+        yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or set another recipe.set.weights.log")
     limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
     export, copies = model.weights_bytes / GIB, host_copies_gib(recipe, model)
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies

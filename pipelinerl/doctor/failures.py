@@ -1,4 +1,4 @@
-"""Rules about what stops a run or takes its data away. Pure."""
+"""Rules about what stops a run or makes it lose sequences. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def losses(run: RunRecords) -> Findings:
     """Examine what becomes of sequences and steps.
 
     rewards-fail (errors.md#reasons): The reward fails instead of giving a number: for 5 % of the sequences; grave from 50 %.
-    episodes-fail (episodes.md#how-long-it-may-take-and-what-fails-how): Episodes end by a fault of the environment, not of the
+    episodes-fail (episodes.md#how-long-it-may-take-and-what-fails-how): Episodes fail because of the environment, not of the
         policy: 5 % of the episodes; grave from 50 %.
     actor-differs (weight-updates.md#the-parity-probe): An actor samples with other probabilities than its policy's: a sequence
         of a quarantined actor arrived.
@@ -43,10 +43,10 @@ def losses(run: RunRecords) -> Findings:
     dropped-filtered (learning.md#from-rewards-to-advantages): Groups are dropped because their answers are equally right: 90 %
         of the sequences; grave if no step was made.
     run-failed (errors.md): The run failed: its summary has an error, or it ended without an optimizer step and was not stopped
-        by hand. Runs younger than 10 minutes may still go on.
+        by hand. Without an error, runs younger than 10 minutes may still be running, and are not reported.
     steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl has at least one.
-    disk-fills (run-directory.md): The disk will be full before the end: free space is below the files' growth and one more
-        checkpoint.
+    disk-fills (run-directory.md): The disk will be full before the end: free space is less than the growth of the files that
+        is still to come plus one more checkpoint.
     """
     steps, recipe, lag = run.steps, run.recipe, run.recipe.algorithm.max_lag
     for id_, prefixes, field, fix in _LOST:

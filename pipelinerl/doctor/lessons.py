@@ -89,7 +89,7 @@ def lengths(run: RunRecords) -> Findings:
     entropy = max(run.values("entropy", slice(3)), default=0.0) if temperature <= 1.5 else 0.0
     share = max(run.mean("truncated_fraction"), run.late("truncated_fraction"))
     shortest = min(one.max_tokens for one in run.recipe.mixture.values())
-    field, fix = "sampling.max_tokens", f"use {4 * limit} with model.max_context to match, or ask for less"
+    field, fix = "sampling.max_tokens", f"use {4 * limit} and a model.max_context to match, or ask for short answers"
     if run.mean("completion_tokens_mean") < 0.9 * shortest * share:  # the context was full before
         field, fix = "model.max_context", f"raise it by {limit}, or shorten the prompts"
     needs_ends = run.first_task.reward.truncated == "mask" or not run.has_signal

@@ -99,7 +99,7 @@ class RunRecords:
         return next(iter(self.recipe.tasks_by_place.values()))
 
     def heldout(self, end: str) -> list[float]:
-        """Return `low` or `high`, the ends of the 95 % intervals of the first task's held-out accuracy."""
+        """Return the `low` or `high` ends of the 95 % intervals of the first task's held-out accuracy, one per evaluation."""
         return numbers_in(self.evaluations, f"sets.{self.first_task.name}.accuracy.{end}")
 
     @cached_property

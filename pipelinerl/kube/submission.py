@@ -316,7 +316,7 @@ async def fetch(release: Release, seen: Look, folder: Path) -> Path:
             if (here := _bytes_in(folder)) > before:
                 before, since_s = here, time.monotonic()
             elif time.monotonic() - since_s > _GIVE_UP_S:
-                raise ServiceError(f"{error}; nothing has arrived for {_GIVE_UP_S:g} s; {folder} keeps the rest") from error
+                raise ServiceError(f"{error}; nothing has arrived for {_GIVE_UP_S:g} s; {folder} keeps the parts") from error
             release.show(f"fetching again: {error.detail}")
             await asyncio.sleep(_LOOK_S)
 

@@ -546,4 +546,4 @@ def check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
 def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:
     """Check that the array is [tokens] with this little-endian dtype."""
     if array.ndim != 1 or (array.dtype is not dtype and array.dtype != dtype):
-        raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}; give one dimension of {dtype}")
+        raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}; give a 1-D array of {dtype}")

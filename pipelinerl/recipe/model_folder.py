@@ -138,7 +138,7 @@ def _weights_problems(folder: Path) -> Iterator[str]:
     if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
         yield f"lacks {_some(missing)}, among the {len(shards)} weight files that {index.name} names; copy them"
     elif shards and folder / "model.safetensors" in files and "model.safetensors" not in shards:
-        yield f"has {index.name} with its files and model.safetensors; delete the older ones, since actors may load others"
+        yield f"has two sets of weights, model.safetensors and that of {index.name}; delete one, since actors may load either"
     if not files and not missing and not any(folder.glob("*.bin")):
         yield "has no weights (*.safetensors); copy them into it"
     broken = []

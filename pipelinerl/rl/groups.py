@@ -297,7 +297,7 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
 CUTTING = ("ppo_clip", "grpo", "gspo")
 """Losses that give no gradient to tokens with a ratio beyond their clip range."""
 MOST_CUT, CUT_STEPS = 0.25, 10
-"""Acceptable mean share of cut tokens, over this number of steps. GSPO's authors cut about 0.15."""
+"""Largest acceptable share of clipped tokens, averaged over this number of steps. GSPO's authors clip about 0.15."""
 
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:

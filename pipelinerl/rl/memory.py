@@ -275,7 +275,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     ranks = ranks_of_a_copy(recipe, model, memory_gib)
     state_gib, snapshots = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
     kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
-    on_host = f", and {model.weights_bytes / GIB:.1f} of host memory for each actor" if loads_paused(recipe) else ""
+    on_host = f"; also {model.weights_bytes / GIB:.1f} GiB of host memory for each actor" if loads_paused(recipe) else ""
     on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
     copies = host_copies_gib(recipe, model, memory_gib)
     beside = f", and {copies:.1f} of host memory for copies of the weights" if copies else ""
@@ -286,7 +286,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         (
             "actor GPU",
             f"{in_share:.1f} GiB for vLLM: weights {engine_bytes(recipe, model) / GIB / size:.1f}, KV cache "
-            f"{kv_gib / size:.1f} ({each:,.0f} tokens for each of {in_progress} sequences), the rest {ENGINE_GIB:g}; "
+            f"{kv_gib / size:.1f} ({each:,.0f} tokens for each of {in_progress} sequences), its other memory {ENGINE_GIB:g}; "
             f"{memory_gib - in_share:.1f} outside vLLM, of which updates need {update_gib(recipe, model):.1f}{kept}{on_host}",
         ),
         (

@@ -97,7 +97,7 @@ class TrainerSettings(PolicySettings):
     service_account_dir: Path = Field(Path("/var/run/secrets/kubernetes.io/serviceaccount"))
     """Folder with the token and the ca.crt that Kubernetes gives this pod."""
     actor_selector: str = Field("", description="Labels of the actors' pods, in the form of `kubectl get pods -l`.")
-    actor_tls_name: str = Field("", description="Name in the actors' certificates, which the trainer calls by address.")
+    actor_tls_name: str = Field("", description="Name in the actors' certificates; the trainer calls by IP address.")
     stream_replicas: int = Field(1, ge=1, le=5, description="Number of NATS servers that keep each stream.")
     sequences_max_gib: float = Field(8.0, gt=0, description="Maximum size of the SEQUENCES stream, GiB.")
     weights_max_gib: float = Field(8.0, gt=0, description="Maximum size of a weight log in NATS, GiB.")

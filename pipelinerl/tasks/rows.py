@@ -342,7 +342,7 @@ def _commit(config: TaskConfig) -> str | None:
 
 
 def _hub_error(config: TaskConfig, error: Exception) -> UserError:
-    """Return an error with the library's message, on the field whose value caused it."""
+    """Return the error for the field whose value caused `error`."""
     from datasets.exceptions import DatasetNotFoundError
 
     said = " ".join(str(error).split())[:300]

@@ -258,7 +258,7 @@ def conversation(messages: Sequence[Mapping[str, Any]], config: TaskConfig) -> l
 
 
 def _text_at(row: Mapping[str, Any], name: str) -> str:
-    """Return a field with a text or a number as text. A list with one item counts as this item. Raises `BadRow`."""
+    """Return a field that holds a text or a number, as text. A list of one item stands for that item. Raises `BadRow`."""
     value = value_in(row, name)
     if value is ABSENT:
         raise BadRow(f"has no field {name!r}, only {', '.join(field_names(row)) or 'an empty object'}", name)

@@ -247,7 +247,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
         with tempfile.TemporaryDirectory(dir=cache) as beside:  # renamed when complete, since the actor may be killed before
             shutil.copytree(known, Path(beside, known.name)).rename(target)
     except OSError as error:
-        log.warning("cannot copy the image's model infos to %s, vLLM will make its own: %s", target, error)
+        log.warning("cannot copy the image's model information to %s (%s); vLLM will make its own", target, error)
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:

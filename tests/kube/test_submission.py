@@ -420,7 +420,7 @@ async def test_results_that_cannot_be_fetched_remove_nothing(
     api.execute = breaks
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
     said = capsys.readouterr().err
-    assert "pods/exec: no answer: the connection ended; nothing has arrived for 0 s; runs/own keeps the rest" in said
+    assert "pods/exec: no answer: the connection ended; nothing has arrived for 0 s; runs/own keeps the parts" in said
     assert "nothing was removed; fetch the results again with: pipelinerl submit --attach own -n train" in said
     kept = Path("runs", "own", "checkpoint", "model.safetensors")
     assert 0 < kept.stat().st_size < 5 * 4096 < (run_dir / "checkpoint" / kept.name).stat().st_size

@@ -462,7 +462,7 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its header is incomplete"),
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, among the 1 weight"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "config.json"}}', "delete the older ones, since actors"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "config.json"}}', "delete one, since actors may"),
         ("adapter_config.json", b"{}", "has a LoRA adapter, which actors would not apply; merge it into its model"),
         ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is damaged; copy it again"),
     ],

@@ -183,7 +183,7 @@ class _Waiting:
     version: int
     folder: Path
     since_s: float
-    """Unix time at which the first checkpoint after the last uploaded one was written, from its linked copy."""
+    """Unix time since which this upload is due: when the first of the checkpoints that it replaced in the queue was written."""
 
 
 class Uploads:

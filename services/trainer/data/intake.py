@@ -63,8 +63,8 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
     fix = next(fixes, "read the warnings in the trainer's log")
     return (
         f"the last {num_groups} prompt groups were all lost, so nothing could be trained on; most "
-        f"frequent reason: {reason} ({count} of {reasons.total()}){example}. To repair it, {fix}. To let a "
-        "run go on for longer, raise trainer.give_up_after_groups"
+        f"frequent reason: {reason} ({count} of {reasons.total()}){example}. What to do: {fix}. To let "
+        "a run continue for longer in this state, raise trainer.give_up_after_groups"
     )
 
 
