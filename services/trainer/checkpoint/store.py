@@ -182,6 +182,7 @@ TRY_S = 4 * 3600
 class _Waiting:
     version: int
     folder: Path
+    """Linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
     since_s: float
     """Unix time since which this upload is due: when the first of the checkpoints that it replaced in the queue was written."""
 
