@@ -81,7 +81,7 @@ def keep_books(count: int, folder: Path) -> Ledger:
                 ledger.close(ended, outcome, reason)
                 more = {"reason": reason} if reason else {"version": version}
                 journal.write({"event": "close", "outcome": outcome.value, **more, "ids": ended})
-            journal.write({"event": "step", "version": version, "counts": ledger.counts.as_dict()})
+            journal.write({"event": "step", "version": version, "counts": ledger.counts})
             journal.flush()
     (folder / "lineage.json").write_text('{"run": "made-up", "starts": [0]}')
     return ledger

@@ -29,7 +29,7 @@ from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.groups import IssueRoom
-from pipelinerl.rl.ledger import LedgerCounts, SequenceTracker
+from pipelinerl.rl.ledger import SequenceTracker, ledger_counts
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
@@ -140,7 +140,7 @@ def of_the_loop(step: int) -> dict[str, Any]:
         "step_s": phases,
         "largest_lag": 1,
         "idle_s": 0.01,
-        "sequences": LedgerCounts().as_dict(),
+        "sequences": ledger_counts(),
     }
 
 

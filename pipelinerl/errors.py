@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import traceback
 from collections.abc import Sequence
 
@@ -95,6 +96,13 @@ def as_unicode(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first non-empty line of the error's message, or else the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def how_ended(code: int) -> str:
+    """Describe a process's exit code, such as `exit code 1`, or `SIGKILL` for -9. Real-time signals have only a number."""
+    if code >= 0:
+        return f"exit code {code}"
+    return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
 
 
 def counted(count: int, what: str) -> str:

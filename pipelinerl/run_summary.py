@@ -25,12 +25,12 @@ from pydantic_core import to_jsonable_python
 from pipelinerl.figures import Reduced, reduce_step, run_figures
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import answer_reward
+from pipelinerl.rl.ledger import STATES
 from pipelinerl.run_dir import write_json
 
 Record = Mapping[str, Any]
 StepRecord = dict[str, Any]
 """One optimizer step, as metrics.jsonl holds it. Keys: docs/run-directory.md."""
-_SEQUENCES = ("issued", "trained", "dropped_stale", "dropped_filtered", "failed", "in_flight")
 
 
 @dataclass
@@ -110,7 +110,7 @@ class RunTotals:
             "heldout_reward_last": heldout_reward(*self.heldout[-1:]),
             "heldout": self.heldout,
             "tokens_generated": self.tokens_generated,
-            "sequences": {name: sequences.get(name, 0) for name in _SEQUENCES},
+            "sequences": {name: sequences.get(name, 0) for name in STATES},
             "sequence_reasons": None,
             "lag": lag_summary(self.lag_histogram),
             "stale_share_by_length": stale_shares(self.ended_by_length),

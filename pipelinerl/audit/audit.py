@@ -81,8 +81,8 @@ def _read_checkpoint(resume: Path) -> Checkpoint:
 def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:
     """Yield each difference between a checkpoint and `replay`, which has reached the journal length of that checkpoint."""
     ledger = checkpoint.ledger
-    told = {"version": checkpoint.version, "groups issued": checkpoint.next_group, **ledger.counts.as_dict()}
-    derived = {"version": replay.version, "groups issued": replay.next_group, **replay.counts.as_dict()}
+    told = {"version": checkpoint.version, "groups issued": checkpoint.next_group, **ledger.counts}
+    derived = {"version": replay.version, "groups issued": replay.next_group, **replay.counts}
     for outcome in Outcome:
         told |= {f"{outcome.value}: {reason}": count for reason, count in ledger.reasons(outcome).items()}
         derived |= {f"{outcome.value}: {reason}": count for reason, count in replay.reasons[outcome].items()}
@@ -250,7 +250,7 @@ def _check_summary(path: Path, audit: Audit) -> None:
         audit.findings[Check.SUMMARY].skipped = "no trainer has written a summary at its end"
         return
     for name, derived in [
-        ("sequences", replay.counts.as_dict()),
+        ("sequences", replay.counts),
         ("sequence_reasons", {outcome.value: dict(counts) for outcome, counts in replay.reasons.items() if counts}),
         ("policy_version", replay.version),
     ]:
@@ -390,7 +390,7 @@ def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
         "state": audit.state,
         "ok": audit.ok,
         "version": replay.version,
-        "sequences": replay.counts.as_dict(),
+        "sequences": replay.counts,
         "trained": {"branches": replay.trained_branches, "tokens": sum(replay.tokens_by_version.values())},
         "reasons": {outcome.value: dict(replay.reasons[outcome]) for outcome in Outcome},
         "restarts": [
@@ -429,7 +429,7 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
     replay = audit.replay
     yield f"{audit.run}: {audit.state}, {counted(len(audit.history.starts), 'start')}, version {number(replay.version)}"
     yield ""
-    counts = replay.counts.as_dict()
+    counts = replay.counts
     ended = " + ".join(f"{name.replace('_', ' ')} {number(count)}" for name, count in counts.items() if name != "issued")
     yield f"  issued {number(counts['issued'])} = {ended}"
     if replay.trained_branches:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipelinerl.audit.journal import Event, parse_event, read_lines
 from pipelinerl.messages.sequences import MAX_SAMPLES
-from pipelinerl.rl.ledger import LedgerCounts, Outcome
+from pipelinerl.rl.ledger import Outcome, ledger_counts
 
 _EXAMPLES = 5
 
@@ -89,8 +89,8 @@ class Replay:
         self.newest_group = ""
 
     @property
-    def counts(self) -> LedgerCounts:
-        return LedgerCounts(issued=self._issued, in_flight=self._issued - self._closed.total(), **self._closed)
+    def counts(self) -> dict[str, int]:
+        return ledger_counts(issued=self._issued, in_flight=self._issued - self._closed.total(), **self._closed)
 
     def was_issued(self, group: str, sample: int) -> bool:
         return 0 <= sample < self._samples.get(group, 0)
@@ -195,7 +195,7 @@ class Replay:
         self.version = version
         wrong = [
             f"{name} {counts.get(name)} stated, {count} derived"
-            for name, count in self.counts.as_dict().items()
+            for name, count in self.counts.items()
             if counts.get(name) != count
         ]
         if wrong:

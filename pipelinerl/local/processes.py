@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from pipelinerl.errors import EXIT_USER_ERROR, FieldError, ServiceError
+from pipelinerl.errors import EXIT_USER_ERROR, FieldError, ServiceError, how_ended
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import RunDir, check_folder
 from pipelinerl.service.lifecycle import MISTAKE
@@ -65,10 +65,7 @@ class ServiceDied(ServiceError):
         """`restarts`: number of restarts in a row before the service was given up. The message quotes the end of the log. If
         the service reported a user's mistake, the message quotes only this report."""
         self.name, self.returncode, tail = launch.name, returncode, log_tail(launch.log)
-        try:
-            how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal.Signals(-returncode).name}"
-        except ValueError:  # a real-time signal
-            how = f"was killed by signal {-returncode}"
+        how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {how_ended(returncode)}"
         after = f" after {restarts} restarts in a row" if restarts else ""
         why = f" ({launch.suspect})" if launch.suspect and returncode < 0 else ""
         if returncode == EXIT_USER_ERROR and (found := tail.rfind(f"\n{MISTAKE}")) >= 0:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, counted
+from pipelinerl.errors import FieldError, Lacking, MissingPackage, UserError, counted, how_ended
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete, why_unwritable
 from pipelinerl.recipe.devices import find_devices
 from pipelinerl.recipe.fields import ProblemSet, Recipe
@@ -79,8 +79,7 @@ def try_import(field: str, path: str, config: str, environment: Mapping[str, str
     if tried.returncode == _IMPORTED:
         return
     if tried.returncode not in (1, _NOT_INSTALLED):
-        how = f"code {tried.returncode}" if tried.returncode >= 0 else f"signal {-tried.returncode}"
-        raise UserError(f"importing its module ends the process with {how}; correct the module")
+        raise UserError(f"importing its module ends the process with {how_ended(tried.returncode)}; correct the module")
     why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, without a message"])[-1]
     if tried.returncode == _NOT_INSTALLED:
         raise MissingPackage(why)

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import FieldError, Lacking, ServiceError, counted
+from pipelinerl.errors import FieldError, Lacking, ServiceError, counted, how_ended
 from pipelinerl.initial_model import built_folder, cache_folder, is_complete
 from pipelinerl.prompts import Spellings
 from pipelinerl.recipe.fields import ProblemSet, Recipe
@@ -106,7 +105,7 @@ def rehearse(
         else:
             calls.append(replace(calling, **line))
     if done.returncode < 0:
-        how = signal.Signals(-done.returncode).name
+        how = how_ended(done.returncode)
         fix = f"kills its parent process ({how}), which is the verifier in a run, when it scores {calling}; correct the reward"
         return calls, [FieldError(f"{calling.place}reward.scorer", shares[calling.place].reward.scorer, fix)]
     if done.returncode > 0:

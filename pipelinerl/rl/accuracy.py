@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 MOST_REPORTED = 24
 _Z = 1.959964
@@ -58,25 +57,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy on one set of problems. `mean`: mean share of right answers, over problems with a verdict. `lower_bound`: share
-    of right answers if the `num_unanswered` answers without a verdict count as wrong. `pass_at`: estimates for k = 2, 4, 8, …
-    and for the number of answers per problem, each over problems with at least k verdicts."""
+    """Accuracy on one set of problems, in the form of metrics.jsonl and summary.json. `accuracy`: mean share of right answers,
+    over problems with a verdict. `lower_bound`: share of right answers if the `unanswered` answers without a verdict count as
+    wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of answers per problem, each over problems with at least k
+    verdicts."""
 
-    mean: Estimate
+    accuracy: Estimate
     lower_bound: float
-    num_unanswered: int
-    pass_at: dict[int, Estimate] = field(default_factory=dict)
+    unanswered: int
+    pass_at: dict[str, Estimate] = field(default_factory=dict)
     reported: Mapping[str, float] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values in the form of metrics.jsonl and summary.json."""
-        return {
-            "accuracy": asdict(self.mean),
-            "lower_bound": self.lower_bound,
-            "unanswered": self.num_unanswered,
-            "pass_at": {str(k): asdict(estimate) for k, estimate in self.pass_at.items()},
-            "reported": dict(self.reported),
-        }
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
@@ -93,5 +83,5 @@ def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
         Estimate.of([fmean(answers) for answers in known if answers]),
         sum(map(sum, known)) / (asked * len(problems)),
         asked * len(problems) - sum(map(len, known)),
-        {k: Estimate.of(values) for k, values in passed.items() if values},
+        {str(k): Estimate.of(values) for k, values in passed.items() if values},
     )

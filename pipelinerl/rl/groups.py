@@ -79,6 +79,17 @@ class IssueRoom(NamedTuple):
     limit: int | None
 
 
+class IssuedGroups(NamedTuple):
+    """The prompt groups of a run, which are numbered in order of issue, from 0. `unlost`: how many were issued and not lost
+    since the start of the run. `num_open`: how many are incomplete. `issued`: the next group's number. `oldest_open`: the
+    oldest incomplete group's number, or `issued`."""
+
+    unlost: int
+    num_open: int
+    issued: int
+    oldest_open: int
+
+
 class IssueBounds:
     """The staleness bound and, in pipeline mode, the freshness limit. `unlost`: groups issued and not lost since the start of
     the run. `version`: the oldest version that an actor serves."""
@@ -117,36 +128,24 @@ class IssueBounds:
         """True if the freshness limit gives actors less work than they could do, because they are faster than the trainer."""
         return self._held_back > 0 and not self._waited
 
-    def begin_step(
-        self,
-        num_actors: int,
-        unlost: int,
-        num_open: int,
-        wait_share: float,
-        *,
-        for_max_lag: bool,
-        issued: int,
-        oldest_open: int,
-    ) -> None:
-        """Adapt the freshness limit when a step has received its batch. Groups are numbered in order of issue, from 0.
-
-        `num_open`: how many groups are incomplete. `oldest_open`: the oldest one's number. `issued`: the next group's number.
-        `wait_share`: share of the time since the previous step in which the trainer waited for sequences. `for_max_lag`: the
-        staleness bound caused this wait, so a higher freshness limit would not shorten it."""
+    def begin_step(self, num_actors: int, groups: IssuedGroups, wait_share: float, *, for_max_lag: bool) -> None:
+        """Adapt the freshness limit when a step has received its batch. `wait_share`: share of the time since the previous step
+        in which the trainer waited for sequences. `for_max_lag`: the staleness bound caused this wait, so a higher freshness
+        limit would not shorten it."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:
             return
         self._waited = wait_share > WAIT_SHARE
-        if oldest_open >= self._changed_at:
-            self._left_over.append(self._unused(unlost) - num_open)
+        if groups.oldest_open >= self._changed_at:
+            self._left_over.append(self._unused(groups.unlost) - groups.num_open)
         if self._waited and not for_max_lag:
-            self._set(limit + max(self._group_size, limit // 8), num_actors, issued)
+            self._set(limit + max(self._group_size, limit // 8), num_actors, groups.issued)
         elif len(self._left_over) > limit / self._batch_size:
             standing = min(self._left_over)
             self._left_over.popleft()
             if standing > 1:
-                self._set(limit - math.ceil(standing / 4) * self._group_size, num_actors, issued)
+                self._set(limit - math.ceil(standing / 4) * self._group_size, num_actors, groups.issued)
 
     def _unused(self, unlost: int) -> int:
         return unlost - self.steps_begun * groups_per_step(self._recipe)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -35,32 +35,20 @@ class LedgerViolation(AssertionError):
     """A sequence was issued or closed twice, closed without being issued, or the counts do not add up."""
 
 
-@dataclass(frozen=True)
-class LedgerCounts:
-    """Numbers of sequences by state, with the fields of `SequenceCounts` in trainer.proto."""
+STATES = ("issued", *(outcome.value for outcome in Outcome), "in_flight")
+"""Names of a ledger's counts, which are also the fields of `SequenceCounts` in trainer.proto."""
 
-    issued: int = 0
-    trained: int = 0
-    dropped_stale: int = 0
-    dropped_filtered: int = 0
-    failed: int = 0
-    in_flight: int = 0
 
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @property
-    def discrepancy(self) -> int:
-        """Return the issued sequences minus the sum of all other counts. Anything but 0 is a defect."""
-        ended = self.trained + self.dropped_stale + self.dropped_filtered + self.failed
-        return self.issued - ended - self.in_flight
+def ledger_counts(**known: int) -> dict[str, int]:
+    """Return the numbers of sequences by state, in the order of `STATES`; 0 for those not given."""
+    return dict.fromkeys(STATES, 0) | known
 
 
 class Ledger:
     """Outcomes of all sequences of one run. `counts` is replaced at each event, so any thread reads consistent numbers."""
 
     def __init__(self) -> None:
-        self.counts = LedgerCounts()
+        self.counts = ledger_counts()
         self._in_flight: dict[str, None] = {}  # in order of issue
         self._reasons = {outcome: Counter[str]() for outcome in Outcome}
 
@@ -97,21 +85,26 @@ class Ledger:
         """Return how many sequences ended with this outcome, by reason. Sequences without a reason are not counted."""
         return dict(self._reasons[outcome])
 
+    @property
+    def discrepancy(self) -> int:
+        """Return the issued sequences minus the sum of all other counts. Anything but 0 is a defect."""
+        counts = self.counts  # read once, since another thread may change it
+        return 2 * counts["issued"] - sum(counts.values())
+
     def check(self) -> None:
         """Raise `LedgerViolation` with all numbers if the equation does not hold."""
-        if self.counts.discrepancy:
-            numbers = ", ".join(f"{name} {count}" for name, count in self.counts.as_dict().items())
+        if self.discrepancy:
+            numbers = ", ".join(f"{name} {count}" for name, count in self.counts.items())
             raise LedgerViolation(f"issued != trained + dropped + failed + in_flight: {numbers}")
 
     def _count(self, name: str, more: int) -> None:
-        changed: dict[str, int] = {name: getattr(self.counts, name) + more}
-        self.counts = replace(self.counts, in_flight=len(self._in_flight), **changed)
+        self.counts = self.counts | {name: self.counts[name] + more, "in_flight": len(self._in_flight)}
         self.check()
 
     def to_state(self) -> dict[str, Any]:
         return {
-            "issued": self.counts.issued,
-            "closed": {outcome.value: getattr(self.counts, outcome.value) for outcome in Outcome},
+            "issued": self.counts["issued"],
+            "closed": {outcome.value: self.counts[outcome] for outcome in Outcome},
             "reasons": {outcome.value: dict(counts) for outcome, counts in self._reasons.items()},
             "in_flight": list(self._in_flight),
         }
@@ -122,7 +115,7 @@ class Ledger:
         ledger = cls()
         ledger._reasons = {outcome: Counter(state["reasons"][outcome.value]) for outcome in Outcome}
         ledger._in_flight = dict.fromkeys(state["in_flight"])
-        ledger.counts = LedgerCounts(state["issued"], in_flight=len(ledger._in_flight), **state["closed"])
+        ledger.counts = ledger_counts(issued=state["issued"], in_flight=len(ledger._in_flight), **state["closed"])
         ledger.check()
         return ledger
 
@@ -237,7 +230,7 @@ class SequenceTracker:
 
     def end_step(self, version: int) -> None:
         """Record that all sequences of the step that made `version` are closed."""
-        self._tell({"event": "step", "version": version, "counts": self.ledger.counts.as_dict()})
+        self._tell({"event": "step", "version": version, "counts": self.ledger.counts})
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
         """Close sequences. `more`: further fields of the event, such as the new `version`. Raises `LedgerViolation`."""

@@ -23,7 +23,15 @@ import numpy as np
 
 from pipelinerl.messages.sequences import VersionSpan
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.groups import IssueBounds, groups_before_step, groups_per_step, length_bucket, stale_reason, starts_phase
+from pipelinerl.rl.groups import (
+    IssueBounds,
+    IssuedGroups,
+    groups_before_step,
+    groups_per_step,
+    length_bucket,
+    stale_reason,
+    starts_phase,
+)
 from pipelinerl.rl.throughput import DecodeCurve, Lengths
 
 
@@ -341,15 +349,9 @@ class _Run:
             if self.recipe.mode == "conventional" and starts_phase(self.recipe, version):
                 self.random.shuffle(self.batch)
             batch, self.batch = self.batch[: self.per_step], self.batch[self.per_step :]
-            self.bounds.begin_step(
-                len(self.actors),
-                self.issued - self.lost,
-                len(self.open),
-                wait_share,
-                for_max_lag=for_max_lag,
-                issued=self.issued,
-                oldest_open=next(iter(self.open), self.issued),
-            )
+            oldest = next(iter(self.open), self.issued)
+            groups = IssuedGroups(self.issued - self.lost, len(self.open), self.issued, oldest)
+            self.bounds.begin_step(len(self.actors), groups, wait_share, for_max_lag=for_max_lag)
             self.taking_for = min(version + 1, steps - 1)
             self._take()
             self._issue()

@@ -93,20 +93,21 @@ async def open_store(url: str, bus: Bus) -> AsyncIterator[LogStore]:
     if url == NATS:
         yield BucketStore(bus)
     elif rest and scheme in ("file", "s3", "gs"):
-        opening = partial(_watched, place, lambda _: _opened(url, place))
+        opening = partial(_watched, place, lambda _: open_files("weights.log", url, place))
         opened = await retry_forever(opening, "open weights.log", retried=lambda error: isinstance(error, StoreError))
         yield FileStore(*opened, place)
     else:
         raise FieldError("weights.log", place if rest else url, "use nats, or a URL with file://, s3:// or gs://")
 
 
-def _opened(url: str, place: str) -> tuple[FileSystem, str]:
+def open_files(field: str, url: str, place: str) -> tuple[FileSystem, str]:
+    """Open a URL with pyarrow. Return the file system, and the path in it. Raises `FieldError` on `field`, with `place`."""
     from pyarrow.fs import FileSystem
 
     try:
         files, root = FileSystem.from_uri(url)
     except (ValueError, ImportError) as error:
-        raise FieldError("weights.log", place, without_secrets(first_line(error), os.environ)) from None
+        raise FieldError(field, place, without_secrets(first_line(error), os.environ)) from None
     return files, root.rstrip("/")
 
 

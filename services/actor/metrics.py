@@ -74,18 +74,15 @@ class ActorMetrics:
         self.ready = metrics.reading("ready", "1 while the actor takes prompts, 0 otherwise.", unit="1 or 0")
         self.ready.set(0)  # shows an engine that never starts
         self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups that are taken but not acknowledged yet.")
-        self.bad_messages = metrics.counter(
-            "bad_messages_total", "Invalid messages, which were ignored.", {"kind": ("prompt_group", "control")}
-        )
+        text = "Invalid messages, which were ignored."
+        self.bad_messages = metrics.counter("bad_messages_total", text, {"kind": ("prompt_group", "control")})
         self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups stored as dead letters.", unit="groups")
         in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
         in_progress.set_function(lambda: self.busy.running)
-        self.most_in_progress = metrics.reading(
-            "sequences_in_progress_max", "Maximum number of sequences in progress, as the recipe says.", unit="sequences"
-        )
-        self.generated_tokens = metrics.counter(
-            "generated_tokens_total", "Completion tokens that this actor sampled, including those of unfinished sequences."
-        )
+        text = "Maximum number of sequences in progress, as the recipe says."
+        self.most_in_progress = metrics.reading("sequences_in_progress_max", text, unit="sequences")
+        text = "Completion tokens that this actor sampled, including those of unfinished sequences."
+        self.generated_tokens = metrics.counter("generated_tokens_total", text)
         metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.").read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
@@ -96,66 +93,35 @@ class ActorMetrics:
 
     def _finishing(self, metrics: MetricSet) -> None:
         reasons = tuple(reason.value for reason in FinishReason)
-        self.finished = metrics.counter(
-            "sequences_finished_total", "Finished sequences, by finish reason.", {"reason": reasons}, unit="sequences"
-        )
-        self.failed = metrics.counter(
-            "sequences_failed_total", "Failed sequences, by reason.", {"reason": "see docs/errors.md"}, unit="sequences"
-        )
-        self.handed_over = metrics.counter(
-            "sequences_handed_over_total",
-            "Sequences that this actor handed over when it stopped: unfinished ones, and finished ones not stored yet.",
-            {"state": CARRIED_STATES},
-            unit="sequences",
-        )
-        self.continued = metrics.counter(
-            "sequences_continued_total",
-            "Sequences that this actor took over from one that stopped: unfinished ones, and finished ones not stored yet.",
-            {"state": CARRIED_STATES},
-            unit="sequences",
-        )
-        self.carried_tokens = metrics.counter(
-            "carried_tokens_total", "Tokens of sequences taken over that did not have to be generated again."
-        )
+        text = "Finished sequences, by finish reason."
+        self.finished = metrics.counter("sequences_finished_total", text, {"reason": reasons}, unit="sequences")
+        text = "Failed sequences, by reason."
+        self.failed = metrics.counter("sequences_failed_total", text, {"reason": "see docs/errors.md"}, unit="sequences")
+        text = "Sequences that this actor handed over when it stopped: unfinished ones, and finished ones not stored yet."
+        self.handed_over = metrics.counter("sequences_handed_over_total", text, {"state": CARRIED_STATES}, unit="sequences")
+        text = "Sequences that this actor took over from one that stopped: unfinished ones, and finished ones not stored yet."
+        self.continued = metrics.counter("sequences_continued_total", text, {"state": CARRIED_STATES}, unit="sequences")
+        text = "Tokens of sequences taken over that did not have to be generated again."
+        self.carried_tokens = metrics.counter("carried_tokens_total", text)
         self.completion_tokens = metrics.histogram("completion_tokens", "Length of completions, tokens.", COMPLETION_TOKENS)
-        self.verify_seconds = metrics.histogram(
-            "verify_seconds", "Duration of a verifier call for one batch, measured by the actor.", CALL_SECONDS
-        )
-        self.verify_failed_tries = metrics.counter(
-            "verify_failed_tries_total",
-            "Failed attempts of verifier calls, by the gRPC status that the actor got; most are retried.",
-            {"code": FAILURE_CODES},
-            unit="calls",
-        )
-        self.publish_seconds = metrics.histogram(
-            "publish_seconds", "Time from publishing a sequence to the stream's acknowledgement.", CALL_SECONDS
-        )
+        text = "Duration of a verifier call for one batch, measured by the actor."
+        self.verify_seconds = metrics.histogram("verify_seconds", text, CALL_SECONDS)
+        text = "Failed attempts of verifier calls, by the gRPC status that the actor got; most are retried."
+        self.verify_failed_tries = metrics.counter("verify_failed_tries_total", text, {"code": FAILURE_CODES}, unit="calls")
+        text = "Time from publishing a sequence to the stream's acknowledgement."
+        self.publish_seconds = metrics.histogram("publish_seconds", text, CALL_SECONDS)
 
     def _episodes(self, metrics: MetricSet) -> None:
-        self.episodes = metrics.gauge(
-            "episodes_in_progress",
-            "Running episodes, whether they decode a turn or wait for their environment or for a place.",
-            unit="episodes",
-        )
-        self.episode_turns = metrics.counter(
-            "episode_turns_total",
-            "Turns that environments requested. They were sampled or, if an episode ran again, replayed from its record.",
-            {"source": ("sampled", "replayed")},
-            unit="turns",
-        )
-        self.episode_branches = metrics.counter(
-            "episode_branches_total",
-            "Branches of episodes beyond the first; one begins if a request's history does not extend the recorded tokens.",
-            unit="branches",
-        )
-        self.episode_dropped_turns = metrics.counter(
-            "episode_dropped_turns_total",
-            "Recorded turns that were dropped, because the last run of the environment did not request them again.",
-            unit="turns",
-        )
-        self.episode_refusals = metrics.counter(
-            "episode_refusals_total", "Requests of environments that got no turn, by code.", {"code": REFUSALS}, unit="requests"
-        )
+        text = "Running episodes, whether they decode a turn or wait for their environment or for a place."
+        self.episodes = metrics.gauge("episodes_in_progress", text, unit="episodes")
+        text = "Turns that environments requested. They were sampled or, if an episode ran again, replayed from its record."
+        self.episode_turns = metrics.counter("episode_turns_total", text, {"source": ("sampled", "replayed")}, unit="turns")
+        text = "Branches of episodes beyond the first; one begins if a request's history does not extend the recorded tokens."
+        self.episode_branches = metrics.counter("episode_branches_total", text, unit="branches")
+        text = "Recorded turns that were dropped, because the last run of the environment did not request them again."
+        self.episode_dropped_turns = metrics.counter("episode_dropped_turns_total", text, unit="turns")
+        text = "Requests of environments that got no turn, by code."
+        self.episode_refusals = metrics.counter("episode_refusals_total", text, {"code": REFUSALS}, unit="requests")
         self.episode_ignored_fields = metrics.counter(
             "episode_ignored_fields_total",
             "Requests of environments with a field that is ignored, such as a temperature.",
@@ -174,15 +140,10 @@ class ActorMetrics:
         self.received_bytes = metrics.counter("received_bytes_total", "Bytes of weights received.")
         self.receive_seconds = metrics.histogram("receive_seconds", "Time to receive one update.", RECEIVE_SECONDS)
         self.stall_seconds = metrics.histogram("stall_seconds", "Time for which one update stopped generation.", STALL_SECONDS)
-        self.staging = metrics.reading(
-            "staging_state",
-            "1 for the state that the update to the next version is in, 0 for the others.",
-            {"state": STAGING_STATES},
-            unit="1 or 0",
-        )
-        self.weight_loader = metrics.reading(
-            "weight_loader", "1 for the mode of the weight loader.", {"mode": "shadow, in_place, paused, adapter"}, unit="1"
-        )
+        text = "1 for the state that the update to the next version is in, 0 for the others."
+        self.staging = metrics.reading("staging_state", text, {"state": STAGING_STATES}, unit="1 or 0")
+        text = "1 for the mode of the weight loader."
+        self.weight_loader = metrics.reading("weight_loader", text, {"mode": "shadow, in_place, paused, adapter"}, unit="1")
 
     def engine_step(self, decode_s: float | None, kv_cache_usage: float) -> None:
         """Count an engine step. `decode_s` is None for the first step after an idle time; `kv_cache_usage` is in [0, 1]."""

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import EXIT_FAILURE, EXIT_OK, FieldError
+from pipelinerl.errors import EXIT_FAILURE, EXIT_OK, FieldError, how_ended
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.services import keep_to_quota
 from pipelinerl.recipe.fields import Recipe
@@ -111,9 +111,8 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
 
 
 def killed(rank: int, number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     why = "; the kernel does that when memory runs out" if number == signal.SIGKILL else ""
     return (
-        f"rank {rank} of the trainer was killed by {name}{why}. A restarted trainer continues from the newest "
+        f"rank {rank} of the trainer was killed by {how_ended(-number)}{why}. A restarted trainer continues from the newest "
         "checkpoint and repeats the steps since then (checkpoint.every_steps)"
     )

@@ -410,7 +410,7 @@ class OptimizerLoop:
             if evaluate:
                 try:
                     result = await self._evaluator.evaluate(version)
-                    if not (self.stopping and result.overall.num_unanswered):  # a stop also ends actors: answers are missing
+                    if not (self.stopping and result.overall.unanswered):  # a stop also ends actors: answers are missing
                         self._recorder.heldout(result)
                 except ServiceError as error:
                     log.error("the held-out evaluation is skipped: %s", error)

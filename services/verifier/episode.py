@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl import episodes
 from pipelinerl.episodes import POLICY_FAULTS, Done, Environment, Messages, Tool, ToolCall, Turn
-from pipelinerl.errors import FieldError, UserError, as_unicode, located
+from pipelinerl.errors import FieldError, UserError, as_unicode, how_ended, located
 from pipelinerl.recipe.fields import ProblemSet, TaskConfig
 from pipelinerl.tasks.source import Division, Split, conversation, prompt_of
 from pipelinerl.v1 import verifier_pb2
@@ -258,8 +258,7 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
     printed, complained = _printed(program, row.encode())
     if program.returncode:
         why = (complained.strip().splitlines() or ["it wrote nothing to standard error"])[-1]
-        how = f"exit code {program.returncode}" if program.returncode > 0 else f"signal {-program.returncode}"
-        raise EpisodeFailed(f"the agent ended with {how}: {why}")
+        raise EpisodeFailed(f"the agent ended with {how_ended(program.returncode)}: {why}")
     return printed
 
 

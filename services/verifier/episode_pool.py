@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import PipelineRLError, how_ended
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_TIMEOUT, EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier import pool
 from services.verifier.episode_worker import BEGIN, ENDED, JUDGE, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, how_ended, read_frame, start_again, start_worker
+from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, read_frame, start_again, start_worker
 from services.verifier.worker import failed
 
 log = logging.getLogger(__name__)

@@ -33,24 +33,21 @@ class VerifierMetrics:
         label = {"task": f"a task of the recipe, or {UNKNOWN_TASK} for items of other tasks"}
         self.calls = metrics.counter("calls_total", "Calls to the verifier, by gRPC status.", {"code": CODES}, unit="calls")
         self.call_seconds = metrics.histogram("call_seconds", "Duration of a call of Verify.", _SECONDS)
-        self.requests = metrics.counter(
-            "requests_total", "Items and episodes, by task and outcome.", {**label, "status": STATUSES}, unit="items"
-        )
+        text = "Items and episodes, by task and outcome."
+        self.requests = metrics.counter("requests_total", text, {**label, "status": STATUSES}, unit="items")
         for task, status in product(tasks, STATUSES):
             self.requests.labels(task, status)
         self.reward_seconds = metrics.histogram("reward_seconds", "Time to compute one reward.", _SECONDS, label)
         self.reward = metrics.histogram("reward", "Rewards of scored items and episodes.", _REWARDS, label, unit="reward")
         outcomes = {"outcome": ("answered", "cached", "retried", "failed")}
-        self.judge_calls = metrics.counter(
-            "judge_calls_total", "Judgements, by outcome; `retried` counts attempts after the first.", outcomes, unit="calls"
-        )
+        text = "Judgements, by outcome; `retried` counts attempts after the first."
+        self.judge_calls = metrics.counter("judge_calls_total", text, outcomes, unit="calls")
         self.queue_items = metrics.gauge("queue_items", "Items waiting for a worker.")
         self.queue_capacity = metrics.gauge("queue_capacity_items", "Maximum number of items that may wait.")
         self.workers = metrics.gauge("workers", "Worker processes that are up.", unit="processes")
         causes = {"reason": ("timeout", "death", "retirement")}
-        self.worker_restarts = metrics.counter(
-            "worker_restarts_total", "Replaced workers, by the cause of their end.", causes, unit="processes"
-        )
+        text = "Replaced workers, by the cause of their end."
+        self.worker_restarts = metrics.counter("worker_restarts_total", text, causes, unit="processes")
         kept = {"code": CODE, "means": ("bubblewrap", "landlock", "none")}
         self.sandbox = metrics.gauge("sandbox", "1 if `means` confines all code of this kind.", kept, unit="boolean")
         self.timeouts = metrics.counter("timeouts_total", "Rewards and episodes killed at a deadline.", unit="items")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import struct
 import sys
 import time
@@ -28,7 +27,7 @@ from typing import Literal
 
 from google.protobuf.message import DecodeError
 
-from pipelinerl.errors import PipelineRLError, ServiceError, UserError
+from pipelinerl.errors import PipelineRLError, ServiceError, UserError, how_ended
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.grpc import MAX_MESSAGE_BYTES
 from pipelinerl.service.lifecycle import Readiness
@@ -215,13 +214,6 @@ class RewardPool:
         elif not job.future.done():
             self._jobs.appendleft(job)
             self._filled.set()
-
-
-def how_ended(code: int) -> str:
-    """Describe an exit code. A negative code is the number of a signal."""
-    if code >= 0:
-        return f"exit code {code}"
-    return f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
 
 
 class WorkerGone(Exception):

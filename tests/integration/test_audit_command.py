@@ -84,7 +84,7 @@ async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path, audit:
         assert code == 0, said
         assert "unit: goes on, 1 start, version 1" in said
         counts = one.tracker.ledger.counts
-        assert f"issued {counts.issued} = trained 4 + dropped stale 0" in said
+        assert f"issued {counts['issued']} = trained 4 + dropped stale 0" in said
         assert "SEQUENCES holds 6 messages, positions 1 to 6; a checkpoint covers them up to 4" in said
         own = RunDir(folder, RUN).credentials
         login = ("--credentials", str(own.nats(ADMIN)), "--tls-dir", str(own.tls_dir))

@@ -206,7 +206,7 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
         (template,) = children(pid)
         for outside in children(template):
             os.kill(outside, signal.SIGKILL)  # alone, as the out-of-memory killer may do
-        assert [each.message for each in await hanging] == ["the episode died with signal SIGKILL"]
+        assert [each.message for each in await hanging] == ["the episode died with SIGKILL"]
         await until(lambda: not left_by(pid) and len(list(descendants(pid))) == 1)  # the template
 
 

@@ -147,5 +147,5 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-def accuracy_at(mean: float, lower_bound: float, num_unanswered: int) -> Accuracy:
-    return Accuracy(Estimate(mean, mean, mean), lower_bound, num_unanswered)
+def accuracy_at(mean: float, lower_bound: float, unanswered: int) -> Accuracy:
+    return Accuracy(Estimate(mean, mean, mean), lower_bound, unanswered)

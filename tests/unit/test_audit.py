@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.audit.audit import Audit, as_json, audit_files, audit_run, lines, trained_per_version
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.audit.replay import Check, split_id
-from pipelinerl.rl.ledger import LedgerCounts, SequenceTracker
+from pipelinerl.rl.ledger import SequenceTracker, ledger_counts
 from tests.unit.builders import make_group
 from tests.unit.trainer_fakes import make_run_state
 
@@ -34,7 +34,7 @@ def close(outcome: str, *ids: str, **more: Any) -> Event:
 
 
 def step(version: int, **counts: int) -> Event:
-    return {"event": "step", "version": version, "counts": LedgerCounts(**counts).as_dict()}
+    return {"event": "step", "version": version, "counts": ledger_counts(**counts)}
 
 
 def durable(version: int, position: int) -> Event:
@@ -95,7 +95,7 @@ def test_a_run_that_adds_up(tmp_path: Path) -> None:
         )
     )
     assert (failures(found), found.ended) == ({}, True)
-    assert found.replay.counts == LedgerCounts(issued=8, trained=4, dropped_filtered=2, failed=1, in_flight=1)
+    assert found.replay.counts == ledger_counts(issued=8, trained=4, dropped_filtered=2, failed=1, in_flight=1)
     assert list(found.replay.in_flight()) == [("g00000003", 0)]
     assert found.replay.trained_by_version == {1: 3, 2: 1}
     assert {outcome.value: dict(reasons) for outcome, reasons in found.replay.reasons.items()} == {
@@ -115,7 +115,7 @@ SECOND_STEP = (close("trained", "2.0", version=2), step(2, issued=6, trained=4, 
              step(2, issued=6, trained=5, failed=1), issue(3, version=2),
              start(2, version=1, keep="1"), issue(3, version=1), close("trained", "2.0", "1.0", version=2),
              step(2, issued=8, trained=5, in_flight=3)],
-            LedgerCounts(issued=8, trained=5, in_flight=3),
+            ledger_counts(issued=8, trained=5, in_flight=3),
             [(2, 1, 1, 1, 2, 1)],
         ),
         (  # version 1 is kept; 2 is made, undone, made again; then the newest checkpoint is gone and all begins at 1 again
@@ -123,27 +123,27 @@ SECOND_STEP = (close("trained", "2.0", version=2), step(2, issued=6, trained=4, 
              step(3, issued=6, trained=5, in_flight=1), start(2, version=2, keep="2"), close("trained", "1.0", version=3),
              step(3, issued=6, trained=5, in_flight=1), mark("3"), start(3, version=3, keep="3"),
              close("failed", "2.1", reason="engine"), start(4, version=1, keep="1"), *SECOND_STEP],
-            LedgerCounts(issued=6, trained=4, in_flight=2),
+            ledger_counts(issued=6, trained=4, in_flight=2),
             [(2, 2, 1, 0, 1, 0), (3, 3, 0, 0, 0, 0), (4, 1, 2, 0, 2, 1)],
         ),
         (  # a start without a checkpoint undoes everything
             [*OPENING, *FIRST_STEP, start(2), issue(0), issue(1)],
-            LedgerCounts(issued=4, in_flight=4),
+            ledger_counts(issued=4, in_flight=4),
             [(2, 0, 1, 3, 3, 0)],
         ),
         (  # a line that was cut off does not count
-            [*OPENING, b'{"event":"issue","group":"g0000'], LedgerCounts(issued=6, in_flight=6), [],
+            [*OPENING, b'{"event":"issue","group":"g0000'], ledger_counts(issued=6, in_flight=6), [],
         ),
         (  # a line that is no event is nobody's business where it was undone
             [*OPENING, *FIRST_STEP, mark("1"), b"garbage\n", start(2, version=1, keep="1")],
-            LedgerCounts(issued=6, trained=3, in_flight=3),
+            ledger_counts(issued=6, trained=3, in_flight=3),
             [(2, 1, 0, 0, 0, 0)],
         ),
-        ([], LedgerCounts(), []),  # no trainer has started
+        ([], ledger_counts(), []),  # no trainer has started
     ],
 )  # fmt: skip
 def test_histories_with_restarts(
-    tmp_path: Path, events: list[Event | bytes], counts: LedgerCounts, undid: list[tuple[int, ...]]
+    tmp_path: Path, events: list[Event | bytes], counts: dict[str, int], undid: list[tuple[int, ...]]
 ) -> None:
     """`undid`: incarnation, version, steps, groups, trained, ended otherwise."""
     found = audit_files(write(tmp_path, *events))
@@ -271,7 +271,7 @@ def test_a_damaged_checkpoint_is_named_and_one_of_weights_alone_is_not(tmp_path:
 def test_the_summary_of_a_trainer_that_ended_says_the_same_and_that_of_the_one_before_nothing(tmp_path: Path) -> None:
     write(tmp_path, *OPENING, *FIRST_STEP, close("failed", "1.0", reason="engine"), end(1, finished=False))
     told = {
-        "sequences": LedgerCounts(issued=6, trained=3, failed=1, in_flight=2).as_dict(),
+        "sequences": ledger_counts(issued=6, trained=3, failed=1, in_flight=2),
         "sequence_reasons": {"failed": {"engine": 1}},
         "policy_version": 1,
     }

@@ -154,8 +154,8 @@ def check_journal(run_dir: Path, one: Life) -> None:
     counts, trained = audit.replay.counts, audit.replay.trained_by_version
     assert sorted(trained) == list(range(1, RECIPE.trainer.steps + 1))
     # Two groups of two a step, but for the samples of a trained group that were stale.
-    stale = max(0, counts.dropped_stale - 2 * one.tracker.lost_groups)
-    assert sum(trained.values()) == counts.trained == 2 * 2 * RECIPE.trainer.steps - stale
+    stale = max(0, counts["dropped_stale"] - 2 * one.tracker.lost_groups)
+    assert sum(trained.values()) == counts["trained"] == 2 * 2 * RECIPE.trainer.steps - stale
 
 
 def note_durable(one: Life, folder: Path) -> None:

@@ -19,6 +19,7 @@ from pipelinerl.recipe.fields import AlgorithmConfig, Recipe
 from pipelinerl.rl.groups import (
     LAG_BUCKETS,
     IssueBounds,
+    IssuedGroups,
     Lineage,
     StaleReason,
     effective_sample_size,
@@ -191,7 +192,7 @@ def test_every_run_ends_whatever_is_lost_and_nothing_is_left_over(
                 taken += 1
         taken -= per_step
         wait_share, oldest = random.random(), issued - len(on_their_way)
-        bounds.begin_step(1, issued - lost, len(on_their_way), wait_share, for_max_lag=False, issued=issued, oldest_open=oldest)
+        bounds.begin_step(1, IssuedGroups(issued - lost, len(on_their_way), issued, oldest), wait_share, for_max_lag=False)
     assert (issued - lost, taken, on_their_way) == (steps * per_step, 0, [])
 
 
@@ -236,7 +237,7 @@ def test_the_freshness_limit_by_hand() -> None:
     def begin(left_over: int, wait_share: float = 0.0, oldest_open: int = 0, *, for_max_lag: bool = False) -> int | None:
         """`left_over` groups of 2 beyond the batch, and none on its way but `oldest_open`."""
         unlost = 4 * (bounds.steps_begun + 1) + left_over
-        bounds.begin_step(1, unlost, 0, wait_share, for_max_lag=for_max_lag, issued=unlost, oldest_open=oldest_open or unlost)
+        bounds.begin_step(1, IssuedGroups(unlost, 0, unlost, oldest_open or unlost), wait_share, for_max_lag=for_max_lag)
         assert bounds.room(0, 1, unlost, 3).in_flight == 2 * left_over - 3
         return bounds.limit(1)
 
@@ -258,13 +259,13 @@ def test_what_an_actor_had_in_hand_starves_no_step_when_it_is_gone() -> None:
     bounds, unlost = fresh(group_size=2, batch_size=8, slots=16), 0
     while bounds.limit(2) != 8:
         unlost = 4 * (bounds.steps_begun + 1) + 13
-        bounds.begin_step(2, unlost, 0, 0.0, for_max_lag=False, issued=unlost, oldest_open=unlost)
+        bounds.begin_step(2, IssuedGroups(unlost, 0, unlost, unlost), 0.0, for_max_lag=False)
     unlost = 4 * bounds.steps_begun + 4
     assert bounds.room(0, 2, unlost, 0).allowance == 0, "a batch is in flight"
     # One of the two is gone, with up to 16 + 2 of them: as many more, and never less than a batch, come from the other.
     assert [bounds.limit(actors) for actors in (0, 1, 2)] == [26, 26, 8]
     assert bounds.room(0, 1, unlost, 0).allowance == 9
-    bounds.begin_step(1, unlost + 4, 0, 0.5, for_max_lag=False, issued=unlost + 4, oldest_open=unlost)
+    bounds.begin_step(1, IssuedGroups(unlost + 4, 0, unlost + 4, unlost), 0.5, for_max_lag=False)
     assert [bounds.limit(actors) for actors in (1, 2)] == [26, 44]
 
 
@@ -294,7 +295,7 @@ def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(tr
         waits.append(now - ready_at)
         left_over.append(complete)
         num_open, wait_share = len(generating) + queued, waits[-1] / (waits[-1] + trainer_s)
-        bounds.begin_step(actors, unlost, num_open, wait_share, for_max_lag=False, issued=unlost, oldest_open=unlost - num_open)
+        bounds.begin_step(actors, IssuedGroups(unlost, num_open, unlost, unlost - num_open), wait_share, for_max_lag=False)
         ends_at = now + trainer_s
         fill_slots()
         while generating and generating[0] <= ends_at:

@@ -26,6 +26,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
 )
@@ -578,6 +580,23 @@ def test_a_context_in_which_neighbours_in_a_row_would_change_a_sequence_is_refus
     load_policy(str(tmp_path), model_config(tmp_path, max_context=64))
     with pytest.raises(FieldError, match=rf"model\.max_context = 128: is above the model's {name} of 64 tokens; lower it"):
         load_policy(str(tmp_path), model_config(tmp_path))
+
+
+def test_a_context_above_a_window_that_only_a_mask_applies_is_refused_with_packed_attention(tmp_path: Path) -> None:
+    build(PhimoeConfig, PhimoeForCausalLM, **{**SHAPE, "sliding_window": 16}).save_pretrained(tmp_path)
+    assert load_policy(str(tmp_path), model_config(tmp_path, max_context=16)).attention == VARLEN
+    with pytest.raises(FieldError, match=r"model\.max_context = 128: is above the model's sliding_window of 16 tokens"):
+        load_policy(str(tmp_path), model_config(tmp_path))
+    policy, sequence = load_policy(str(tmp_path), model_config(tmp_path, attention="eager")), sequences_of([(9, 20)])[0]
+    batch = host_microbatch([sequence, sequence], np.zeros(2), np.ones(2), 0).on("cpu")
+    with torch.no_grad():
+        packed, alone = (
+            policy.scores(batch.row, batch.predictors, batch.targets).logprobs,
+            plain_logprobs(policy.model, sequence),
+        )
+    torch.testing.assert_close(packed, torch.cat([alone, alone]))
+    build(MistralConfig, MistralForCausalLM, **{**SHAPE, "sliding_window": 16}).save_pretrained(tmp_path)
+    assert load_policy(str(tmp_path), model_config(tmp_path)).attention == VARLEN  # its attention receives the window
 
 
 @pytest.mark.parametrize("max_context", [16, 128])

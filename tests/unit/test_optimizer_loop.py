@@ -108,7 +108,7 @@ async def test_a_run_steps_sends_and_measures(tmp_path: Path) -> None:
         assert [record["step"] for record in one.records] == [1, 2, 3, 4]
         assert one.records[0].keys() <= {figure.key for figure in FIGURES}
         assert [(told["version"], told["accuracy"]) for told in one.totals.heldout] == [(0, 0.5), (4, 0.5)]
-        assert one.tracker.ledger.counts.trained == 8
+        assert one.tracker.ledger.counts["trained"] == 8
         for record in one.records:
             assert record["idle_s"] == record["step_s"]["snapshot"] + record["step_s"]["send"] > 0
 
@@ -261,7 +261,7 @@ async def test_steps_skipped_in_a_row_end_the_run_with_advice(tmp_path: Path) ->
         with pytest.raises(ServiceError, match=r"last 3 .* skipped \(loss not finite\).*lower trainer.learning_rate"):
             await one.loop.run()
         assert len(one.records) == 3
-        assert one.tracker.ledger.counts.trained == 0
+        assert one.tracker.ledger.counts["trained"] == 0
         assert one.tracker.ledger.reasons(Outcome.FAILED) == {"step skipped": 6}
 
 

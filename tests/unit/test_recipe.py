@@ -524,7 +524,7 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
         ("json.nope:score", "cannot import json.nope: ModuleNotFoundError: No module named 'json.nope'", False),
         ("broken:score", "SyntaxError: '(' was never closed (broken.py, line 1) at broken.py:1", False),
         ("raising:score", "cannot import raising: KeyError: 'HOUSE' at raising.py:3", False),
-        ("leaving:score", "importing its module ends the process with code 0; correct the module", False),
+        ("leaving:score", "importing its module ends the process with exit code 0; correct the module", False),
         ("needy:score", "No module named 'no_such_package_here' at needy.py:1; install the package", True),
         ("no_such_package_here:score", "No module named 'no_such_package_here'; install the package", True),
     ):

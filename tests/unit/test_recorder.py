@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.messages.sequences import FinishReason, VersionSpan
 from pipelinerl.rl.accuracy import accuracy_of
-from pipelinerl.rl.ledger import LedgerCounts
+from pipelinerl.rl.ledger import ledger_counts
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.data.evaluation import HeldoutResult, Parity
@@ -51,7 +51,7 @@ class Desk:
             "policy_version": self.taken,
             "step_s": {"compute": 0.1, "wait": 7.0, "total": 9.0},
             "idle_s": 0.02,
-            "sequences": LedgerCounts(trained=4 * self.taken, dropped_stale=6 * self.taken).as_dict(),
+            "sequences": ledger_counts(trained=4 * self.taken, dropped_stale=6 * self.taken),
             **more,
         }
         self.recorder.step(figures, [TrainingGroup(members, np.array([0.5, -0.5]))], tokens_arrived=10)
@@ -162,7 +162,7 @@ def test_what_an_evaluation_cost_and_problems_without_a_verdict_are_recorded(des
     accuracy = accuracy_of([[True, True], [True, False]])
     assert accuracy is not None
     accuracy = replace(accuracy, reported={"answer": 0.75, "turns": 2.5})
-    sets = {"chain_sum": accuracy.to_json()}
+    sets = {"chain_sum": asdict(accuracy)}
     desk.recorder.heldout(HeldoutResult(1, accuracy_at(0.75, 0.5, 4), 30, (), {"chain_sum": accuracy}))
     desk.recorder.commits_held(1.5)
     record = desk.step()

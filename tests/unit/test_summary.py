@@ -198,6 +198,13 @@ def test_closing_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("code", "how"), [(3, "exited with code 3"), (-9, "was killed by SIGKILL"), (-35, "was killed by signal 35")]
+)
+def test_a_service_that_died_is_told_with_its_signal_if_that_has_a_name(code: int, how: str) -> None:
+    assert str(ServiceDied(TRAINER, code)).startswith(f"{TRAINER.name} {how}; end of ")
+
+
+@pytest.mark.parametrize(
     ("ending", "code", "goes_on"),
     [
         (Ending(1.0), 0, False),

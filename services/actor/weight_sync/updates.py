@@ -19,18 +19,7 @@ from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
 from pipelinerl.transfer.stores import LogStore
-from pipelinerl.v1.control_pb2 import (
-    Abort,
-    Announce,
-    Commit,
-    EpochJoined,
-    EpochStart,
-    Published,
-    RunEnd,
-    Serving,
-    Sleep,
-    Staged,
-)
+from pipelinerl.v1 import control_pb2 as pb
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import WeightUpdateClient
 from services.actor.weight_sync.gate import ServingGate
@@ -39,13 +28,13 @@ from services.actor.weight_sync.log_reader import LogReader
 log = logging.getLogger(__name__)
 
 CONTROL_TYPES = {
-    "epoch": EpochStart,
-    "announce": Announce,
-    "commit": Commit,
-    "published": Published,
-    "sleep": Sleep,
-    "abort": Abort,
-    "end": RunEnd,
+    "epoch": pb.EpochStart,
+    "announce": pb.Announce,
+    "commit": pb.Commit,
+    "published": pb.Published,
+    "sleep": pb.Sleep,
+    "abort": pb.Abort,
+    "end": pb.RunEnd,
 }
 REASON_CHARACTERS = 500
 
@@ -80,7 +69,7 @@ class UpdateListener:
         self._receiving: asyncio.Task[None] | None = None
         self._expected: PolicyVersion | None = None
         self._staged: PolicyVersion | None = None
-        self.epoch: EpochStart | None = None
+        self.epoch: pb.EpochStart | None = None
         self._alone = False
         """True if the epoch is a side group, which consists of the trainer and joining actors."""
         self.serving = asyncio.Lock()
@@ -120,23 +109,23 @@ class UpdateListener:
         match decoded:
             case Manifest():
                 await self._on_manifest(decoded)
-            case EpochStart() if self._reader is None:
+            case pb.EpochStart() if self._reader is None:
                 await self._on_epoch(decoded, alone=bool(message.actor))
-            case Announce():
+            case pb.Announce():
                 await self._on_announce(decoded, trace_in(message.headers))
-            case Commit():
+            case pb.Commit():
                 await self._on_commit(decoded, trace_in(message.headers))
-            case Published() if self._reader is not None:
+            case pb.Published() if self._reader is not None:
                 self._gate.announce(PolicyVersion(decoded.incarnation, decoded.version))
                 self._reader.offer(decoded)
                 self._read_log(self._reader)
-            case Sleep():
+            case pb.Sleep():
                 await self._on_sleep(PolicyVersion(decoded.incarnation, decoded.version))
-            case Abort():
+            case pb.Abort():
                 if self._in_epoch(decoded):
                     log.warning("version %d of epoch %d is aborted: %s", decoded.version, decoded.epoch, decoded.reason)
                     await self._stop_receiving()
-            case RunEnd():
+            case pb.RunEnd():
                 log.info("the trainer ended the run at version %d: %s", decoded.version, decoded.reason or "done")
 
     async def _on_manifest(self, manifest: Manifest) -> None:
@@ -163,7 +152,7 @@ class UpdateListener:
     async def _refuse(self, error: TransferError) -> NoReturn:
         """Tell the trainer why this actor can serve no version, then raise the error, which ends the actor."""
         self._metrics.updates.labels("refused").inc()
-        await self._answer("failed", Abort, None, reason=str(error)[:REASON_CHARACTERS])
+        await self._answer("failed", pb.Abort, None, reason=str(error)[:REASON_CHARACTERS])
         if not isinstance(error, ManifestMismatch):
             raise error
         raise UserError(
@@ -171,7 +160,7 @@ class UpdateListener:
             "and trainer with the same recipe and the same initial model (PIPELINERL_RECIPE, PIPELINERL_MODEL_DIR)"
         ) from error
 
-    async def _on_epoch(self, epoch: EpochStart, *, alone: bool) -> None:
+    async def _on_epoch(self, epoch: pb.EpochStart, *, alone: bool) -> None:
         """Join an epoch that includes this process. `alone`: the epoch is a side group of joining actors. A side group outlives
         epochs without this process. It ends when an epoch includes this process, or when the trainer ends it."""
         mine = self.epoch
@@ -196,9 +185,9 @@ class UpdateListener:
             return
         self.epoch, self._alone = epoch, alone
         log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
-        await self._answer("joined", EpochJoined, epoch)
+        await self._answer("joined", pb.EpochJoined, epoch)
 
-    async def _on_announce(self, announce: Announce, trace: Trace) -> None:
+    async def _on_announce(self, announce: pb.Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         self._gate.announce(version)
         if not self._in_epoch(announce) or version == self._expected:
@@ -211,7 +200,7 @@ class UpdateListener:
         self._expected = version
         self._receiving = self._tasks.create_task(self._receive(announce, trace))
 
-    async def _receive(self, announce: Announce, trace: Trace) -> None:
+    async def _receive(self, announce: pb.Announce, trace: Trace) -> None:
         version = PolicyVersion(announce.incarnation, announce.version)
         try:
             about = {attributes.VERSION: announce.version, attributes.EPOCH: announce.epoch}
@@ -232,9 +221,9 @@ class UpdateListener:
         self._metrics.receive_seconds.observe(staged.receive_s)
         figures = {name: getattr(staged, name) for name in ("checksum", "receive_s", "prepare_s")}
         fields = {"version": announce.version, "bytes": staged.num_bytes, **figures}
-        await self._answer("staged", Staged, announce, headers_of(trace_of(span)), **fields)
+        await self._answer("staged", pb.Staged, announce, headers_of(trace_of(span)), **fields)
 
-    async def _on_commit(self, commit: Commit, trace: Trace) -> None:
+    async def _on_commit(self, commit: pb.Commit, trace: Trace) -> None:
         version = PolicyVersion(commit.incarnation, commit.version)
         if not self._in_epoch(commit) or self._staged != version:
             return
@@ -244,7 +233,7 @@ class UpdateListener:
         except TransferError as error:  # `CommitFailed` ends the process, which joins as a new member once restarted
             await self._fail(commit, commit.version, error)
 
-    async def _swap(self, commit: Commit, trace: Trace) -> None:
+    async def _swap(self, commit: pb.Commit, trace: Trace) -> None:
         """Serve the staged version from the next decode step on, and say so. Raises TransferError if that is impossible."""
         version, self._gate.swapping = PolicyVersion(commit.incarnation, commit.version), True
         try:
@@ -260,7 +249,7 @@ class UpdateListener:
         self._metrics.updates.labels("committed").inc()
         self._metrics.stall_seconds.observe(stall_s)
         headers = headers_of(trace_of(span))
-        await self._answer("serving", Serving, commit, headers, version=commit.version, stall_s=stall_s)
+        await self._answer("serving", pb.Serving, commit, headers, version=commit.version, stall_s=stall_s)
 
     async def _on_sleep(self, version: PolicyVersion) -> None:
         """Put the engine to sleep after a running probe, and release the turn. Do nothing while the engine does not serve
@@ -292,21 +281,21 @@ class UpdateListener:
         except TransferError as error:
             log.warning("cannot discard the received weights: %s", error)
 
-    def _in_epoch(self, order: Announce | Commit | Abort) -> bool:
+    def _in_epoch(self, order: pb.Announce | pb.Commit | pb.Abort) -> bool:
         mine = self.epoch
         return mine is not None and (mine.incarnation, mine.epoch) == (order.incarnation, order.epoch)
 
-    async def _fail(self, about: EpochStart | Announce | Commit, version: int, error: TransferError) -> None:
+    async def _fail(self, about: pb.EpochStart | pb.Announce | pb.Commit, version: int, error: TransferError) -> None:
         log.error("weight update failed here: %s", error)
         self._metrics.updates.labels("failed").inc()
         reason, group_broke = str(error)[:REASON_CHARACTERS], isinstance(error, GroupFailed | TransferAborted)
-        await self._answer("failed", Abort, about, version=version, reason=reason, group_broke=group_broke)
+        await self._answer("failed", pb.Abort, about, version=version, reason=reason, group_broke=group_broke)
 
     async def _answer(
         self,
         kind: str,
-        answer: type[EpochJoined | Staged | Serving | Abort],
-        order: EpochStart | Announce | Commit | None,
+        answer: type[pb.EpochJoined | pb.Staged | pb.Serving | pb.Abort],
+        order: pb.EpochStart | pb.Announce | pb.Commit | None,
         headers: Headers = NO_HEADERS,
         **fields: Any,
     ) -> None:

@@ -89,7 +89,7 @@ def plain_part(tensor: Tensor) -> Tensor:
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
     """Write the staged tensors of all ranks, and sync them to disk. All ranks must call this, each on any thread. `group`:
     process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
-    _alone_is_meant()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is meant
     # Nothing is copied ahead, because torch would use this thread's current GPU, which is the first one on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
@@ -141,7 +141,7 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 def restore(learner: Learner, folder: Path) -> None:
     """Load the state in `folder`, written by any number of ranks. Each rank keeps its random state if the folder has none for
     it. Raises `FieldError` if the folder has no state of this model, and `ServiceError` if it cannot be read."""
-    _alone_is_meant()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is meant
     mesh = learner.world.host_mesh
     state = {
         name: _host_memory(tensor, mesh) if is_quantized(tensor) else tensor for name, tensor in learner_state(learner).items()
@@ -186,11 +186,6 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
     for name in saved:
         if name not in wanted and not name.startswith(f"{RNG}/"):
             raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model lacks: is it from another run?")
-
-
-def _alone_is_meant() -> None:
-    """Silence torch's warning about saving from a single process."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 FOLDER, DISCARD = "folder", "discard"

@@ -38,6 +38,7 @@ from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable, write_whole
 from pipelinerl.service.lifecycle import background
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
+from pipelinerl.transfer.stores import open_files
 from services.trainer.checkpoint.files import link_export, link_tree, tidy
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 MANIFEST, LATEST = "pipelinerl-manifest.json", "latest"
 _FORMAT = 1
 _CHUNK_BYTES = 8 * 1024**2
+_FIELD = "the URL of a model"
 
 Digest: TypeAlias = tuple[int, str]
 """Number of bytes, and hexadecimal SHA-256."""
@@ -56,7 +58,7 @@ Digest: TypeAlias = tuple[int, str]
 def put_model(folder: Path, url: str) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at `url`, and return the number of bytes. A
     model already at `url` counts as incomplete once the upload begins. Raises `ServiceError`, and the store's `OSError`."""
-    store, root = _open(url)
+    store, root = open_files(_FIELD, url, url)
     _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files: dict[str, Digest] = {}
@@ -77,7 +79,7 @@ def put_model(folder: Path, url: str) -> int:
 def fetch_model(url: str, folder: Path) -> str:
     """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of the folder that was read.
     Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it is damaged, and the store's `OSError`."""
-    store, root = _open(url)
+    store, root = open_files(_FIELD, url, url)
     parent, _, name = root.rpartition("/")
     try:
         if name == LATEST:
@@ -147,16 +149,6 @@ def _safe(name: str, url: str) -> str:
     return name
 
 
-def _open(url: str) -> tuple[FileSystem, str]:
-    from pyarrow.fs import FileSystem
-
-    try:
-        store, root = FileSystem.from_uri(url)
-    except (ValueError, ImportError) as error:
-        raise FieldError("the URL of a model", url, first_line(error)) from error
-    return store, root.rstrip("/")
-
-
 def _output(store: FileSystem, path: str) -> IO[bytes]:
     if store.type_name == "local":  # object stores have no folders to make
         store.create_dir(path.rpartition("/")[0], recursive=True)
@@ -190,6 +182,7 @@ TRY_S = 4 * 3600
 class _Waiting:
     version: int
     folder: Path
+    """Linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
     since_s: float
     """Unix time since which this upload is due: when the first of the checkpoints that it replaced in the queue was written."""
 
@@ -240,7 +233,7 @@ class Uploads:
             except OSError as error:
                 log.error("the checkpoint of version %d will not be uploaded: %s", version, error)
                 return
-            self._waiting = _Waiting(version, folder, self._waiting.since_s if self._waiting else _written_s(folder))
+            self._waiting = _Waiting(version, folder, self._waiting.since_s if self._waiting else folder.stat().st_mtime)
             await self._tidy()
         self._done.clear()
         self._arrived.set()
@@ -280,7 +273,7 @@ class Uploads:
         log.info("uploaded the checkpoint of version %d to %s in %.2f s", tried.version, url, seconds)
         async with self._changing_files:
             another = None if self._waiting is tried else self._waiting  # a newer one arrived
-            self._waiting = another and replace(another, since_s=_written_s(another.folder))
+            self._waiting = another and replace(another, since_s=another.folder.stat().st_mtime)
             await self._tidy()
             if another is None:
                 self._done.set()
@@ -290,11 +283,6 @@ class Uploads:
         for folder in self._aside.iterdir():
             if folder not in kept:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-
-def _written_s(folder: Path) -> float:
-    """Return the Unix time at which a checkpoint was written, from its linked copy."""
-    return folder.stat().st_mtime
 
 
 async def _put(folder: Path, url: str) -> None:

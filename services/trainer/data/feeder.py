@@ -24,7 +24,7 @@ from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, encode_group
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
 from pipelinerl.recipe.fields import ProblemSet, Recipe
-from pipelinerl.rl.groups import IssueBounds, IssueRoom
+from pipelinerl.rl.groups import IssueBounds, IssuedGroups, IssueRoom
 from pipelinerl.rl.ledger import SequenceTracker
 from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.service.retry import retry_forever
@@ -131,15 +131,8 @@ class Feeder:
         whether `max_lag` caused the wait."""
         open_groups = self.tracker.open_groups
         oldest = int(next(iter(open_groups)).removeprefix("g")) if open_groups else self.next_group
-        self.bounds.begin_step(
-            self._updater.num_present,
-            self._unlost,
-            len(open_groups),
-            wait_share,
-            for_max_lag=for_max_lag,
-            issued=self.next_group,
-            oldest_open=oldest,
-        )
+        groups = IssuedGroups(self._unlost, len(open_groups), self.next_group, oldest)
+        self.bounds.begin_step(self._updater.num_present, groups, wait_share, for_max_lag=for_max_lag)
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
@@ -149,7 +142,7 @@ class Feeder:
             "in_flight": room.in_flight,
             "in_flight_limit": room.limit,
             "held_by_max_lag": room.held_by_max_lag,
-            "sequences": tracker.ledger.counts.as_dict(),
+            "sequences": tracker.ledger.counts,
             "ended_by_length": tracker.take_ended_by_length(),
             "largest_lag": recipe_lag(self._recipe, self._updater.num_present, tracker.longest_tokens, tracker.mean_tokens),
         }

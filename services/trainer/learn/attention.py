@@ -255,18 +255,9 @@ def _attend_flash(
 
     if layout.places is not None:
         query, key, value = (_ToSlots.apply(x, layout.unpadded) for x in (query, key, value))
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        layout.cu_seqlens,
-        layout.cu_seqlens,
-        layout.longest,
-        layout.longest,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    ends, longest, gqa = layout.cu_seqlens, layout.longest, query.shape[1] != key.shape[1]
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa)
     assert isinstance(out, Tensor)
     return out if layout.places is None else _FromSlots.apply(out, layout.unpadded)
 
@@ -284,7 +275,8 @@ def varlen_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention with transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). Raises `FieldError` if the
-    architecture's attention has terms that are not implemented here."""
+    architecture's attention has terms that are not implemented here. The module keeps the window as `packed_window`."""
+    vars(module)["packed_window"] = sliding_window
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")

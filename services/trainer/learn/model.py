@@ -38,7 +38,15 @@ def load_policy(
         add_adapters(model, trainer.lora, source)
     model.to(device)
     how = {"gradient_checkpointing": trainer.gradient_checkpointing, "float32_head": _has_float32_head(config)}
-    return wrap_model(model, config.attention, **how)
+    policy = wrap_model(model, config.attention, **how)
+    text = model.config.get_text_config()
+    window = None if getattr(text, "layer_types", None) else getattr(text, "sliding_window", None)
+    # A model that passes no window to its attention applies it only in masks, which packed attention does not have.
+    is_ignored = policy.attention == VARLEN and not any(vars(one).get("packed_window") for one in model.modules())
+    if is_ignored and window and window < config.max_context:
+        fix = f"is above the model's sliding_window of {window:,} tokens, which packed attention ignores; lower it"
+        raise FieldError("model.max_context", config.max_context, f"{fix}, or set model.attention: eager")
+    return policy
 
 
 def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, attention: str, own_logits: bool) -> Policy:

@@ -21,7 +21,7 @@ from pipelinerl.figures import FIGURES, Figure, plain
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.autoscaling import ReplicasWanted
 from pipelinerl.rl.groups import StaleReason, issue_limit
-from pipelinerl.rl.ledger import Ledger, LedgerCounts, Outcome
+from pipelinerl.rl.ledger import STATES, Ledger, Outcome
 from pipelinerl.rl.memory import GIB
 from pipelinerl.run_summary import StepRecord
 from pipelinerl.telemetry.metrics import MOST_REASONS, OTHER, BoundedLabels, Labels, MetricSet, Reading, Values
@@ -256,9 +256,9 @@ STATE_METRICS = (
     StateMetric("weight_log_version", "Newest version that the weight log announced; no series before the first, or without a "
                 "log.", lambda run: run.updater.log.version if run.updater.log else None),
     StateMetric("ledger_sequences", "Sequences of the whole run: all that were issued, by outcome, and those still in flight.",
-                lambda run: run.ledger.counts.as_dict(), labels={"state": tuple(LedgerCounts().as_dict())}),
+                lambda run: run.ledger.counts, labels={"state": STATES}),
     StateMetric("ledger_discrepancy_sequences", "Issued sequences minus those in all other states. Any value except 0 shows a "
-                "defect.", lambda run: run.ledger.counts.discrepancy),
+                "defect.", lambda run: run.ledger.discrepancy),
     StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
                 labels={"reason": "see docs/errors.md; (other) is the sum of the less frequent ones"}),
     StateMetric("dropped_stale_sequences", "Sequences dropped because they were too old for training, by reason.",

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -146,15 +147,15 @@ class Recorder:
 
     def heldout(self, result: HeldoutResult) -> None:
         figures = {
-            "heldout_accuracy": result.overall.mean.value,
+            "heldout_accuracy": result.overall.accuracy.value,
             "heldout_accuracy_lower_bound": result.overall.lower_bound,
             "heldout_version": result.version,
-            "heldout_unanswered": result.overall.num_unanswered,
+            "heldout_unanswered": result.overall.unanswered,
             "heldout_tokens": result.num_tokens,
-            "heldout_sets": {name: accuracy.to_json() for name, accuracy in result.sets.items()},
+            "heldout_sets": {name: asdict(accuracy) for name, accuracy in result.sets.items()},
         }
         self._arrived |= figures
-        self.progress["heldoutAccuracy"] = f"{result.overall.mean.value:.4f}"
+        self.progress["heldoutAccuracy"] = f"{result.overall.accuracy.value:.4f}"
         self.totals.add_events(figures)
         for sample in result.samples:
             self._sample(sample_of(sample, self._tokenizer, step=result.version, version=result.version, heldout=True))
@@ -240,7 +241,7 @@ class Recorder:
             policy_version=run.version,
             incarnation=self._start.lineage.incarnation,
             total_steps=self._recipe.trainer.steps,
-            sequences=trainer_pb2.SequenceCounts(**run.ledger.counts.as_dict()),
+            sequences=trainer_pb2.SequenceCounts(**run.ledger.counts),
             members=len(run.updater.members),
             epoch=run.updater.epoch,
             message=f"waiting for {waiting_for}" if waiting_for else "",
@@ -279,7 +280,7 @@ class Recorder:
             "incarnation": status.incarnation,
             "epoch": status.epoch,
             "members": member_rows(run.updater.states, run.served_version, self._loads),
-            "sequences": run.ledger.counts.as_dict(),
+            "sequences": run.ledger.counts,
             "actors_held_back": run.feeder.bounds.holds_actors_back,
             "reasons": {outcome.value: bounded(run.ledger.reasons(outcome)) for outcome in Outcome},
         }
@@ -366,7 +367,7 @@ class Recorder:
 
     def write_summary(self, *, finished: bool) -> dict[str, Any]:
         run, wall_s = self._view(), time.monotonic() - self._started_at
-        summary = self.totals.summary(self._recipe, run.ledger.counts.as_dict())
+        summary = self.totals.summary(self._recipe, run.ledger.counts)
         summary["membership"]["evictions"] = run.updater.evictions
         summary |= {
             "policy_version": run.version,

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -186,10 +186,10 @@ class RunTrackers:
     def heldout(self, result: HeldoutResult) -> None:
         time_s = time.time()
         figures = {
-            "heldout/accuracy": result.overall.mean.value,
+            "heldout/accuracy": result.overall.accuracy.value,
             "heldout/accuracy_lower_bound": result.overall.lower_bound,
-            "heldout/unanswered": float(result.overall.num_unanswered),
-            **flat({f"heldout/{name}": accuracy.to_json() for name, accuracy in result.sets.items()}),
+            "heldout/unanswered": float(result.overall.unanswered),
+            **flat({f"heldout/{name}": asdict(accuracy) for name, accuracy in result.sets.items()}),
         }
         for tracker in self._trackers:
             tracker.send(lambda to: to.log(HELDOUT_VERSION, result.version, time_s, figures))

@@ -126,17 +126,8 @@ class HoldCommits:
 
 Answer = EpochJoined | Staged | Serving | Abort
 """A member has joined, has staged the version, serves it, or has failed. The trainer's own end only joins and stages."""
-Event = (
-    MemberUp
-    | MembersLeaving
-    | MemberReady
-    | VersionReady
-    | ServedFromLog
-    | HoldCommits
-    | TransferFailed
-    | DeadlinePassed
-    | Answer
-)
+MembershipEvent = MemberUp | MembersLeaving | MemberReady
+Event = MembershipEvent | VersionReady | ServedFromLog | HoldCommits | TransferFailed | DeadlinePassed | Answer
 
 
 @dataclass(frozen=True)

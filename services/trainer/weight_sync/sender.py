@@ -73,16 +73,9 @@ def adapter_factors(model: PreTrainedModel, *, wire_dtype: str, chunk_bytes: int
     for name, adapter in layer_adapters(model).items():
         (a, b), dtype = factor_names(name), dtype_name(adapter.weight.dtype)
         factors += [(a, tuple(adapter.a.shape), dtype), (b, tuple(adapter.b.shape), dtype)]
-        item = LowRank(
-            name=f"{name}.weight",
-            shape=adapter.weight.shape,
-            dtype=dtype,
-            a=a,
-            b=b,
-            scaling=adapter.scaling,
-            transposed=adapter.transposed,
-        )
-        low_rank.append(item)
+        shape, scaling = adapter.weight.shape, adapter.scaling
+        low_rank.append(LowRank(name=f"{name}.weight", shape=shape, dtype=dtype, a=a, b=b, scaling=scaling))
+        low_rank[-1].transposed = adapter.transposed
     return build_manifest(factors, wire_dtype=wire_dtype, chunk_bytes=chunk_bytes, low_rank=low_rank)
 
 
