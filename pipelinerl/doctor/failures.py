@@ -63,7 +63,8 @@ def losses(run: RunRecords) -> Findings:
     left = counted(recipe.trainer.steps - len(steps), "more step")
     yield from found(
         ("steps-skipped", skipped, late >= 0.5,
-         f"{len(skipped)} of {counted(len(steps), 'step')}, the first at step {min(skipped or [0])}", "trainer.learning_rate", "lower it tenfold, and see whether model.dtype overflows"),
+         f"{len(skipped)} of {counted(len(steps), 'step')}, the first at step {min(skipped or [0])}",
+         "trainer.learning_rate", "lower it tenfold, and see whether model.dtype overflows"),
         ("dropped-stale", lag is not None and stale > (0.02 if run.is_long else 0.5), stale >= 0.5,
          f"{percent(stale)} of the sequences", "algorithm.max_lag",
          f"use at least {needed}, or fewer actors or actor.sequences_in_progress"),

@@ -135,7 +135,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("new --data full/header.csv", "contains no problems; give another file (at least 2 are needed"),
         (
             "new --data full/same.csv",
-            "full/same.csv, which repeats line 3 ('a'), has 1 distinct problem; some must be left for training (at least 2 are needed",
+            "full/same.csv, which repeats line 3 ('a'), has 1 distinct problem; some must be left for training (at least 2",
         ),
         ("new --data full/bad.jsonl", "full/bad.jsonl, line 1: not JSON"),
         ("new --data full/bool.jsonl", "line 1: field 'answer' is True; it must be a text or a number"),
