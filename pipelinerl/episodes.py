@@ -94,16 +94,17 @@ def imported(field: str, path: str) -> Callable[..., Any]:
     installed."""
     module, _, name = path.partition(":")
     try:
-        found = vars(importlib.import_module(module))
+        found = importlib.import_module(module)
+        function = getattr(found, name, None)  # may import, in a package that loads its modules lazily
     except (Exception, SystemExit) as error:
         traceback.print_exc()  # a worker's standard error goes to the verifier's log
         is_absent = isinstance(error, ModuleNotFoundError) and "." not in (error.name or "")
         fix = "; install the package, or start in the folder that holds it" if is_absent else ""
         kind = Lacking if is_absent else FieldError
         raise kind(field, path, f"cannot import {module}: {located(error)}{fix}") from error
-    if not callable(function := found.get(name)):
-        near = difflib.get_close_matches(name, [key for key, value in found.items() if callable(value)], n=1)
-        what = "is not a function" if name in found else "does not exist"
+    if not callable(function):
+        near = difflib.get_close_matches(name, [key for key, value in vars(found).items() if callable(value)], n=1)
+        what = "is not a function" if hasattr(found, name) else "does not exist"
         fix = f"did you mean {near[0]}?" if near else "name a function of that module"
         raise FieldError(field, path, f"{name} {what} in {module}; {fix}")
     return function

@@ -350,7 +350,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
     """Check a sequence. Only one with a `failure` may lack tokens."""
     _check_names(sequence, expected_run, _SEQUENCE)
     _check_num_samples(sequence.group_size, _SEQUENCE, "group_size")
-    if sequence.finish_reason is None:
+    if sequence.finish_reason is None and not sequence.failure:
         raise MessageError(_SEQUENCE, "finish_reason", "is not set, although the sequence names no failure")
     if not 0 <= sequence.sample_index < sequence.group_size:
         problem = f"{sequence.sample_index} is not in [0, {sequence.group_size}) (group_size)"

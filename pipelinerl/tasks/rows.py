@@ -208,7 +208,9 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
             raise UserError(f"{path}: not a JSON array: {error}") from error
         yield from _jsonl_rows(path, io.BytesIO(content))
         return
-    if not is_array:
+    if isinstance(rows, dict) and b"\n" not in content.strip():  # JSONL with one row
+        rows = [rows]
+    elif not is_array:
         found = f"one object with {', '.join(rows)}"[:200] if isinstance(rows, dict) else "a single value"
         raise UserError(f"{path}: holds {found}; give an array of objects, or one object on each line")
     yield from ((number, _object(row)) for number, row in enumerate(rows, start=1))

@@ -126,11 +126,11 @@ class OptimizerLoop:
     async def _adopt(self, reserved: int) -> int:
         """Take over the previous incarnation's groups from the streams. Return how many were published again."""
         intake, incarnation = self._intake, self._start.lineage.incarnation
-        if intake.position == NOTHING_THERE:
+        if is_emptied := intake.position == NOTHING_THERE:
             await retry_forever(self._bus.empty, "empty the streams after a rollback")
             intake.position = (await self._bus.sequences_info()).last_position
         position, prompts, arrived = await retry_forever(lambda: scan_in_flight(self._bus, intake.position), "read the streams")
-        if position < intake.position:
+        if position < intake.position or is_emptied:  # after a loss of NATS, positions may begin again
             self.journal.write({"event": "position", "position": position})
             self.checkpoints.positions = dict.fromkeys(self.checkpoints.positions, position)
         intake.position = position

@@ -31,6 +31,7 @@ from transformers import (
     StableLmConfig,
     StableLmForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import Sequence, VersionSpan
@@ -597,6 +598,16 @@ def test_a_context_above_a_window_that_only_a_mask_applies_is_refused_with_packe
     torch.testing.assert_close(packed, torch.cat([alone, alone]))
     build(MistralConfig, MistralForCausalLM, **{**SHAPE, "sliding_window": 16}).save_pretrained(tmp_path)
     assert load_policy(str(tmp_path), model_config(tmp_path)).attention == VARLEN  # its attention receives the window
+
+
+def test_a_model_that_computes_no_gradient_in_evaluation_mode_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of("llama-tied").save_pretrained(tmp_path)
+    assert load_policy(str(tmp_path), model_config(tmp_path))
+    monkeypatch.setattr(LlamaMLP, "forward", torch.no_grad()(LlamaMLP.forward))
+    with pytest.raises(FieldError, match=r"model\.layers\.1\.mlp\.down_proj computes no gradient in evaluation mode"):
+        load_policy(str(tmp_path), model_config(tmp_path))
 
 
 @pytest.mark.parametrize("max_context", [16, 128])

@@ -511,12 +511,13 @@ def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_rewards.py").write_text("NOT_A_FUNCTION = 1\n\ndef score(*_):\n    return 1.0\n")
+    (tmp_path / "lazy.py").write_text("def __getattr__(name):\n    from my_rewards import score\n\n    return score\n")
     (tmp_path / "broken.py").write_text("score = (\n")
     (tmp_path / "raising.py").write_text("import os\n\nos.environ['HOUSE']\n")
     (tmp_path / "leaving.py").write_text("import os\nos._exit(0)\n")
     (tmp_path / "needy.py").write_text("import no_such_package_here\n")
     monkeypatch.chdir(tmp_path)
-    assert found(reward={"scorer": "my_rewards:score"}) == {}
+    assert found(reward={"scorer": "my_rewards:score"}) == found(reward={"scorer": "lazy:score"}) == {}
     for scorer, said, lacking in (
         ("my_rewards:scor", "scor does not exist in my_rewards; did you mean score?", False),
         ("my_rewards:zzz", "zzz does not exist in my_rewards; name a function", False),

@@ -16,7 +16,7 @@ from pipelinerl.errors import FieldError, first_line
 from pipelinerl.recipe.fields import ModelConfig, TrainerConfig
 from services.trainer.learn.attention import VARLEN, varlen_attention
 from services.trainer.learn.lora import add_adapters
-from services.trainer.learn.policy import Policy, checked_policy
+from services.trainer.learn.policy import Policy, checked_policy, without_gradient
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULTS = TrainerConfig()
@@ -39,6 +39,9 @@ def load_policy(
     model.to(device)
     how = {"gradient_checkpointing": trainer.gradient_checkpointing, "float32_head": _has_float32_head(config)}
     policy = wrap_model(model, config.attention, **how)
+    if lost := without_gradient(policy):
+        fix = f"{lost} computes no gradient in evaluation mode, so it would not be trained; use another architecture"
+        raise FieldError("model.name", source, fix)
     text = model.config.get_text_config()
     window = None if getattr(text, "layer_types", None) else getattr(text, "sliding_window", None)
     # A model that passes no window to its attention applies it only in masks, which packed attention does not have.

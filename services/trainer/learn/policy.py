@@ -201,6 +201,24 @@ def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:
     return token_scores(logits, ids[0, 1:], temperature=1.0).logprobs
 
 
+def without_gradient(policy: Policy) -> str:
+    """Return the name of a module that has weights to train and gives outputs without a gradient; "" if there is none. The code
+    of some mixtures of experts does so in evaluation mode."""
+    lost, names = [""], {module: name for name, module in policy.model.named_modules()}
+
+    def look(module: nn.Module, _: Any, output: Any) -> None:
+        tensors = [one for one in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(one)]
+        found = [one.requires_grad for one in tensors if one.is_floating_point()]
+        if found and not any(found) and any(one.requires_grad for one in module.parameters(recurse=False)):
+            lost.append(names[module])
+
+    hooks = [module.register_forward_hook(look) for module in names]
+    _plain_logprobs(policy, np.arange(8) % policy.vocab_size)
+    for hook in hooks:
+        hook.remove()
+    return lost[-1]
+
+
 def wide_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Return left [n, k] · right [k, m], in float32 if both are 16-bit tensors."""
     if left.dtype not in SIXTEEN_BIT:
