@@ -145,7 +145,8 @@ def test_bfloat16_needs_gpus_that_have_it() -> None:
     assert place(recipe(), [old, new], SMALL).placement.trainer == place(recipe(), [new], SMALL).placement.trainer
     said = refusal(recipe(), [old], SMALL)
     assert said.startswith("model.dtype = 'bfloat16': Tesla T4 cannot compute in it (compute capability 8.0 can); use float32")
-    assert refusal(recipe(), [old.model_copy(update={"free_bytes": 16 * GIB, "total_bytes": 16 * GIB})] * 2, 1_543_714_304) == said
+    small = old.model_copy(update={"free_bytes": 16 * GIB, "total_bytes": 16 * GIB})
+    assert refusal(recipe(), [small, small], 1_543_714_304) == said
     with pytest.raises(FieldError, match=r"model\.dtype"):
         pinned(recipe(), [old, new], '{"trainer": ["1"], "actors": [["0"]]}', SMALL)
     assert place(load_recipe("arithmetic"), [old], SMALL).placement.trainer == uuids(0)
