@@ -127,7 +127,7 @@ def data_words(data: Path, question: str | None, answer: str | None) -> tuple[di
         raise FieldError("--data", str(data), f"there is no such file in {Path.cwd()}; name an existing one")
     if not known_format(data):
         raise FieldError("--data", str(data), "give a file of questions and answers: CSV, TSV, JSONL, JSON or Parquet")
-    task = TaskConfig(source="jsonl", path=str(data), prompt_style="chat", heldout_problems=1)
+    template, task = "", TaskConfig(source="jsonl", path=str(data), prompt_style="chat", heldout_problems=1)
     for first in islice(rows_of(task), 1):
         if isinstance(first.values, BadRow):
             raise UserError(f"{first.place}: {first.values}")
@@ -135,20 +135,18 @@ def data_words(data: Path, question: str | None, answer: str | None) -> tuple[di
         wanted = _column("--answer", answer, first.values, _ANSWERS)
         if asked == wanted:
             raise FieldError("--answer", wanted, "is the column of the questions; name another one")
-        task = task.model_copy(update={"prompt_field": asked, "answer_field": wanted})
-        inputs = [name for name in field_names(first.values) if (asked.lower(), name.lower()) == ("instruction", "input")]
-        if inputs and question is None and wanted not in inputs:
-            task = task.model_copy(update={"prompt_template": f"{{{asked}}}\n{{{inputs[0]}}}"})
+        inputs = [name for name in field_names(first.values) if name.lower() == "input" and name != wanted]
+        template = f"{{{asked}}}\n{{{inputs[0]}}}" if inputs and asked.lower() == "instruction" and not question else ""
+        task = task.model_copy(update={"prompt_field": asked, "answer_field": wanted, "prompt_template": template})
     try:
         problems = FileSource(task, seed=0).problems  # of rows that a run can use
     except FieldError as error:
         raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed: 1 to measure the accuracy)") from error
     answers = [str(one.reference.get("answer", "")) for one in problems]
     pattern = next((one for one in _FINAL if all(re.search(one, text) for text in answers)), "")
-    words = {"DATA": data.name, "QUESTION": task.prompt_field, "ANSWER": task.answer_field, "template": task.prompt_template}
+    words = {"DATA": data.name, "QUESTION": task.prompt_field, "ANSWER": task.answer_field}
     as_yaml = {word: yaml.safe_dump(text, default_style='"', width=math.inf).strip() for word, text in words.items()}
-    template = as_yaml.pop("template")
-    as_yaml["QUESTION"] += f"\n  prompt_template: {template}" * bool(task.prompt_template)
+    as_yaml["QUESTION"] += f"\n  prompt_template: {json.dumps(template)}" * bool(template)
     as_yaml["ANSWER"] += f"\n  answer_pattern: '{pattern}'" * bool(pattern)
     as_yaml["heldout_problems: 1 "] = f"heldout_problems: {max(1, min(_MOST_HELDOUT, len(problems) // 5))} "
     if pattern or (typical := sorted(map(len, answers))[len(answers) // 2]) <= _LONG_ANSWER:

@@ -87,7 +87,7 @@ def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path)
         "Answer",
         1,
     )
-    code, printed, _ = pipelinerl("validate", "first/recipe.yaml")
+    code, printed, _ = pipelinerl("validate", "first")
     assert (code, "reference answers (1) earn 1; empty ones (1) earn 0" in printed) == (0, True), printed
     (workplace / "mine.jsonl").write_text("".join(json.dumps({"a": str(n), "b: c": "x"}) + "\n" for n in range(50)))
     assert pipelinerl("init", "second", "--data", "mine.jsonl", "--question", "a", "--answer", "b: c")[0] == 0
@@ -161,10 +161,10 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("new --data full/header.csv", "contains no problems; give another file (at least 2 are needed"),
         (
             "new --data full/same.csv",
-            "full/same.csv, which repeats line 3 ('a'), has 1 distinct problem; some must be left for training (at least 2 are needed",
+            "full/same.csv, which repeats line 3 ('a'), has 1 distinct problem; some must be left for training (at least 2",
         ),
         ("new --data full/bad.jsonl", "full/bad.jsonl, line 1: not JSON"),
-        ("new --data full/bool.jsonl", "line 1: field 'answer' is True; it must be a text or a number"),
+        ("new --data full/bool.jsonl", "line 1: field 'answer' is True; it must be a text or a number, such as 'true'"),
         (
             "new --data full/whole.json",
             "whole.json: holds one object with data; give an array of objects, or one object on each line",
