@@ -1,8 +1,6 @@
 """`python -m pipelinerl`: the command `pipelinerl`, also where its script is not on the PATH."""
 
-import sys
-
 from pipelinerl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -87,12 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least 0")
-    return int(text)
-
-
 def _recipes(prefix: str, **_: Any) -> list[str]:
     from pipelinerl.recipe.loading import known_recipes
 
@@ -157,8 +151,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--actors N", int, "number of actor processes; short for --set actor.count=N"),
         ("--run-dir DIR", Path, "folder of the run (default: runs/<name>)"),
         ("--name NAME", str, "name of the run (default: <recipe>-<date>-<time>)"),
-        ("--reward-rows N", _count, "number of problems on which each reward is tried before the run starts (default: 2; use 0 "
-         "if calls cost money)", {"default": 2}),
+        ("--reward-rows N", int, "number of problems on which each reward is tried before the run starts (default: 2; use 0 if "
+         "calls cost money)", {"default": 2}),
         [
             ("--page-port PORT", int, "port of the live page (default: any free one)", {"default": 0}),
             ("--no-page", None, "serve no live page"),
@@ -197,7 +191,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
          "another machine"),
         ("--chart-values FILE", Path, "values of the chart in deploy/helm, as its validation Job passes them; also check these "
          "against the recipe"),
-        ("--reward-rows N", _count, "number of problems on which each reward is tried, with the reference answer as completion "
+        ("--reward-rows N", int, "number of problems on which each reward is tried, with the reference answer as completion "
          "(default: 20)", {"default": 20}),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; also prints how much the recipe needs, with advice. With "
          "several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
@@ -207,7 +201,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "doctor": ("say why a recipe will not learn, or why a run does not", "doctor:doctor", [
         ("subject RECIPE|RUN", str, "recipe file or name, or the folder of a run, finished or not"),
         ("--set a.b=c", str, "override a field", _OVERRIDES),
-        ("--reward-rows N", _count, "number of problems on which a recipe's rewards are tried (20)", {"default": 20}),
+        ("--reward-rows N", int, "number of problems on which a recipe's rewards are tried (20)", {"default": 20}),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB, to check that a recipe fits"),
         ("--json", None, "print one JSON object"),
     ], "pipelinerl doctor my.yaml --set trainer.steps=500", "pipelinerl doctor runs/try"),

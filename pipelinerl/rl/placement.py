@@ -180,8 +180,7 @@ def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
 
 def _check_alone(recipe: Recipe, num_devices: int) -> None:
     """Raise `FieldError` if the recipe asks for more ranks, actors or GPUs per actor than one GPU allows."""
-    of_all = f"{counted(num_devices, 'GPU')} here, 1 of them free and large enough for an actor,"
-    here = of_all if num_devices > 1 else "one GPU here,"
+    here = f"1 of {num_devices} GPUs here has enough free memory," if num_devices > 1 else "one GPU here,"
     for field, value in (
         ("trainer.nproc", recipe.trainer.nproc),
         ("actor.count", recipe.actor.count),
@@ -204,8 +203,7 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
         ranks, actors = _divided(recipe, free, model)
     fewest_actors = 0 if count == 0 else 1
     if ranks < 1 or actors < fewest_actors or ranks + actors * size > len(free):
-        of_all = f" of {num_devices} here are free and large enough for an actor" if num_devices > len(free) else " are here"
-        here = counted(len(free), "GPU") + of_all
+        here = f"{len(free)} GPUs " + (f"of {num_devices} have enough free memory" if num_devices > len(free) else "are here")
         wanted = f"{counted(max(ranks, 1), 'trainer rank')} and {counted(max(actors, 1), 'actor')} of {counted(size, 'GPU')}"
         needed = max(ranks, 1) + max(actors, 1) * size
         fits, beside = _divided(recipe, free, model)

@@ -159,7 +159,7 @@ def test_a_gpu_that_another_process_fills_is_left_out() -> None:
     assert set(placed.placement.trainer) | set(placed.placement.actors[0]) == set(uuids(1, 2))
     assert next(table(placed.placement, here)).endswith("3.0 of 80.0 GiB free  not used")
     said = refusal(recipe("trainer.nproc=2", "actor.count=1"), here)
-    assert "2 GPUs of 3 here are free and large enough for an actor; use trainer.nproc=1 and actor.count=1" in said
+    assert "2 GPUs of 3 have enough free memory; use trainer.nproc=1 and actor.count=1" in said
     assert "other processes use every GPU here" in refusal(recipe(), [gpu(0, free=3)])
 
 
