@@ -124,7 +124,7 @@ def data_words(data: Path, question: str | None, answer: str | None) -> tuple[di
     if the answers are long. Columns that are not given are recognised by common names. If all answers are worked solutions, the
     recipe extracts the final ones. Raises `FieldError`, or `UserError` for a file that a run could not use."""
     if not data.is_file():
-        raise FieldError("--data", str(data), f"there is no such file in {Path.cwd()}; name an existing one")
+        raise FieldError("--data", str(data), f"there is no file at {data.absolute()}; name an existing one")
     if not known_format(data):
         raise FieldError("--data", str(data), "give a file of questions and answers: CSV, TSV, JSONL, JSON or Parquet")
     template, task = "", TaskConfig(source="jsonl", path=str(data), prompt_style="chat", heldout_problems=1)
