@@ -14,6 +14,7 @@ import copy
 import html
 import importlib.util
 import inspect
+import math
 import os
 import re
 import shutil
@@ -103,7 +104,7 @@ def start(
         if modules is not None:
             copy_modules(modules, task)  # the given reward replaces the recipe's
     (task / "recipe.yaml").write_text(recipe_yaml(checked), encoding="utf-8")
-    place = new_place(checked.name, datetime.now(), name, None if run_dir is None else Path(run_dir), "name")
+    place = new_place(checked.name, datetime.now(), name, None if run_dir is None else _folder("run_dir", run_dir), "name")
     options = ["--run-dir", str(place.path), "--name", place.name]
     output = Path(prepared.name) / "output.txt"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
@@ -116,6 +117,12 @@ def start(
     run._prepared = prepared  # removed with the object
     atexit.register(run.stop)  # if it still runs when this program ends
     return run
+
+
+def _folder(field: str, given: Folder) -> Path:
+    if not isinstance(given, str | Path):
+        raise FieldError(field, f"{given!r:.100}", "give the folder of a run, as a text or a Path")
+    return Path(given)
 
 
 def _scorer(reward: Reward, shipped: Path) -> str:
@@ -149,7 +156,7 @@ class Run:
         self, path: str | Path, *, _process: subprocess.Popen[bytes] | None = None, _output: Path | None = None
     ) -> None:
         """Raises `FieldError` if there is no such folder."""
-        self.path, self._process, self._output = Path(path), _process, _output
+        self.path, self._process, self._output = _folder("path", path), _process, _output
         if _process is None:
             run_name(self.path)
         self._dir = RunDir(self.path.absolute(), self.path.name)  # the program may change its current folder
@@ -348,12 +355,17 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
     elif isinstance(value, re.Pattern):
         parts["re "] = "import re\n"
         parts[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})\n"
-    elif _is_constant(value):
-        parts[name] = f"{name} = {value!r}\n"
     else:
-        kind = "a class of this program" if isinstance(value, type) else f"an object of type {type(value).__name__}"
-        fix = "import it from a file, make it in the function, or pass numbers, texts, lists and mappings of them"
-        raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}")
+        try:
+            text = _as_source(value)
+        except (TypeError, RecursionError) as error:
+            kind = "a class of this program" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+            fix = "import it from a file, make it in the function, or pass numbers, texts, lists and mappings of them"
+            raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}") from error
+        if len(text) > _MOST_CHARACTERS:
+            fix = f"more than {_MOST_CHARACTERS:,}; write it to a file, and read that in the function"
+            raise _refused(user, f"uses {name}, whose value has {len(text):,} characters as source, {fix}")
+        parts[name] = f"{name} = {text}\n"
 
 
 def _is_function(value: Any) -> bool:
@@ -369,13 +381,19 @@ def _imported_from(value: Any) -> str:
     return f"{module}:{name}" if is_held else ""
 
 
-def _is_constant(value: Any) -> bool:
-    """Return whether a value is made of numbers, texts, lists, tuples, sets and mappings, and is not too large."""
-    text = repr(value)
-    try:
-        return len(text) <= _MOST_CHARACTERS and bool(ast.literal_eval(text) == value)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
+def _as_source(value: Any) -> str:
+    """Return an expression for a value made of numbers, texts, lists, tuples, sets and mappings. Raises `TypeError`."""
+    kind = type(value)
+    if kind is dict:
+        return f"{{{', '.join(f'{_as_source(key)}: {_as_source(item)}' for key, item in value.items())}}}"
+    if kind in (list, tuple, set, frozenset):
+        items = f"[{', '.join(map(_as_source, value))}]"
+        return items if kind is list else f"{kind.__name__}({items})"
+    if kind in (float, complex) and not math.isfinite(abs(value)):
+        return f"{kind.__name__}('{value!r}')"
+    if value is None or kind in (bool, int, float, complex, str, bytes):
+        return repr(value)
+    raise TypeError(kind)
 
 
 def _refused(name: str, why: str) -> FieldError:

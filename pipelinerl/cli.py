@@ -111,7 +111,7 @@ def _kept(**_: Any) -> list[str]:
 _OVERRIDES = {"dest": "overrides", "action": "append", "default": []}
 _FIELDS = _OVERRIDES | {"completer": _fields}
 _SET = ("--set a.b=c", str, "override one field of the recipe; the value is YAML (repeatable)", _FIELDS)
-_RECIPE = ("recipe RECIPE", str, "recipe file, or the name of one under recipes/", {"completer": _recipes})
+_RECIPE = ("recipe RECIPE", str, "recipe file, its folder, or the name of one under recipes/", {"completer": _recipes})
 _PERHAPS = (*_RECIPE[:3], {"completer": _recipes, "nargs": "?"})
 _POLICY = (
     ("subject RUN|CHECKPOINT", Path, "folder of a run, a checkpoint or an adapter"),

@@ -34,24 +34,23 @@ def doctor(args: argparse.Namespace) -> int:
         for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory)):
             if value:
                 raise FieldError(option, value, "applies only to a recipe; leave it out for a run")
-    findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args, folder)
+    findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args)
     told = [one.to_json() | {"sample": one.sample and {key: one.sample.get(key) for key in _SHOWN}} for one in findings]
     data = {"subject": args.subject, "kind": "run" if is_run else "recipe", "findings": told}
     print(json.dumps(data, indent=2, default=str) if args.json else printable("\n".join(_lines(args.subject, findings))))
     return 1 if any(one.gravity == "grave" for one in findings) else 0
 
 
-def _of_recipe(args: argparse.Namespace, subject: Path) -> list[Finding]:
-    """Return the findings about a recipe, or about that in a folder which `pipelinerl init` wrote."""
-    named = str(subject / "recipe.yaml") if (subject / "recipe.yaml").is_file() else args.subject
+def _of_recipe(args: argparse.Namespace) -> list[Finding]:
+    """Return the findings about a recipe."""
     try:
-        recipe = load_recipe(named, args.overrides)
+        recipe = load_recipe(args.subject, args.overrides)
     except RecipeError as error:
         return [adopted(MISTAKE, problem) for problem in error.problems]
     problems: list[FieldError] = []
     if args.gpu_memory is not None:
         problems = memory_of(recipe, model_of(recipe, None), gib_of(args.gpu_memory))[1]
-    return findings_of(recipe, examine(recipe, args.reward_rows, modules_beside(recipe, find_recipe(named))), problems)
+    return findings_of(recipe, examine(recipe, args.reward_rows, modules_beside(recipe, find_recipe(args.subject))), problems)
 
 
 def _lines(subject: str, findings: Sequence[Finding]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -79,9 +80,13 @@ def needs(recipe: Recipe) -> dict[str, Any]:
 TEMPLATES = Path(pipelinerl.__file__).parent / "templates"
 _NAME = "my-task"
 """Placeholder in the templates for the recipe's name and the folder. Also the name if the folder gives none."""
-_QUESTIONS = ("question", "prompt", "problem", "input", "query", "instruction", "messages")
+_QUESTIONS = ("question", "prompt", "problem", "query", "instruction", "input", "messages")
 _ANSWERS = ("answer", "reference", "solution", "output", "response", "target", "label")
 _MOST_HELDOUT = 64
+_FINAL = (r"####\s*(.+)", r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+"""Patterns of the final answer in a worked solution, as in GSM8K and in MATH. Braces may be nested twice."""
+_LONG_ANSWER = 120
+"""About how many characters fit into `sampling.max_tokens` of the template `data`."""
 
 
 def init(args: argparse.Namespace) -> int:
@@ -90,10 +95,12 @@ def init(args: argparse.Namespace) -> int:
     folder: Path = args.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FieldError("DIR", str(folder), "is not an empty folder; name a new one")
+    if os.pathsep in (path := str(folder.resolve())):
+        raise FieldError("DIR", path, f"Python imports no reward from a path with {os.pathsep!r}; choose a path without it")
     for option, value in (("--question", args.question), ("--answer", args.answer)):
         if value and args.data is None:
             raise FieldError(option, value, "applies only to --data FILE; leave it out")
-    words = data_words(args.data, args.question, args.answer) if args.data is not None else {}
+    words, warning = data_words(args.data, args.question, args.answer) if args.data is not None else ({}, "")
     template = TEMPLATES / ("data" if words else args.template or "sums")
     name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:40].strip("-") or _NAME
     changes = {"README.md": {_NAME: shlex.quote(str(folder))}, "recipe.yaml": {f"name: {_NAME}": f"name: {name}", **words}}
@@ -108,16 +115,19 @@ def init(args: argparse.Namespace) -> int:
     except OSError as error:
         raise FieldError("DIR", str(folder), f"cannot be written: {error.strerror}; name another folder") from error
     names = ", ".join(sorted(path.name for path in folder.iterdir()))
-    print(f"{folder}: {names}\n\n{(folder / 'README.md').read_text()}", end="")
+    print(f"{folder}: {names}\n\n{(folder / 'README.md').read_text()}{warning}", end="")
     return 0
 
 
-def data_words(data: Path, question: str | None, answer: str | None) -> dict[str, str]:
-    """Return the replacements, by placeholder, that fit the recipe of the template `data` to a file of questions. Columns that
-    are not given are recognised by common names. Raises `FieldError`, or `UserError` for a file that a run could not use."""
-    if not data.is_file() or not known_format(data):
+def data_words(data: Path, question: str | None, answer: str | None) -> tuple[dict[str, str], str]:
+    """Return the replacements, by placeholder, that fit the recipe of the template `data` to a file of questions, and a warning
+    if the answers are long. Columns that are not given are recognised by common names. If all answers are worked solutions, the
+    recipe extracts the final ones. Raises `FieldError`, or `UserError` for a file that a run could not use."""
+    if not data.is_file():
+        raise FieldError("--data", str(data), f"there is no file at {data.absolute()}; name an existing one")
+    if not known_format(data):
         raise FieldError("--data", str(data), "give a file of questions and answers: CSV, TSV, JSONL, JSON or Parquet")
-    task = TaskConfig(source="jsonl", path=str(data), prompt_style="chat", heldout_problems=1)
+    template, task = "", TaskConfig(source="jsonl", path=str(data), prompt_style="chat", heldout_problems=1)
     for first in islice(rows_of(task), 1):
         if isinstance(first.values, BadRow):
             raise UserError(f"{first.place}: {first.values}")
@@ -125,14 +135,25 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
         wanted = _column("--answer", answer, first.values, _ANSWERS)
         if asked == wanted:
             raise FieldError("--answer", wanted, "is the column of the questions; name another one")
-        task = task.model_copy(update={"prompt_field": asked, "answer_field": wanted})
+        inputs = [name for name in field_names(first.values) if name.lower() == "input" and name != wanted]
+        template = f"{{{asked}}}\n{{{inputs[0]}}}" if inputs and asked.lower() == "instruction" and not question else ""
+        task = task.model_copy(update={"prompt_field": asked, "answer_field": wanted, "prompt_template": template})
     try:
-        known = len(FileSource(task, seed=0).problems)  # of rows that a run can use
+        problems = FileSource(task, seed=0).problems  # of rows that a run can use
     except FieldError as error:
         raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed: 1 to measure the accuracy)") from error
+    answers = [str(one.reference.get("answer", "")) for one in problems]
+    pattern = next((one for one in _FINAL if all(re.search(one, text) for text in answers)), "")
     words = {"DATA": data.name, "QUESTION": task.prompt_field, "ANSWER": task.answer_field}
     as_yaml = {word: yaml.safe_dump(text, default_style='"', width=math.inf).strip() for word, text in words.items()}
-    return as_yaml | {"heldout_problems: 1 ": f"heldout_problems: {max(1, min(_MOST_HELDOUT, known // 5))} "}
+    as_yaml["QUESTION"] += f"\n  prompt_template: {json.dumps(template)}" * bool(template)
+    as_yaml["ANSWER"] += f"\n  answer_pattern: '{pattern}'" * bool(pattern)
+    as_yaml["heldout_problems: 1 "] = f"heldout_problems: {max(1, min(_MOST_HELDOUT, len(problems) // 5))} "
+    if pattern or (typical := sorted(map(len, answers))[len(answers) // 2]) <= _LONG_ANSWER:
+        return as_yaml, ""
+    told = f"half of the answers have {typical:,} characters or more, and sampling.max_tokens (32) cuts them after about"
+    fix = "extract the final answer by task.answer_pattern, or write another reward in reward.py and raise sampling.max_tokens"
+    return as_yaml, f"\nwarning: {told} {_LONG_ANSWER}; {fix}\n"
 
 
 def _column(option: str, given: str | None, row: Values, usual: tuple[str, ...]) -> str:

@@ -136,13 +136,13 @@ def understood(overrides: Sequence[str]) -> list[str]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Return the recipe's file. `name` is a path, or the bare name of a recipe in `recipes/` of the current folder, of the
-    source tree or of the installation. Raises `FieldError`, with the known names."""
-    path = Path(name)
-    if found := path if path.is_file() else known_recipes().get(str(name)):
+    """Return the recipe's file. `name` is its path, the path of a folder with a `recipe.yaml`, or the bare name of a recipe in
+    `recipes/` of the current folder, of the source tree or of the installation. Raises `FieldError`, with the known names."""
+    path, inside = Path(name), Path(name, "recipe.yaml")
+    if found := path if path.is_file() else inside if inside.is_file() else known_recipes().get(str(name)):
         return found
     if path.is_dir():
-        raise FieldError("recipe", str(name), "is a folder; give a recipe file in it, or a recipe's name")
+        raise FieldError("recipe", str(name), "is a folder without recipe.yaml; give a recipe file, or a recipe's name")
     known = ", ".join(sorted(known_recipes())) or "(none here)"
     raise FieldError("recipe", str(name), f"no such file; give a path or one of: {known}")
 

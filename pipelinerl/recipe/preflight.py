@@ -117,6 +117,8 @@ def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *
     """Check the recipe: make a held-out problem of each set, import the user's code, which may be in the folder `modules`, and
     call the rewards on `reward_rows` problems of each set. `preview` also renders prompts: for all sets if `prompts` is true,
     else only if templates matter."""
+    if reward_rows < 0:
+        raise FieldError("--reward-rows", reward_rows, "give 0, which tries no reward, or more")
     examined, environment = Examination(), environment_with(modules)
     for rule in (_model, _cache, _machine, _packages):
         examined.problems += rule(recipe)

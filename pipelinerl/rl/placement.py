@@ -104,14 +104,19 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
 
 
 def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> Placed:
-    """Divide the GPUs. The trainer gets those with the most free memory. `model`: None = its size is unknown, so memory is not
-    checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
-    able = [device for device in devices if device.computes_in(recipe.model.dtype)] or devices
+    """Divide the GPUs. The trainer gets those with the most free memory. Those on which no actor fits are left out. `model`:
+    None = its size is unknown, so memory is not checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names
+    numbers that fit."""
+    if not (able := [device for device in devices if device.computes_in(recipe.model.dtype)]):
+        raise _cannot_compute(recipe, devices[0])
     free = [device for device in able if device.free_bytes >= FREE_SHARE * device.total_bytes]
     if not free:
         used = ", ".join(f"{device.name} has {device.free_bytes / GIB:.1f} GiB free" for device in able)
         fix = f"other processes use every GPU here ({used}); end them"
         raise FieldError("trainer.nproc", recipe.trainer.nproc or "auto", fix)
+    if not recipe.actor.colocate and recipe.actor.count != 0:  # without actors, a rank may still fit
+        rooms = [_room(recipe, model, device, shared=False) for device in free]
+        free = [room.device for room in rooms if room.least <= room.most] or free
     left = sorted(free, key=lambda device: -(device.free_bytes // ALIKE_BYTES))
     if len(free) == 1 or recipe.actor.colocate:
         _check_alone(recipe, len(devices))
@@ -175,7 +180,7 @@ def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
 
 def _check_alone(recipe: Recipe, num_devices: int) -> None:
     """Raise `FieldError` if the recipe asks for more ranks, actors or GPUs per actor than one GPU allows."""
-    here = f"{counted(num_devices, 'GPU')} here, 1 of them free," if num_devices > 1 else "one GPU here,"
+    here = f"1 of {num_devices} GPUs here has enough free memory," if num_devices > 1 else "one GPU here,"
     for field, value in (
         ("trainer.nproc", recipe.trainer.nproc),
         ("actor.count", recipe.actor.count),
@@ -196,12 +201,9 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
         ranks = _most_ranks(recipe, free, model, len(free) - actors * size)
     else:
         ranks, actors = _divided(recipe, free, model)
-    if given is None and any(device.is_instance for device in free):
-        ranks = min(ranks, 1)
-        actors = (len(free) - ranks) // size if count is None else count
     fewest_actors = 0 if count == 0 else 1
     if ranks < 1 or actors < fewest_actors or ranks + actors * size > len(free):
-        here = counted(len(free), "GPU") + (f" of {num_devices} are free here" if num_devices > len(free) else " are here")
+        here = f"{len(free)} GPUs " + (f"of {num_devices} have enough free memory" if num_devices > len(free) else "are here")
         wanted = f"{counted(max(ranks, 1), 'trainer rank')} and {counted(max(actors, 1), 'actor')} of {counted(size, 'GPU')}"
         needed = max(ranks, 1) + max(actors, 1) * size
         fits, beside = _divided(recipe, free, model)
@@ -220,7 +222,9 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
     0 actors."""
     size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
     actors = max(1, len(free) // 2 // size)
-    if model is not None:
+    if any(device.is_instance for device in free):
+        fewest, actors = 1, len(free)
+    elif model is not None:
         fits = (ranks for ranks in range(fewest, len(free), fewest) if _fit(recipe, model, free[:ranks]))
         fewest = next(fits, 0) or fewest_together(recipe, model, free[-1].free_bytes / GIB)
         if (sheet := accelerator_named(free[0].name)) is not None and fewest + size <= len(free):
@@ -236,7 +240,9 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
     """Return the largest number of ranks up to `limit` whose GPUs hold the model's states, or `limit` if none does. `free`
-    begins with the GPUs that the trainer would get, which have the most memory."""
+    begins with the GPUs that the trainer would get, which have the most memory. MIG instances form no group of ranks."""
+    if any(device.is_instance for device in free):
+        return min(limit, 1)
     unit = rank_unit(recipe)
     numbers = range(limit // unit * unit, 0, -unit)
     return next((ranks for ranks in numbers if model is None or _fit(recipe, model, free[:ranks])), limit // unit * unit)
@@ -273,8 +279,7 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
         raise uneven
     for uuid in (*placement.trainer, *(uuid for group in placement.groups for uuid in group)):
         if not known[uuid].computes_in(recipe.model.dtype):
-            fix = f"{known[uuid].name} cannot compute in it (compute capability 8.0 can); use float32, or another GPU"
-            raise FieldError("model.dtype", recipe.model.dtype, fix)
+            raise _cannot_compute(recipe, known[uuid])
     for field, group in (
         ("trainer.nproc", placement.trainer),
         *(("actor.engine.tensor_parallel_size", group) for group in placement.groups),
@@ -284,7 +289,8 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
     if model is not None and not placement.is_shared:
         rank_gib = min(known[uuid].free_bytes for uuid in placement.trainer) / GIB
         if (problem := trainer_problem(changed, model, rank_gib, trainer.shard_ranks or trainer.ranks)) is not None:
-            raise problem
+            first = known[placement.trainer[0]]
+            raise _too_large(changed, first, {"the trainer": shared_gib(changed, model)[0]}) if first.is_instance else problem
     rooms = [_room(changed, model, known[uuid], uuid in placement.trainer) for group in placement.groups for uuid in group]
     least, most = max((room.least for room in rooms), default=0.01), min((room.most for room in rooms), default=VLLM_SHARE)
     if least > most:
@@ -328,13 +334,19 @@ def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> 
     return _Room(device, least, most, uses, shared * math.ceil(100 * trainer / total) / 100)
 
 
+def _cannot_compute(recipe: Recipe, device: Device) -> FieldError:
+    fix = f"{device.name} cannot compute in it (compute capability 8.0 can); use float32, or another GPU"
+    return FieldError("model.dtype", recipe.model.dtype, fix)
+
+
 def _too_large(recipe: Recipe, device: Device, uses: Mapping[str, float]) -> FieldError:
     """Return the error that a GPU lacks memory for `uses`, in GiB."""
     needs = ", ".join(f"{gib:.1f} GiB for {use}" for use, gib in uses.items() if gib)
-    fix = f"needs {needs}, but {device.name} has {device.free_bytes / GIB:.1f} GiB free; {_smaller(recipe)}"
+    fix = f"needs {needs}, but {device.name} has {device.free_bytes / GIB:.1f} GiB free; "
+    fix += _smaller(recipe, "a larger instance or a whole GPU" if device.is_instance else "more GPUs")
     return FieldError("model.name", recipe.model.name, fix)
 
 
-def _smaller(recipe: Recipe) -> str:
+def _smaller(recipe: Recipe, more: str = "more GPUs") -> str:
     adapters = "train adapters (trainer.lora), " if recipe.trainer.lora is None else ""
-    return f"{adapters}use a smaller model, or more GPUs"
+    return f"{adapters}use a smaller model, or {more}"

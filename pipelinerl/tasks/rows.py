@@ -244,8 +244,9 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
                 yield first, BadRow(f"has {len(values)} values, but the header has {len(header)} columns; {fix}")
             first = reader.line_num + 1
     except csv.Error as error:
-        ends = "; save it with another kind of line ends" if "new-line" in str(error) else ""
-        raise UserError(f"{path}, line {max(1, reader.line_num)}: not CSV: {error}{ends}") from error
+        quoted = "; put the separator right after the closing quote, without a space" if "expected after" in str(error) else ""
+        fix = "; save it with another kind of line ends" if "new-line" in str(error) else quoted
+        raise UserError(f"{path}, line {max(1, reader.line_num)}: not CSV: {error}{fix}") from error
     except BadRow as error:
         raise UserError(f"{path}, line {reader.line_num + 1}: {error}") from None
 

@@ -265,7 +265,7 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
         inside = next(field_names(only, f"{name}."), "") if only is value and isinstance(only, Mapping) else ""
-        such = f", such as {inside!r}" if inside else ""
+        such = f", such as {inside!r}" if inside else f", such as {str(only).lower()!r}" if isinstance(only, bool) else ""
         raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{such}")
     if not isinstance(only, str) and not isfinite(only):
         raise BadRow(f"field {name!r} is {only}, which is not a finite number; leave the row out")

@@ -34,7 +34,8 @@ NOTEBOOK = '''
 
     WORDS = set(range(100))
     WORDS -= set(range(95))
-    LIMITS = {"a": [1, 2.5], "b": None}
+    LIMITS = {"a": [1, 2.5], "b": None, "c": (float("-inf"), frozenset({b"x"}), 2j)}
+    BOUND, UNKNOWN, LONG = float("inf"), float("nan"), "x" * 100_000
     NUMBER = re.compile("[0-9]+", re.M)
     connection = open(__file__)
 
@@ -42,6 +43,7 @@ NOTEBOOK = '''
         pass
 
     def inner(text):
+        assert LIMITS["c"] == (-BOUND, frozenset({b"x"}), 2j) and UNKNOWN != UNKNOWN
         return len(NUMBER.findall(text)) + m.floor(LIMITS["a"][1]) + Counter(text)["x"]
 
     aliased = inner
@@ -82,6 +84,7 @@ NOTEBOOK = '''
 
     def reads_object(item): return connection.read()
     def uses_class(item): return Mine()
+    def uses_text(item): return LONG
     def unknown(item): return no_such_name
     def counts(item):
         global LIMITS
@@ -121,6 +124,7 @@ def test_a_function_is_shipped_with_what_it_uses(
         (lambda of: of.outer(), "uses secret of an enclosing function; pass it as a default value, or make it global"),
         (lambda of: of.reads_object, "uses connection, an object of type TextIOWrapper, which cannot be written as source"),
         (lambda of: of.uses_class, "uses Mine, a class of this program"),
+        (lambda of: of.uses_text, "uses LONG, whose value has 100,002 characters as source"),
         (lambda of: of.unknown, "uses no_such_name, which is not defined"),
         (lambda of: of.counts, "changes the global LIMITS"),
         (lambda of: of.with_text, "has no source (unexpected indent"),
@@ -220,6 +224,8 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
         pipelinerl.start("arithmetic", "none.py:score")
     with pytest.raises(FieldError, match=r"recipe = '\[3\]': give a recipe's name, its file, or a mapping of its fields"):
         pipelinerl.start([3])  # type: ignore[arg-type]
+    with pytest.raises(FieldError, match=r"run_dir = '5': give the folder of a run, as a text or a Path"):
+        pipelinerl.start("arithmetic", run_dir=5)  # type: ignore[arg-type]
     for overrides in (
         {"reward.scorer": "exact"},
         {"task": None, "tasks": [{"task": RECIPE["task"], "reward": {"scorer": "exact"}}]},
@@ -247,6 +253,8 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
             checkpoint_of(again.path)
     with pytest.raises(FieldError, match="there is no such folder"):
         pipelinerl.Run("runs/none")
+    with pytest.raises(FieldError, match=r"path = '5': give the folder of a run, as a text or a Path"):
+        pipelinerl.Run(5)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="has no attribute 'trains'"):
         pipelinerl.trains  # noqa: B018
 
@@ -264,7 +272,7 @@ def test_what_is_given_comes_before_what_the_recipe_has(workplace: Path, monkeyp
     for name in ("__init__.py", "inner/__init__.py", "inner/reward.py"):
         (workplace / "other" / "package" / name).touch()
     (workplace / "task" / "recipe.yaml").write_text(json.dumps({**RECIPE, "reward": {"scorer": "reward:score"}}))
-    with pipelinerl_run("task/recipe.yaml", "other/package/inner/reward.py:score") as third:
+    with pipelinerl_run("task", "other/package/inner/reward.py:score") as third:
         file = Path(next(third.follow()).split()[-1])
         assert load_recipe(file).reward.scorer == "package.inner.reward:score"
         assert (file.parent / "package" / "inner" / "reward.py").is_file()

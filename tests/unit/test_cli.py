@@ -99,7 +99,8 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate gsm --fields-only --set trainer.batch_size=7", "trainer.batch_size = 7"),
         ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
         ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of its fields: \x1b[2J"),
-        ("validate there", "recipe = 'there': is a folder; give a recipe file"),
+        ("validate there", "recipe = 'there': is a folder without recipe.yaml; give a recipe file"),
+        ("validate arithmetic --reward-rows -1", "--reward-rows = -1: give 0, which tries no reward, or more"),
         ("validate gsm --fields-only --chart-values nosuch", "--chart-values = 'nosuch': cannot be read as chart values"),
         (
             "validate gsm --fields-only --chart-values there.yaml",
@@ -341,7 +342,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as unread:
-        command = [sys.executable, "-m", "pipelinerl.cli", "validate", "gsm", "--fields-only"]
+        command = [sys.executable, "-m", "pipelinerl", "validate", "gsm", "--fields-only"]
         done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (141, b"")
     closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE)

@@ -16,6 +16,7 @@ from pipelinerl.recipe.loading import find_recipe, found_beside, load_recipe, mo
 from pipelinerl.recipe.preflight import environment_with, try_import
 from pipelinerl.run_dir import create_run_dir
 from pipelinerl.tasks.rows import rows_of
+from pipelinerl.tasks.source import FileSource, Split
 from tests.unit.test_cli import Command, pipelinerl  # noqa: F401 - the fixture
 
 REPO = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path)
         "Answer",
         1,
     )
-    code, printed, _ = pipelinerl("validate", "first/recipe.yaml")
+    code, printed, _ = pipelinerl("validate", "first")
     assert (code, "reference answers (1) earn 1; empty ones (1) earn 0" in printed) == (0, True), printed
     (workplace / "mine.jsonl").write_text("".join(json.dumps({"a": str(n), "b: c": "x"}) + "\n" for n in range(50)))
     assert pipelinerl("init", "second", "--data", "mine.jsonl", "--question", "a", "--answer", "b: c")[0] == 0
@@ -106,6 +107,29 @@ def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path)
     assert pipelinerl("init", "fourth", "--data", "inner.json", "--question", "item.q", "--answer", "item.a.0")[0] == 0
 
 
+def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: Command, workplace: Path) -> None:  # noqa: F811
+    worked, long = "He has 5 - 2 = <<5-2=3>>3.\n#### 3", "She writes a letter of many words. " * 6
+    forms = {
+        "gsm8k": ("question", "", worked, "3"),
+        "math": ("problem", "", r"So $f(0) = \boxed{\sqrt{\frac{1}{2}}}$.", r"\sqrt{\frac{1}{2}}"),
+        "alpaca": ("instruction", "twelve", long, long),
+    }
+    for name, (column, more, given, wanted) in forms.items():
+        rows = [{"input": f"{more} {number}", column: f"Write {number}", "output": given} for number in range(5)]
+        (workplace / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        code, printed, _ = pipelinerl("init", name, "--data", f"{name}.jsonl")
+        task = load_recipe(f"{name}/recipe.yaml").task
+        assert (code, task is not None) == (0, True)
+        problem = FileSource(task, 0).problem(Split.HELDOUT, 0)  # type: ignore[arg-type]
+        number = problem.question.split()[1]
+        assert problem.question == f"Write {number}" + f"\ntwelve {number}" * (name == "alpaca")
+        assert problem.reference["answer"] == wanted
+        cut = "warning: half of the answers have 210 characters or more, and sampling.max_tokens (32) cuts them after about 120"
+        assert (cut in printed) == (name == "alpaca")
+    pipelinerl("init", "bare", "--data", "alpaca.jsonl", "--question", "instruction")
+    assert "prompt_template" not in Path("bare/recipe.yaml").read_text(), "a column that is given is the whole prompt"
+
+
 def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command) -> None:  # noqa: F811
     pipelinerl("init", "mine")
     Path("mine/questions.csv").write_text(CSV)
@@ -121,11 +145,13 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
     ("arguments", "said"),
     [
         ("full", "DIR = 'full': is not an empty folder; name a new one"),
-        ("new --data none.csv", "--data = 'none.csv': give a file of questions and answers: CSV"),
+        ("new --data none.csv", "--data = 'none.csv': there is no file at /"),
+        ("new --data full/data.txt", "--data = 'full/data.txt': give a file of questions and answers: CSV"),
+        ("a:b --data full/mine.csv", "a:b': Python imports no reward from a path with ':'; choose a path without it"),
         ("new --data full/mine.csv --answer nr", "--answer = 'nr': is no column of the file; use Nr, Question or Answer"),
         (
             "new --data full/other.jsonl",
-            "--question is missing: no column is called question, prompt, problem, input, query, instruction or messages; name "
+            "--question is missing: no column is called question, prompt, problem, query, instruction, input or messages; name "
             "the column, a or b; the first line of a CSV file names the columns",
         ),
         (
@@ -138,7 +164,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
             "full/same.csv, which repeats line 3 ('a'), has 1 distinct problem; some must be left for training (at least 2",
         ),
         ("new --data full/bad.jsonl", "full/bad.jsonl, line 1: not JSON"),
-        ("new --data full/bool.jsonl", "line 1: field 'answer' is True; it must be a text or a number"),
+        ("new --data full/bool.jsonl", "line 1: field 'answer' is True; it must be a text or a number, such as 'true'"),
         (
             "new --data full/whole.json",
             "whole.json: holds one object with data; give an array of objects, or one object on each line",
@@ -158,6 +184,7 @@ def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplac
     (workplace / "full").mkdir()
     for name, text in {
         "mine.csv": CSV,
+        "data.txt": CSV,
         "other.jsonl": '{"a": 1, "b": 2}\n' * 3,
         "one.jsonl": '{"a": 1}\n',
         "bad.jsonl": "x\ny\n",

@@ -128,7 +128,16 @@ def test_of_different_gpus_the_trainer_gets_those_with_the_most_room() -> None:
     partly = place(load_recipe("math", AUTO), [gpu(0, free=45), gpu(1)], 1_543_714_304)
     assert partly.placement.trainer == uuids(1)
     said = refusal(recipe(), [large, *(gpu(number, total=24, name=RTX) for number in (2, 3, 4))], LARGE)
-    assert "8 trainer ranks and 1 actor of 1 GPU need 9 GPUs" in said
+    assert "GiB for vLLM, but NVIDIA H100 80GB HBM3 has 79.0 GiB free; train adapters" in said, "the others hold no actor"
+
+
+def test_gpus_without_room_for_an_actor_are_left_out() -> None:
+    tiny = gpu(9, total=4, name="NVIDIA T400")
+    for numbers in ((), ("trainer.nproc=1", "actor.count=1")):
+        assert place(recipe(*numbers), [gpu(0), gpu(1), tiny], SMALL) == place(recipe(*numbers), [gpu(0), gpu(1)], SMALL)
+    assert place(recipe(), [gpu(0), tiny], SMALL) == place(recipe(), [gpu(0)], SMALL), "trainer and actor share the other one"
+    lora = recipe("trainer.lora.rank=16", "trainer.learning_rate=1e-5")
+    assert numbers_of(place(lora, [gpu(0), gpu(1), gpu(2, total=16)], LARGE)) == (1, 1)
 
 
 def test_bfloat16_needs_gpus_that_have_it() -> None:
@@ -136,6 +145,8 @@ def test_bfloat16_needs_gpus_that_have_it() -> None:
     assert place(recipe(), [old, new], SMALL).placement.trainer == place(recipe(), [new], SMALL).placement.trainer
     said = refusal(recipe(), [old], SMALL)
     assert said.startswith("model.dtype = 'bfloat16': Tesla T4 cannot compute in it (compute capability 8.0 can); use float32")
+    small = old.model_copy(update={"free_bytes": 16 * GIB, "total_bytes": 16 * GIB})
+    assert refusal(recipe(), [small, small], 1_543_714_304) == said
     with pytest.raises(FieldError, match=r"model\.dtype"):
         pinned(recipe(), [old, new], '{"trainer": ["1"], "actors": [["0"]]}', SMALL)
     assert place(load_recipe("arithmetic"), [old], SMALL).placement.trainer == uuids(0)
@@ -148,7 +159,7 @@ def test_a_gpu_that_another_process_fills_is_left_out() -> None:
     assert set(placed.placement.trainer) | set(placed.placement.actors[0]) == set(uuids(1, 2))
     assert next(table(placed.placement, here)).endswith("3.0 of 80.0 GiB free  not used")
     said = refusal(recipe("trainer.nproc=2", "actor.count=1"), here)
-    assert "2 GPUs of 3 are free here" in said
+    assert "2 GPUs of 3 have enough free memory; use trainer.nproc=1 and actor.count=1" in said
     assert "other processes use every GPU here" in refusal(recipe(), [gpu(0, free=3)])
 
 
@@ -286,6 +297,8 @@ def test_mig_instances_are_devices_that_form_no_group() -> None:
     assert placed.placement.actors == (("MIG-1",), ("MIG-2",))
     assert "MIG instances cannot exchange tensors" in refusal(recipe("trainer.nproc=2"), here)
     assert "MIG instances" in refusal(recipe("actor.engine.tensor_parallel_size=2"), here)
+    assert "use trainer.nproc=1 and actor.count=2, or auto" in refusal(recipe("actor.count=3"), here)
+    assert re.search("GiB for the trainer, .* or a larger instance or a whole GPU", refusal(recipe(), here, 3_210_000_000))
     pair = refusal(recipe("actor.engine.tensor_parallel_size=2"), whole[:2])
     assert "need 3 GPUs, and 2 GPUs are here; lower actor.engine.tensor_parallel_size (2), train adapters" in pair
 
