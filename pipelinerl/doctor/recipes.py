@@ -17,10 +17,10 @@ from statistics import fmean, median, stdev
 from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, found, percent, ranked, worse
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
-from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, files_in
-from pipelinerl.recipe.rehearsal import answer_forms
+from pipelinerl.recipe.rehearsal import reads, written
 from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.tasks.final_answer import bare_answer, final_answer
 from pipelinerl.tasks.source import Problem, Split, conversation
@@ -46,8 +46,8 @@ _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01
 _NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
 """A prompt that is the name of something else: a hash, a file or an address."""
 _CHOICE = re.compile(r"(?s)\bA\b.*\bB\b")
-_OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.()]")
-
+_ANY_CASE = re.compile(r"(?i)\A\(\?[a-z]*i|\[([a-z])\1]")
+"""A pattern that ignores case, or takes a letter in both."""
 _STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)")
 _THINKING = re.compile(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))")
 _IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
@@ -58,8 +58,7 @@ _Row = tuple[Sequence[str], int, float, Gravity, str, str]
 
 def _literal(pattern: str) -> str:
     """Return the text that a pattern expects before its group, such as `####` or `answer`; empty if it expects none."""
-    before = re.sub(r"\((?!\?).*", "", re.sub(r"^\(\?[a-z]+\)", "", pattern), flags=re.DOTALL)
-    return re.sub(r"\\(\W)", r"\1", _OPERATORS.sub(" ", before)).strip()
+    return written(pattern, "\0").partition("\0")[0].strip()
 
 
 class SetView(Settings):
@@ -152,8 +151,10 @@ def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
 def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Finding:
     """Return a finding for a problem that another check has found."""
     gravity, meaning, page = ADOPTED[id_]
-    if id_ == UNPAID and recipe and recipe.sets_by_place[problem.field.removesuffix("reward.scorer")].reward.is_function:
-        gravity = "warning"  # the function may want more than the bare answer
+    if id_ == UNPAID and recipe:
+        share = recipe.sets_by_place[problem.field.removesuffix("reward.scorer")]
+        if share.reward.is_function or (share.reward.answer_pattern and not _is_known(share)):
+            gravity = "warning"  # it may want another form of answers than those that were tried
     told = f"{problem.field} = {problem.value!r:.120}"
     return Finding(id_, gravity, told, problem.field, problem.fix, meaning=meaning, docs=f"docs/{page}")
 
@@ -268,17 +269,16 @@ def _is_dressed(answer: str) -> bool:
     return bare != answer.lower() and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare)) and not re.fullmatch(r"-?\d+[A-Za-z]", answer)
 
 
+def _is_known(share: ProblemSet) -> bool:
+    """Return whether an answer in the form of the pattern is known, so that the pattern finds it."""
+    return any(reads(share, answer) for answer in ("7", "yes", "A", "x"))
+
+
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
     """Return the references that no completion earns anything with, and the number of those examined. Patterns are tried on
     completions in their form; if that form is not known, the trial calls count."""
-    pattern = view.share.reward.answer_pattern
-
-    def is_lost(answer: str) -> bool:
-        found = ([*re.finditer(pattern, text)][-1:] for text, _ in answer_forms(view.share, answer))
-        return not any(one and (one[0][1] or "").strip() == answer for one in found)
-
-    is_known = pattern and view.share.reward.scorer in ("task", "exact") and not all(map(is_lost, ("7", "yes", "A", "x")))
-    if is_known and (lost := [*filter(is_lost, answers)]):
+    is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and _is_known(view.share)
+    if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)
     tried = [one for one in view.calls if one.completion and not one.near_miss]
     lost = [one.completion for one in tried if one.reward <= 0]
@@ -420,7 +420,7 @@ def _forms(view: SetView) -> Findings:
         return
     if re.match(r"\^|\\A", pattern) and view.steps:
         yield Finding("form-unsaid", "warning", pattern, field, "leave out its ^, as steps come first")
-    text = view.told.lower() if (ignores_case := pattern.startswith("(?i)")) else view.told
+    text = view.told.lower() if (ignores_case := _ANY_CASE.search(pattern)) else view.told
     field = f"{view.place}task.{'system_prompt' if task.prompt_style == 'chat' else 'instruction'}"
     form = _literal(view.share.reward.format_pattern)
     if view.opened and "<think>" in form:
@@ -458,8 +458,8 @@ def _judge(view: SetView) -> Findings:
         return
     at, words = f"{view.place}reward.judge", re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
     marks = [float(one) for one in re.findall(r"(?i)(?:\d\s*(?:to|-|–)|out of)\s*(\d+)", judge.template)]
-    best, known = f"{judge.full_marks:g}", _literal(judge.pattern)
-    read = re.findall(judge.pattern, f"{known} {best} {known}{best}")
+    best = f"{judge.full_marks:g}"
+    read = re.findall(judge.pattern, written(judge.pattern, best))
     is_asked = not words or _is_said(words, judge.template.lower())
     yield from found(
         ("judge-misled", not re.search(r"\{(prompt|reference)\}", judge.template), False, "it has neither", f"{at}.template",

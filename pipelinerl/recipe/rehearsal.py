@@ -15,11 +15,13 @@ import os
 import re
 import signal
 import statistics
+import string
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, product
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -138,15 +140,58 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return pairs (completion, answer to find in it). The completion is `answer` between the texts around the group of
-    `answer_pattern`, or `answer` alone. For mathematics, both also occur with a box around `answer`."""
-    pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
-    pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # Of alternatives, take the first.
-    pattern = re.sub(r"(?<!\\)(?:\^|\$|\\[bAZ])", "", pattern)  # positions, which have no text
-    before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
-    before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
+    """Return pairs (completion, answer to find in it). The completion is `answer` in a text that `answer_pattern` matches, or
+    `answer` alone. For mathematics, both also occur with a box around `answer`."""
+    pattern = share.reward.answer_pattern
     answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]
-    return tuple(dict.fromkeys((f"{a}{form}{b}", form) for form, (a, b) in product(answers, [(before, after), ("", "")])))
+    texts = ((text, form) for form in answers for text in ((written(pattern, form).strip() if pattern else form), form))
+    return tuple(dict.fromkeys(texts))
+
+
+def reads(share: ProblemSet, answer: str) -> bool:
+    """Return whether `answer_pattern` finds `answer` in one of its forms."""
+    found = ([*re.finditer(share.reward.answer_pattern, text)][-1:] for text, _ in answer_forms(share, answer))
+    return any(one and (one[0][1] or "").strip() == answer for one in found)
+
+
+def written(pattern: str, answer: str) -> str:
+    """Return a text that most patterns match: with `answer` (not empty) for group 1, the first of alternatives, the fewest
+    repetitions, and one space where blanks or any text may stand."""
+    frames, is_found = [("", [""])], False  # opening, and the text of each alternative
+    atom = ""  # the last part of the text, which a repetition is about
+    for token, times in _TOKEN.findall(pattern):
+        if token[0] == "(":
+            is_answer = not is_found and (token == "(" or token.startswith("(?P<"))
+            is_found |= is_answer
+            frames.append(("answer" if is_answer else token, [""]))
+        elif token == "|":
+            frames[-1][1].append("")
+        elif token == ")":
+            opening, texts = frames.pop()
+            atom = max(texts, key=lambda text: answer in text)
+            atom = answer if opening == "answer" else "" if opening in ("(?=", "(?!", "(?<!") else atom
+            frames[-1][1][-1] += atom
+        elif times:
+            least = times == "+" or int(f"0{times.strip('{}*?').partition(',')[0]}")
+            text = frames[-1][1][-1].removesuffix(atom)
+            frames[-1][1][-1] = text + atom * max(least, atom.isspace() or answer in atom)
+        else:
+            atom = _character(token)
+            frames[-1][1][-1] += atom
+    return max(frames[0][1], key=lambda text: answer in text)
+
+
+_TOKEN = re.compile(
+    r"(?s)(\\(?:x..|u....|.)|\[\^?]?(?:\\.|[^]\\])*]|\((?:\?(?:P=\w+|P<\w+>|<?[=!]|[a-zA-Z-]*:?|>))?"
+    r"|([*+?]|\{(?:\d+,?\d*|,\d+)})[?+]?|.)"
+)
+"""A part of a pattern: a character or a set of them, a bracket, or a number of times, which is also the second group."""
+
+
+@cache
+def _character(token: str) -> str:
+    """Return a character that a part of a pattern matches; empty if it matches a position. Any group may be referred to."""
+    return next((one for one in f" 7xA{string.printable}{token}" if re.fullmatch("()" * 9 + token, one)), "")
 
 
 def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError:
