@@ -45,7 +45,9 @@ _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01
 """Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
 _NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
 """A prompt that is the name of something else: a hash, a file or an address."""
-_CHOICE = re.compile(r"(?s)\bA\b.*\bB\b")
+_NUMBERED = r"[\W_]*[^\W\d_]{0,10}[\W_]*(\d+)[\W_]*"
+"""A text that is hardly more than a number, such as `question-17`."""
+_CHOICE = re.compile(r"(?s)\bA\b.*\bB\b|\bA\s?(to|-|–)\s?[B-Z]\b|[Ww]hich letter")
 _ANY_CASE = re.compile(r"(?i)\A\(\?[a-z]*i|\[([a-z])\1]")
 """A pattern that ignores case, or takes a letter in both."""
 _STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)")
@@ -82,6 +84,10 @@ class SetView(Settings):
         problems = file.problems[:_MOST_ROWS] if file and source else []
         self.roles = {str(message["role"]) for one in problems for message in one.messages}
         self.texts = ["\n".join(one.texts) for one in problems]
+        self.asked = [
+            "\n".join(str(said["content"]) for said in one.messages if said["role"] != "assistant") or one.question
+            for one in problems
+        ]
         self.references = [str(one.reference.get("answer") or "").strip() for one in problems]
         self.columns = [
             str(one.reference.get("row", {}).get(task.answer_field) or one.reference.get("answer")) for one in problems
@@ -111,10 +117,10 @@ class SetView(Settings):
     @property
     def indifference(self) -> str:
         """How trial calls show that the user's function pays wrong answers like right ones; empty if they do not."""
-        rewards = [one.reward for one in self.calls]
+        rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
-        if len(wrong) < 4 or fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
+        if len(wrong) < 4 or max(rewards) in empty or fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
             return ""
         return f"{len(right)} right answers earn {fmean(right):.3g}, {len(wrong)} wrong ones {fmean(wrong):.3g} on average"
 
@@ -171,12 +177,15 @@ def problems(view: SetView) -> Findings:
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
-    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts begin with their answer, have it after
-        the text that the reward looks for, end with it (a warning) or, if it is a number, have it elsewhere (a note); 90 % of
-        20 prompts or answers are row numbers, or prompts are file names or hashes; or answers are letters and prompts have no
-        choices.
+    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts are equal to their answer, have it, and
+        no other row's, after the text that the reward looks for (both grave), begin or end with it, or have it elsewhere if it
+        is a number (a note). Or 90 % are file names, addresses or hashes, or 20 are row numbers (both grave, unless a system
+        prompt or an instruction says what to do with them); or 20 answers are row numbers although prompts do not count, too,
+        or are letters although prompts have no choices.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: at least 50 prompts share more words
-        with the answers, or worked solutions, of their neighbours than with their own, by a tenth and by 5 standard errors.
+        with the answers, or worked solutions, of their neighbours than with their own, by a tenth and by 5 standard errors. The
+        rule leaves out turns of the assistant, and is silent if prompts count, or if they share half as much with the row
+        beyond, as windows of a series do.
     one-answer (recipes.md#tasks): Problems have the same answer: 95 % of at least 20 references are equal; grave if all are, a
         note from 80 %.
     references-unmatched (recipes.md#rewards): References are not what completions have as answers: their median has 8 words, 5
@@ -200,9 +209,12 @@ def problems(view: SetView) -> Findings:
     gravity: Gravity = worse(count, num) if count >= 0.95 * num else "note"
     row = [top] * count, num, max(20, 0.8 * num), gravity, "task.answer_field", fix
     yield from _many(view, "one-answer", row)
-    answers, is_text = view.answers[:200], "math" not in view.share.reward.scorer
+    answers, is_text, task = view.answers[:200], "math" not in view.share.reward.scorer, view.share.task
+    shown = re.sub(r"\d+", "0", f"{task.system_prompt}\n{task.instruction}\n{task.prompt_template}")
+    dressed = [one for one in answers if is_text and _is_dressed(one) and re.sub(r"\d+", "0", one) not in shown]
     lost, tried = _lost_references(view, answers)
     missing = [one for one in answers if _MISSING.fullmatch(one)] if len({*answers}) >= 10 else []  # else it may be a label
+    missing = [one for one in missing if not re.search(rf"\b{one}\b", view.told)]
     prose, least = [one for one in answers if len(one.split()) >= 8], 0.05 * len(answers)
     yield from _many(
         view, "references-unmatched",
@@ -210,7 +222,7 @@ def problems(view: SetView) -> Findings:
         (prose, len(answers), 10 * least, "warning", "task.answer_pattern", r"extract the final answer, as by '####\s*(.+)'"),
         (lost, tried, 0.05 * tried, worse(len(lost), tried / 2), "reward.answer_pattern",
          "must find it; or correct the references"),
-        ([*filter(_is_dressed, answers)] if is_text else [], len(answers), least, "warning", "reward.scorer",
+        (dressed, len(answers), least, "warning", "reward.scorer",
          "use math, which compares values, or bare numbers"),
     )  # fmt: skip
     fix = "take them out of the training data, which the accuracy now repeats"
@@ -228,35 +240,53 @@ def _many(view: SetView, id_: str, *rows: _Row) -> Findings:
 def _columns(view: SetView) -> Iterator[_Row]:
     """Yield rows for the findings `columns-mixed`."""
     rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
-    marker, num = re.escape(view.marker), len(view.texts)
-    told = [text for text, answer in rows
-            if text.startswith(answer) or (marker and re.search(rf"{marker}\W*{re.escape(answer)}(?!\w)", text))]  # fmt: skip
-    ends = [text for text, answer in rows if re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
+    marker, num, task = r"\s*".join(map(re.escape, view.marker.split())), len(view.texts), view.share.task
+    heads = {word for _, answer in rows for word in _head(answer)}  # to skip `Answer: yes or Answer: no`
+    said = [(text, {word for part in re.split(marker, text)[1:] for word in _head(part)} & heads if marker else set())
+            for text, _ in rows]  # fmt: skip
+    told = [(text, words) for (text, words), (_, answer) in zip(said, rows, strict=True) if words and words == _head(answer)]
+    same = [text for text, answer in rows if text == answer]
+    bound = [text for text, answer in rows if re.search(rf"\A{(one := re.escape(answer))}\b|(?<!\w){one}\W*\Z", text)]
     inside = [text for text, answer in rows if re.fullmatch(r"\d+", answer) and re.search(rf"\b{answer}\b", text)]
     named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
     letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)]
     is_choice, least = re.search(r"\n\W?[A-D1-4][).:]", view.told), max(8, 0.9 * num)
-    away = "leave the answer out"
-    yield told, num, least, "grave", "task.prompt_field", away
-    yield ends, num, least, "warning", "task.prompt_field", away  # the task may be to repeat the last word
+    away, names = "leave the answer out", "names something; take the column of the text"
+    is_told = all(words == told[0][1] for _, words in told)
+    yield same or ([] if is_told else [text for text, _ in told]), num, least, "grave", "task.prompt_field", away
+    yield bound, num, least, "warning", "task.prompt_field", away  # the task may be to repeat the last word
     yield [] if is_choice else inside, num, least, "note", "task.prompt_field", away  # or to choose a number
-    yield named, num, least, "grave", "task.prompt_field", "names something; take the column of the text"
+    gravity: Gravity = "warning" if task.system_prompt or task.instruction else "grave"  # a name may be all that is asked about
+    yield named, num, least, gravity, "task.prompt_field", names
+    yield _counting(view.texts, _NUMBERED), num, max(20, least), gravity, "task.prompt_field", names
     if not _CHOICE.search(view.told):
         yield letters, num, max(20, least), "warning", "task.prompt_template", "add the choices to the prompts"
-    for field, column in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
-        numbers = [(int(found[1]), text) for text in column if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
-        counting = [text for (one, text), (after, _) in pairwise(numbers) if after == one + 1]
-        yield counting, num, max(20, 0.9 * num), "grave", field, "is a number of the row; name another column"
+    if len(_counting(view.texts)) < least:  # else a loop has made the rows
+        fix = "numbers the rows; name another column"
+        yield _counting(view.references, _NUMBERED), num, max(20, least), "warning", "task.answer_field", fix
+
+
+def _head(text: str) -> set[str]:
+    return {*re.findall(r"\w+", text)[:1]}
+
+
+def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
+    """Return the texts whose number, which no other text has, is followed by the next one."""
+    numbers = {int(found[1]): text for text in texts if (found := re.fullmatch(form, text))}
+    return [text for (one, text), (after, _) in pairwise(numbers.items()) if after == one + 1]
 
 
 def _shifted(view: SetView) -> Findings:
-    """Yield the finding `references-shifted`."""
-    asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.texts, view.columns))
-    shares = [[len(asked[at] & one) / max(1, len(one)) for at in range(1, len(asked) - 1) for one in [said[at + by]]]
-              for by in (-1, 0, 1)]  # fmt: skip
-    for whose, others in (("last", shares[0]), ("next", shares[2])):
-        gains = [other - own for other, own in zip(others, shares[1], strict=True)]
-        if len(gains) >= 50 and fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
+    """Yield the finding `references-shifted`. Prompts of a conversation, or about a window of a series, have the answers of
+    several earlier rows."""
+    asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.asked, view.columns))
+    shares = {by: [len(asked[at] & one) / max(1, len(one)) for at in range(2, len(asked) - 2) for one in [said[at + by]]]
+              for by in range(-2, 3)}  # fmt: skip
+    for by, whose in ((-1, "last"), (1, "next")):
+        gains, further = ([other - own for other, own in zip(shares[far], shares[0], strict=True)] for far in (by, 2 * by))
+        if len(gains) < 50 or len(_counting(view.texts)) >= 0.9 * len(gains) or fmean(further) > fmean(gains) / 2:
+            continue
+        if fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
             told = f"prompts have {percent(fmean(gains))} more words of the {whose} row's answer than of their own"
             yield Finding(
                 "references-shifted", "grave", told, f"{view.place}task.path", "give each question its own answer again"
@@ -266,7 +296,11 @@ def _shifted(view: SetView) -> Findings:
 def _is_dressed(answer: str) -> bool:
     """Return whether an answer is a number with currency, unit, separators, markup or a full stop."""
     bare = bare_answer(answer)
-    return bare != answer.lower() and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare)) and not re.fullmatch(r"-?\d+[A-Za-z]", answer)
+    return (
+        bare != answer.lower()
+        and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare))
+        and not re.fullmatch(r"-?\d+([a-z]|[a-z]{4,})", answer.lower())
+    )
 
 
 def _is_known(share: ProblemSet) -> bool:
@@ -306,7 +340,7 @@ def texts(view: SetView) -> Findings:
         100, or a set has one problem; a note.
     """
     at, model, task, texts = view.place, view.recipe.model, view.share.task, view.texts
-    tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])", model.name.rpartition("/")[2])
+    tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])(?!.*base)", model.name.rpartition("/")[2])
     is_tuned = model.source == "smollm2" or (model.source != "package" and tuned)
     begins = not model.chat_template or re.search("add_generation_prompt|assistant", model.chat_template)
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
@@ -339,10 +373,12 @@ def texts(view: SetView) -> Findings:
     yield from _many(view, "template-twice", (_hits(texts, *patterns), num, num / 2, "warning", "task.path", twice))
     longest = max(map(len, texts), default=0)
     cut = [text[-60:] for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
+    is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # else texts have a few usual lengths
+    damaged = [] if re.search(r"(?i)html|jinja|\bentit", view.told) else _hits(texts, _DAMAGED)
     yield from _many(
         view, "texts-damaged",
-        (_hits(texts, _DAMAGED), num, 0.05 * num, "warning", "task.path", "write it again, as UTF-8 and without entities"),
-        (cut if len(cut) <= 0.9 * num else [], num, max(5, 0.1 * num), "warning", "task.path", "give whole prompts"),
+        (damaged, num, 0.05 * num, "warning", "task.path", "write it again, as UTF-8 and without entities"),
+        (cut if is_cut else [], num, max(5, 0.1 * num), "warning", "task.path", "give whole prompts"),
     )  # fmt: skip
 
 
@@ -400,7 +436,8 @@ def rewards(view: SetView) -> Findings:
         yield Finding("max-tokens-small", "grave", told, field, fix)
     if limit < (needed := 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0):
         told = f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"
-        yield Finding("max-tokens-small", "warning", told, field, f"use {4 * needed}")
+        context = ", and twice that for model.max_context" if 4 * needed >= view.recipe.model.max_context else ""
+        yield Finding("max-tokens-small", "warning", told, field, f"use {4 * needed}{context}")
     yield from _stops(view)
     yield from _judge(view)
 
@@ -427,7 +464,7 @@ def _forms(view: SetView) -> Findings:
         fix = "leave out its <think>, which the chat template writes, so that completions begin after it"
         yield Finding("form-unsaid", "warning", form, f"{view.place}reward.format_pattern", fix)
     for marker in (view.marker, form):
-        words = re.findall(r"[A-Za-z]{2,}", marker.lower() if ignores_case else marker) or [marker]
+        words = re.findall(r"[^\W\d_]{2,}", marker.lower() if ignores_case else marker) or [marker]
         if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
             yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
     asked, scorer = "a box" if _is_said([r"\boxed"], text) else view.steps, view.share.reward.scorer
@@ -444,12 +481,15 @@ def _stops(view: SetView) -> Findings:
     before = before.partition(marker)[0] if marker else before
     for stop in view.recipe.sampling.stop:
         bare, cut = stop.strip(), sum(stop in answer for answer in view.answers) / max(1, len(view.answers))
-        cut = 1.0 if bare and (bare in marker or (len(bare) > 1 and bare in pattern)) else cut
+        is_needed = bare and (bare in marker or (len(bare) > 1 and bare in pattern))
         is_short = len(bare) <= 1 and re.search(r"(?i)step|reason|think|explain|boxed", view.told)
-        why = ("it occurs in right answers" if cut > 0.05 else "the prompt asks for steps" if is_short
+        why = ("reward.answer_pattern needs it" if is_needed else "it occurs in right answers" if cut > 0.05
+               else "the prompt asks for steps" if is_short
                else "the prompt tells the policy to write it before the answer" if bare and bare in before else "")  # fmt: skip
         if why:
-            yield Finding("stop-cuts-answers", worse(cut, 0.5), f"{stop!r}: {why}", "sampling.stop", "leave it out")
+            yield Finding(
+                "stop-cuts-answers", worse(is_needed or cut, 0.5), f"{stop!r}: {why}", "sampling.stop", "leave it out"
+            )
 
 
 def _judge(view: SetView) -> Findings:
