@@ -84,10 +84,8 @@ class SetView(Settings):
         problems = file.problems[:_MOST_ROWS] if file and source else []
         self.roles = {str(message["role"]) for one in problems for message in one.messages}
         self.texts = ["\n".join(one.texts) for one in problems]
-        self.asked = [
-            "\n".join(str(said["content"]) for said in one.messages if said["role"] != "assistant") or one.question
-            for one in problems
-        ]
+        said = ([str(message["content"]) for message in one.messages if message["role"] != "assistant"] for one in problems)
+        self.asked = ["\n".join(texts) or one.question for texts, one in zip(said, problems, strict=True)]
         self.references = [str(one.reference.get("answer") or "").strip() for one in problems]
         self.columns = [
             str(one.reference.get("row", {}).get(task.answer_field) or one.reference.get("answer")) for one in problems
@@ -100,7 +98,7 @@ class SetView(Settings):
         asked = (one.messages or [{"role": "user", "content": one.question}] for one in shown or [Problem("")])
         prompts = [str(message["content"]) for messages in asked for message in conversation(messages, task)]
         self.told = "\n".join((task.prompt_template, model.chat_template, *prompts))
-        self.steps = said[0] if (said := _STEPS.search(self.told)) else ""
+        self.steps = found[0] if (found := _STEPS.search(self.told)) else ""
         self.marker = {"math_boxed": r"\boxed", "json_schema": "JSON"}.get(reward.scorer) or _literal(reward.answer_pattern)
 
         # Whether the model reasons unasked, what a small packaged one writes, and whether the template begins the reasoning.
@@ -197,10 +195,8 @@ def problems(view: SetView) -> Findings:
     at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
     middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
     if longest >= limit or middle > limit - view.share.max_tokens / 2:
-        told, fix = (
-            f"median {middle:,.0f}, longest {longest:,.0f} tokens",
-            f"raise it, or leave long problems out of {at}task.path",
-        )
+        told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
+        fix = f"raise it, or leave long problems out of {at}task.path"
         yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
     yield from _many(view, "columns-mixed", *_columns(view))
     yield from _shifted(view)
@@ -288,9 +284,8 @@ def _shifted(view: SetView) -> Findings:
             continue
         if fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
             told = f"prompts have {percent(fmean(gains))} more words of the {whose} row's answer than of their own"
-            yield Finding(
-                "references-shifted", "grave", told, f"{view.place}task.path", "give each question its own answer again"
-            )
+            fix = "give each question its own answer again"
+            yield Finding("references-shifted", "grave", told, f"{view.place}task.path", fix)
 
 
 def _is_dressed(answer: str) -> bool:
@@ -361,10 +356,7 @@ def texts(view: SetView) -> Findings:
     roles, num = [*set(view.roles) - {"system", "developer", "user", "assistant", "tool"}], len(texts)
     fix = "name the roles of messages as the chat template does"
     yield from _many(view, "template-unused", (roles, len(view.roles), 1, "warning", "task.path", fix))
-    twice, patterns = (
-        "leave it out; prompt_style: chat writes it",
-        (_CONTROL, *([_SPEAKER] if task.prompt_style == "chat" else [])),
-    )
+    twice, patterns = "leave it out; prompt_style: chat writes it", (_CONTROL, _SPEAKER)[: 1 + (task.prompt_style == "chat")]
     fields = {name: getattr(task, name) for name in ("system_prompt", "instruction", "prompt_template")}
     for name, text in fields.items():
         yield from _many(view, "template-twice", (_hits([text], _CONTROL), 1, 1, "warning", f"task.{name}", twice))
@@ -481,15 +473,14 @@ def _stops(view: SetView) -> Findings:
     before = before.partition(marker)[0] if marker else before
     for stop in view.recipe.sampling.stop:
         bare, cut = stop.strip(), sum(stop in answer for answer in view.answers) / max(1, len(view.answers))
-        is_needed = bare and (bare in marker or (len(bare) > 1 and bare in pattern))
+        is_needed = bool(bare) and (bare in marker or (len(bare) > 1 and bare in pattern))
         is_short = len(bare) <= 1 and re.search(r"(?i)step|reason|think|explain|boxed", view.told)
         why = ("reward.answer_pattern needs it" if is_needed else "it occurs in right answers" if cut > 0.05
                else "the prompt asks for steps" if is_short
                else "the prompt tells the policy to write it before the answer" if bare and bare in before else "")  # fmt: skip
         if why:
-            yield Finding(
-                "stop-cuts-answers", worse(is_needed or cut, 0.5), f"{stop!r}: {why}", "sampling.stop", "leave it out"
-            )
+            gravity = worse(max(is_needed, cut), 0.5)
+            yield Finding("stop-cuts-answers", gravity, f"{stop!r}: {why}", "sampling.stop", "leave it out")
 
 
 def _judge(view: SetView) -> Findings:
