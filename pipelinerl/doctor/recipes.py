@@ -17,7 +17,7 @@ from statistics import fmean, median, stdev
 from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, found, percent, ranked, worse
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
-from pipelinerl.recipe.fields import ProblemSet, Recipe
+from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, files_in
 from pipelinerl.recipe.rehearsal import reads, written
@@ -38,7 +38,7 @@ ADOPTED: dict[str, tuple[Gravity, str, str]] = {
     LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
 """Findings that other checks of a recipe make: gravity, meaning and page by id, the cause first."""
-_MOST_ROWS = 2000
+_MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
@@ -98,7 +98,7 @@ class SetView(Settings):
         asked = (one.messages or [{"role": "user", "content": one.question}] for one in shown or [Problem("")])
         prompts = [str(message["content"]) for messages in asked for message in conversation(messages, task)]
         self.told = "\n".join((task.prompt_template, model.chat_template, *prompts))
-        self.steps = found[0] if (found := _STEPS.search(self.told)) else ""
+        self.steps = match[0] if (match := _STEPS.search(self.told)) else ""
         self.marker = {"math_boxed": r"\boxed", "json_schema": "JSON"}.get(reward.scorer) or _literal(reward.answer_pattern)
 
         # Whether the model reasons unasked, what a small packaged one writes, and whether the template begins the reasoning.
@@ -157,7 +157,7 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
     gravity, meaning, page = ADOPTED[id_]
     if id_ == UNPAID and recipe:
         share = recipe.sets_by_place[problem.field.removesuffix("reward.scorer")]
-        if share.reward.is_function or (share.reward.answer_pattern and not _is_known(share)):
+        if share.reward.is_function or (share.reward.answer_pattern and not reads(share, *_PROBES)):
             gravity = "warning"  # it may want another form of answers than those that were tried
     told = f"{problem.field} = {problem.value!r:.120}"
     return Finding(id_, gravity, told, problem.field, problem.fix, meaning=meaning, docs=f"docs/{page}")
@@ -238,9 +238,8 @@ def _columns(view: SetView) -> Iterator[_Row]:
     rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
     marker, num, task = r"\s*".join(map(re.escape, view.marker.split())), len(view.texts), view.share.task
     heads = {word for _, answer in rows for word in _head(answer)}  # to skip `Answer: yes or Answer: no`
-    said = [(text, {word for part in re.split(marker, text)[1:] for word in _head(part)} & heads if marker else set())
-            for text, _ in rows]  # fmt: skip
-    told = [(text, words) for (text, words), (_, answer) in zip(said, rows, strict=True) if words and words == _head(answer)]
+    told = [(text, own) for text, answer in rows if marker and (own := _head(answer))
+            and own == {word for part in re.split(marker, text)[1:] for word in _head(part)} & heads]  # fmt: skip
     same = [text for text, answer in rows if text == answer]
     bound = [text for text, answer in rows if re.search(rf"\A{(one := re.escape(answer))}\b|(?<!\w){one}\W*\Z", text)]
     inside = [text for text, answer in rows if re.fullmatch(r"\d+", answer) and re.search(rf"\b{answer}\b", text)]
@@ -248,8 +247,9 @@ def _columns(view: SetView) -> Iterator[_Row]:
     letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)]
     is_choice, least = re.search(r"\n\W?[A-D1-4][).:]", view.told), max(8, 0.9 * num)
     away, names = "leave the answer out", "names something; take the column of the text"
-    is_told = all(words == told[0][1] for _, words in told)
-    yield same or ([] if is_told else [text for text, _ in told]), num, least, "grave", "task.prompt_field", away
+    is_example = all(own == told[0][1] for _, own in told)
+    for texts in (same, [] if is_example else [text for text, _ in told]):
+        yield texts, num, least, "grave", "task.prompt_field", away
     yield bound, num, least, "warning", "task.prompt_field", away  # the task may be to repeat the last word
     yield [] if is_choice else inside, num, least, "note", "task.prompt_field", away  # or to choose a number
     gravity: Gravity = "warning" if task.system_prompt or task.instruction else "grave"  # a name may be all that is asked about
@@ -290,23 +290,15 @@ def _shifted(view: SetView) -> Findings:
 
 def _is_dressed(answer: str) -> bool:
     """Return whether an answer is a number with currency, unit, separators, markup or a full stop."""
-    bare = bare_answer(answer)
-    return (
-        bare != answer.lower()
-        and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare))
-        and not re.fullmatch(r"-?\d+([a-z]|[a-z]{4,})", answer.lower())
-    )
-
-
-def _is_known(share: ProblemSet) -> bool:
-    """Return whether an answer in the form of the pattern is known, so that the pattern finds it."""
-    return any(reads(share, answer) for answer in ("7", "yes", "A", "x"))
+    bare, lower = bare_answer(answer), answer.lower()
+    is_term = re.fullmatch(r"-?\d+([a-z]|[a-z]{4,})", lower)  # such as 7x
+    return bare != lower and not is_term and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare))
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
     """Return the references that no completion earns anything with, and the number of those examined. Patterns are tried on
     completions in their form; if that form is not known, the trial calls count."""
-    is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and _is_known(view.share)
+    is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
     if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)
     tried = [one for one in view.calls if one.completion and not one.near_miss]

@@ -148,17 +148,16 @@ def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def reads(share: ProblemSet, answer: str) -> bool:
-    """Return whether `answer_pattern` finds `answer` in one of its forms."""
-    found = ([*re.finditer(share.reward.answer_pattern, text)][-1:] for text, _ in answer_forms(share, answer))
-    return any(one and (one[0][1] or "").strip() == answer for one in found)
+def reads(share: ProblemSet, *answers: str) -> bool:
+    """Return whether `answer_pattern` finds one of the answers in a form of it."""
+    forms = ((re.finditer(share.reward.answer_pattern, text), one) for one in answers for text, _ in answer_forms(share, one))
+    return any(last and (last[0][1] or "").strip() == one for found, one in forms for last in [[*found][-1:]])
 
 
 def written(pattern: str, answer: str) -> str:
     """Return a text that most patterns match: with `answer` (not empty) for group 1, the first of alternatives, the fewest
     repetitions, and one space where blanks or any text may stand."""
-    frames, is_found = [("", [""])], False  # opening, and the text of each alternative
-    atom = ""  # the last part of the text, which a repetition is about
+    frames, is_found, atom = [("", [""])], False, ""  # (opening, text of each alternative); what a repetition is about
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
             is_answer = not is_found and (token == "(" or token.startswith("(?P<"))
@@ -173,8 +172,7 @@ def written(pattern: str, answer: str) -> str:
             frames[-1][1][-1] += atom
         elif times:
             least = times == "+" or int(f"0{times.strip('{}*?').partition(',')[0]}")
-            text = frames[-1][1][-1].removesuffix(atom)
-            frames[-1][1][-1] = text + atom * max(least, atom.isspace() or answer in atom)
+            frames[-1][1][-1] = frames[-1][1][-1].removesuffix(atom) + atom * max(least, atom.isspace() or answer in atom)
         else:
             atom = _character(token)
             frames[-1][1][-1] += atom
