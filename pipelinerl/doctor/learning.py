@@ -73,8 +73,8 @@ def policy(run: RunRecords) -> Findings:
         twentieth of its first value, without a gain.
     heldout-apart (recipes.md#evaluation): Held-out answers do not follow the training ones: the 95 % interval of the last
         accuracy lies below that of the first, or below a third of the share that is right in training.
-    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: half of the problems of an evaluation; grave
-        if all.
+    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: half of the answers of an evaluation, or no
+        evaluation has ended.
     """
     algorithm, rate, best = run.recipe.algorithm, run.recipe.trainer.learning_rate, run.first_task.reward.correct
     kls, entropies, rewards = ((run.early(key), run.late(key)) for key in ("reference_kl", "entropy", "reward_mean"))
@@ -85,6 +85,7 @@ def policy(run: RunRecords) -> Findings:
     is_apart = run.is_long and highs and highs[-1] < max(lows[0], right / 3) and not run.has_collapsed
     is_blind = run.is_long and run.summary.get("heldout") == []
     unanswered = max((one.get("unanswered") or 0 for one in run.evaluations), default=0)
+    asked = run.recipe.evaluation.samples * sum(one.task.heldout_problems for one in run.recipe.sets_by_place.values())
     yield from found(
         ("kl-grows", kls[1] > max(1, 10 * kls[0]) and not run.has_learned, False, f"{kls[0]:.2g} -> {kls[1]:.2g} nats",
          "algorithm.kl_coefficient", f"raise it, or lower trainer.learning_rate ({rate:g})"),
@@ -96,8 +97,8 @@ def policy(run: RunRecords) -> Findings:
          "algorithm.entropy_coefficient", "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"),
         ("heldout-apart", is_apart, False, f"at most {highs[-1] if highs else 0:.2g}, {percent(right)} right in training",
          "evaluation", "compare prompts, rewards and lengths of held-out samples; else stop earlier, or add problems"),
-        ("heldout-unanswered", unanswered >= run.first_task.task.heldout_problems / 2 or is_blind, False,
-         "no answer came in time" if is_blind else f"{unanswered} in an evaluation",
+        ("heldout-unanswered", unanswered >= asked / 2 or is_blind, False,
+         "no answer came in time" if is_blind else f"{unanswered} of {asked} answers are missing in an evaluation",
          "evaluation.timeout_s", "raise it, or hold out fewer problems"),
     )  # fmt: skip
 

@@ -60,10 +60,8 @@ def _is_blank(sample: Record) -> bool:
 
 
 def _has_next_turn(sample: Record) -> bool:
-    return (
-        re.search(r"(?i)<\|im_start\|>|<\|start_header_id\|>|\[INST\]|\n(user|human):", str(sample.get("completion")))
-        is not None
-    )
+    turn = r"(?i)<\|im_start\|>|<\|start_header_id\|>|\[INST\]|\n(user|human):"
+    return re.search(turn, str(sample.get("completion"))) is not None
 
 
 def lengths(run: RunRecords) -> Findings:

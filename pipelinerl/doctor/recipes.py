@@ -20,7 +20,7 @@ from pipelinerl.errors import FieldError, Lacking, UserError, counted
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, files_in
-from pipelinerl.recipe.rehearsal import answer_forms
+from pipelinerl.recipe.rehearsal import reads, written
 from pipelinerl.rl.groups import groups_per_step
 from pipelinerl.tasks.final_answer import bare_answer, final_answer
 from pipelinerl.tasks.source import Problem, Split, conversation
@@ -38,16 +38,18 @@ ADOPTED: dict[str, tuple[Gravity, str, str]] = {
     LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
 """Findings that other checks of a recipe make: gravity, meaning and page by id, the cause first."""
-_MOST_ROWS = 2000
+_MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
 """Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
 _NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
 """A prompt that is the name of something else: a hash, a file or an address."""
-_CHOICE = re.compile(r"(?s)\bA\b.*\bB\b")
-_OPERATORS = re.compile(r"\(\?[a-z]*:?|\\[sSdDwWbBnrtAZ][*+?]*\??|\[[^]]*\][*+?]*|\{\d*,?\d*\}|[*+?^$|.()]")
-
+_NUMBERED = r"[\W_]*[^\W\d_]{0,10}[\W_]*(\d+)[\W_]*"
+"""A text that is hardly more than a number, such as `question-17`."""
+_CHOICE = re.compile(r"(?s)\bA\b.*\bB\b|\bA\s?(to|-|–)\s?[B-Z]\b|[Ww]hich letter")
+_ANY_CASE = re.compile(r"(?i)\A\(\?[a-z]*i|\[([a-z])\1]")
+"""A pattern that ignores case, or takes a letter in both."""
 _STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)")
 _THINKING = re.compile(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))")
 _IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
@@ -58,8 +60,7 @@ _Row = tuple[Sequence[str], int, float, Gravity, str, str]
 
 def _literal(pattern: str) -> str:
     """Return the text that a pattern expects before its group, such as `####` or `answer`; empty if it expects none."""
-    before = re.sub(r"\((?!\?).*", "", re.sub(r"^\(\?[a-z]+\)", "", pattern), flags=re.DOTALL)
-    return re.sub(r"\\(\W)", r"\1", _OPERATORS.sub(" ", before)).strip()
+    return written(pattern, "\0").partition("\0")[0].strip()
 
 
 class SetView(Settings):
@@ -83,6 +84,8 @@ class SetView(Settings):
         problems = file.problems[:_MOST_ROWS] if file and source else []
         self.roles = {str(message["role"]) for one in problems for message in one.messages}
         self.texts = ["\n".join(one.texts) for one in problems]
+        said = ([str(message["content"]) for message in one.messages if message["role"] != "assistant"] for one in problems)
+        self.asked = ["\n".join(texts) or one.question for texts, one in zip(said, problems, strict=True)]
         self.references = [str(one.reference.get("answer") or "").strip() for one in problems]
         self.columns = [
             str(one.reference.get("row", {}).get(task.answer_field) or one.reference.get("answer")) for one in problems
@@ -95,7 +98,7 @@ class SetView(Settings):
         asked = (one.messages or [{"role": "user", "content": one.question}] for one in shown or [Problem("")])
         prompts = [str(message["content"]) for messages in asked for message in conversation(messages, task)]
         self.told = "\n".join((task.prompt_template, model.chat_template, *prompts))
-        self.steps = said[0] if (said := _STEPS.search(self.told)) else ""
+        self.steps = match[0] if (match := _STEPS.search(self.told)) else ""
         self.marker = {"math_boxed": r"\boxed", "json_schema": "JSON"}.get(reward.scorer) or _literal(reward.answer_pattern)
 
         # Whether the model reasons unasked, what a small packaged one writes, and whether the template begins the reasoning.
@@ -112,10 +115,10 @@ class SetView(Settings):
     @property
     def indifference(self) -> str:
         """How trial calls show that the user's function pays wrong answers like right ones; empty if they do not."""
-        rewards = [one.reward for one in self.calls]
+        rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
-        if len(wrong) < 4 or fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
+        if len(wrong) < 4 or max(rewards) in empty or fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
             return ""
         return f"{len(right)} right answers earn {fmean(right):.3g}, {len(wrong)} wrong ones {fmean(wrong):.3g} on average"
 
@@ -152,8 +155,10 @@ def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
 def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Finding:
     """Return a finding for a problem that another check has found."""
     gravity, meaning, page = ADOPTED[id_]
-    if id_ == UNPAID and recipe and recipe.sets_by_place[problem.field.removesuffix("reward.scorer")].reward.is_function:
-        gravity = "warning"  # the function may want more than the bare answer
+    if id_ == UNPAID and recipe:
+        share = recipe.sets_by_place[problem.field.removesuffix("reward.scorer")]
+        if share.reward.is_function or (share.reward.answer_pattern and not reads(share, *_PROBES)):
+            gravity = "warning"  # it may want another form of answers than those that were tried
     told = f"{problem.field} = {problem.value!r:.120}"
     return Finding(id_, gravity, told, problem.field, problem.fix, meaning=meaning, docs=f"docs/{page}")
 
@@ -170,12 +175,15 @@ def problems(view: SetView) -> Findings:
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
-    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts begin with their answer, have it after
-        the text that the reward looks for, end with it (a warning) or, if it is a number, have it elsewhere (a note); 90 % of
-        20 prompts or answers are row numbers, or prompts are file names or hashes; or answers are letters and prompts have no
-        choices.
+    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts are equal to their answer, have it, and
+        no other row's, after the text that the reward looks for (both grave), begin or end with it, or have it elsewhere if it
+        is a number (a note). Or 90 % are file names, addresses or hashes, or 20 are row numbers (both grave, unless a system
+        prompt or an instruction says what to do with them); or 20 answers are row numbers although prompts do not count, too,
+        or are letters although prompts have no choices.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: at least 50 prompts share more words
-        with the answers, or worked solutions, of their neighbours than with their own, by a tenth and by 5 standard errors.
+        with the answers, or worked solutions, of their neighbours than with their own, by a tenth and by 5 standard errors. The
+        rule leaves out turns of the assistant, and is silent if prompts count, or if they share half as much with the row
+        beyond, as windows of a series do.
     one-answer (recipes.md#tasks): Problems have the same answer: 95 % of at least 20 references are equal; grave if all are, a
         note from 80 %.
     references-unmatched (recipes.md#rewards): References are not what completions have as answers: their median has 8 words, 5
@@ -187,10 +195,8 @@ def problems(view: SetView) -> Findings:
     at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
     middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
     if longest >= limit or middle > limit - view.share.max_tokens / 2:
-        told, fix = (
-            f"median {middle:,.0f}, longest {longest:,.0f} tokens",
-            f"raise it, or leave long problems out of {at}task.path",
-        )
+        told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
+        fix = f"raise it, or leave long problems out of {at}task.path"
         yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
     yield from _many(view, "columns-mixed", *_columns(view))
     yield from _shifted(view)
@@ -199,9 +205,12 @@ def problems(view: SetView) -> Findings:
     gravity: Gravity = worse(count, num) if count >= 0.95 * num else "note"
     row = [top] * count, num, max(20, 0.8 * num), gravity, "task.answer_field", fix
     yield from _many(view, "one-answer", row)
-    answers, is_text = view.answers[:200], "math" not in view.share.reward.scorer
+    answers, is_text, task = view.answers[:200], "math" not in view.share.reward.scorer, view.share.task
+    shown = re.sub(r"\d+", "0", f"{task.system_prompt}\n{task.instruction}\n{task.prompt_template}")
+    dressed = [one for one in answers if is_text and _is_dressed(one) and re.sub(r"\d+", "0", one) not in shown]
     lost, tried = _lost_references(view, answers)
     missing = [one for one in answers if _MISSING.fullmatch(one)] if len({*answers}) >= 10 else []  # else it may be a label
+    missing = [one for one in missing if not re.search(rf"\b{one}\b", view.told)]
     prose, least = [one for one in answers if len(one.split()) >= 8], 0.05 * len(answers)
     yield from _many(
         view, "references-unmatched",
@@ -209,7 +218,7 @@ def problems(view: SetView) -> Findings:
         (prose, len(answers), 10 * least, "warning", "task.answer_pattern", r"extract the final answer, as by '####\s*(.+)'"),
         (lost, tried, 0.05 * tried, worse(len(lost), tried / 2), "reward.answer_pattern",
          "must find it; or correct the references"),
-        ([*filter(_is_dressed, answers)] if is_text else [], len(answers), least, "warning", "reward.scorer",
+        (dressed, len(answers), least, "warning", "reward.scorer",
          "use math, which compares values, or bare numbers"),
     )  # fmt: skip
     fix = "take them out of the training data, which the accuracy now repeats"
@@ -227,58 +236,70 @@ def _many(view: SetView, id_: str, *rows: _Row) -> Findings:
 def _columns(view: SetView) -> Iterator[_Row]:
     """Yield rows for the findings `columns-mixed`."""
     rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
-    marker, num = re.escape(view.marker), len(view.texts)
-    told = [text for text, answer in rows
-            if text.startswith(answer) or (marker and re.search(rf"{marker}\W*{re.escape(answer)}(?!\w)", text))]  # fmt: skip
-    ends = [text for text, answer in rows if re.search(rf"(?<!\w){re.escape(answer)}\W*\Z", text)]
+    marker, num, task = r"\s*".join(map(re.escape, view.marker.split())), len(view.texts), view.share.task
+    heads = {word for _, answer in rows for word in _head(answer)}  # to skip `Answer: yes or Answer: no`
+    told = [(text, own) for text, answer in rows if marker and (own := _head(answer))
+            and own == {word for part in re.split(marker, text)[1:] for word in _head(part)} & heads]  # fmt: skip
+    same = [text for text, answer in rows if text == answer]
+    bound = [text for text, answer in rows if re.search(rf"\A{(one := re.escape(answer))}\b|(?<!\w){one}\W*\Z", text)]
     inside = [text for text, answer in rows if re.fullmatch(r"\d+", answer) and re.search(rf"\b{answer}\b", text)]
     named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
     letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)]
     is_choice, least = re.search(r"\n\W?[A-D1-4][).:]", view.told), max(8, 0.9 * num)
-    away = "leave the answer out"
-    yield told, num, least, "grave", "task.prompt_field", away
-    yield ends, num, least, "warning", "task.prompt_field", away  # the task may be to repeat the last word
+    away, names = "leave the answer out", "names something; take the column of the text"
+    is_example = all(own == told[0][1] for _, own in told)
+    for texts in (same, [] if is_example else [text for text, _ in told]):
+        yield texts, num, least, "grave", "task.prompt_field", away
+    yield bound, num, least, "warning", "task.prompt_field", away  # the task may be to repeat the last word
     yield [] if is_choice else inside, num, least, "note", "task.prompt_field", away  # or to choose a number
-    yield named, num, least, "grave", "task.prompt_field", "names something; take the column of the text"
+    gravity: Gravity = "warning" if task.system_prompt or task.instruction else "grave"  # a name may be all that is asked about
+    yield named, num, least, gravity, "task.prompt_field", names
+    yield _counting(view.texts, _NUMBERED), num, max(20, least), gravity, "task.prompt_field", names
     if not _CHOICE.search(view.told):
         yield letters, num, max(20, least), "warning", "task.prompt_template", "add the choices to the prompts"
-    for field, column in (("task.answer_field", view.references), ("task.prompt_field", view.texts)):
-        numbers = [(int(found[1]), text) for text in column if (found := re.fullmatch(r"\D*(\d+)\D*", text))]
-        counting = [text for (one, text), (after, _) in pairwise(numbers) if after == one + 1]
-        yield counting, num, max(20, 0.9 * num), "grave", field, "is a number of the row; name another column"
+    if len(_counting(view.texts)) < least:  # else a loop has made the rows
+        fix = "numbers the rows; name another column"
+        yield _counting(view.references, _NUMBERED), num, max(20, least), "warning", "task.answer_field", fix
+
+
+def _head(text: str) -> set[str]:
+    return {*re.findall(r"\w+", text)[:1]}
+
+
+def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
+    """Return the texts whose number, which no other text has, is followed by the next one."""
+    numbers = {int(found[1]): text for text in texts if (found := re.fullmatch(form, text))}
+    return [text for (one, text), (after, _) in pairwise(numbers.items()) if after == one + 1]
 
 
 def _shifted(view: SetView) -> Findings:
-    """Yield the finding `references-shifted`."""
-    asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.texts, view.columns))
-    shares = [[len(asked[at] & one) / max(1, len(one)) for at in range(1, len(asked) - 1) for one in [said[at + by]]]
-              for by in (-1, 0, 1)]  # fmt: skip
-    for whose, others in (("last", shares[0]), ("next", shares[2])):
-        gains = [other - own for other, own in zip(others, shares[1], strict=True)]
-        if len(gains) >= 50 and fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
+    """Yield the finding `references-shifted`. Prompts of a conversation, or about a window of a series, have the answers of
+    several earlier rows."""
+    asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.asked, view.columns))
+    shares = {by: [len(asked[at] & one) / max(1, len(one)) for at in range(2, len(asked) - 2) for one in [said[at + by]]]
+              for by in range(-2, 3)}  # fmt: skip
+    for by, whose in ((-1, "last"), (1, "next")):
+        gains, further = ([other - own for other, own in zip(shares[far], shares[0], strict=True)] for far in (by, 2 * by))
+        if len(gains) < 50 or len(_counting(view.texts)) >= 0.9 * len(gains) or fmean(further) > fmean(gains) / 2:
+            continue
+        if fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
             told = f"prompts have {percent(fmean(gains))} more words of the {whose} row's answer than of their own"
-            yield Finding(
-                "references-shifted", "grave", told, f"{view.place}task.path", "give each question its own answer again"
-            )
+            fix = "give each question its own answer again"
+            yield Finding("references-shifted", "grave", told, f"{view.place}task.path", fix)
 
 
 def _is_dressed(answer: str) -> bool:
     """Return whether an answer is a number with currency, unit, separators, markup or a full stop."""
-    bare = bare_answer(answer)
-    return bare != answer.lower() and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare)) and not re.fullmatch(r"-?\d+[A-Za-z]", answer)
+    bare, lower = bare_answer(answer), answer.lower()
+    is_term = re.fullmatch(r"-?\d+([a-z]|[a-z]{4,})", lower)  # such as 7x
+    return bare != lower and not is_term and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare))
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
     """Return the references that no completion earns anything with, and the number of those examined. Patterns are tried on
     completions in their form; if that form is not known, the trial calls count."""
-    pattern = view.share.reward.answer_pattern
-
-    def is_lost(answer: str) -> bool:
-        found = ([*re.finditer(pattern, text)][-1:] for text, _ in answer_forms(view.share, answer))
-        return not any(one and (one[0][1] or "").strip() == answer for one in found)
-
-    is_known = pattern and view.share.reward.scorer in ("task", "exact") and not all(map(is_lost, ("7", "yes", "A", "x")))
-    if is_known and (lost := [*filter(is_lost, answers)]):
+    is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
+    if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)
     tried = [one for one in view.calls if one.completion and not one.near_miss]
     lost = [one.completion for one in tried if one.reward <= 0]
@@ -306,7 +327,7 @@ def texts(view: SetView) -> Findings:
         100, or a set has one problem; a note.
     """
     at, model, task, texts = view.place, view.recipe.model, view.share.task, view.texts
-    tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])", model.name.rpartition("/")[2])
+    tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])(?!.*base)", model.name.rpartition("/")[2])
     is_tuned = model.source == "smollm2" or (model.source != "package" and tuned)
     begins = not model.chat_template or re.search("add_generation_prompt|assistant", model.chat_template)
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
@@ -327,10 +348,7 @@ def texts(view: SetView) -> Findings:
     roles, num = [*set(view.roles) - {"system", "developer", "user", "assistant", "tool"}], len(texts)
     fix = "name the roles of messages as the chat template does"
     yield from _many(view, "template-unused", (roles, len(view.roles), 1, "warning", "task.path", fix))
-    twice, patterns = (
-        "leave it out; prompt_style: chat writes it",
-        (_CONTROL, *([_SPEAKER] if task.prompt_style == "chat" else [])),
-    )
+    twice, patterns = "leave it out; prompt_style: chat writes it", (_CONTROL, _SPEAKER)[: 1 + (task.prompt_style == "chat")]
     fields = {name: getattr(task, name) for name in ("system_prompt", "instruction", "prompt_template")}
     for name, text in fields.items():
         yield from _many(view, "template-twice", (_hits([text], _CONTROL), 1, 1, "warning", f"task.{name}", twice))
@@ -339,10 +357,12 @@ def texts(view: SetView) -> Findings:
     yield from _many(view, "template-twice", (_hits(texts, *patterns), num, num / 2, "warning", "task.path", twice))
     longest = max(map(len, texts), default=0)
     cut = [text[-60:] for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
+    is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # else texts have a few usual lengths
+    damaged = [] if re.search(r"(?i)html|jinja|\bentit", view.told) else _hits(texts, _DAMAGED)
     yield from _many(
         view, "texts-damaged",
-        (_hits(texts, _DAMAGED), num, 0.05 * num, "warning", "task.path", "write it again, as UTF-8 and without entities"),
-        (cut if len(cut) <= 0.9 * num else [], num, max(5, 0.1 * num), "warning", "task.path", "give whole prompts"),
+        (damaged, num, 0.05 * num, "warning", "task.path", "write it again, as UTF-8 and without entities"),
+        (cut if is_cut else [], num, max(5, 0.1 * num), "warning", "task.path", "give whole prompts"),
     )  # fmt: skip
 
 
@@ -400,7 +420,8 @@ def rewards(view: SetView) -> Findings:
         yield Finding("max-tokens-small", "grave", told, field, fix)
     if limit < (needed := 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0):
         told = f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"
-        yield Finding("max-tokens-small", "warning", told, field, f"use {4 * needed}")
+        context = ", and twice that for model.max_context" if 4 * needed >= view.recipe.model.max_context else ""
+        yield Finding("max-tokens-small", "warning", told, field, f"use {4 * needed}{context}")
     yield from _stops(view)
     yield from _judge(view)
 
@@ -420,14 +441,14 @@ def _forms(view: SetView) -> Findings:
         return
     if re.match(r"\^|\\A", pattern) and view.steps:
         yield Finding("form-unsaid", "warning", pattern, field, "leave out its ^, as steps come first")
-    text = view.told.lower() if (ignores_case := pattern.startswith("(?i)")) else view.told
+    text = view.told.lower() if (ignores_case := _ANY_CASE.search(pattern)) else view.told
     field = f"{view.place}task.{'system_prompt' if task.prompt_style == 'chat' else 'instruction'}"
     form = _literal(view.share.reward.format_pattern)
     if view.opened and "<think>" in form:
         fix = "leave out its <think>, which the chat template writes, so that completions begin after it"
         yield Finding("form-unsaid", "warning", form, f"{view.place}reward.format_pattern", fix)
     for marker in (view.marker, form):
-        words = re.findall(r"[A-Za-z]{2,}", marker.lower() if ignores_case else marker) or [marker]
+        words = re.findall(r"[^\W\d_]{2,}", marker.lower() if ignores_case else marker) or [marker]
         if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
             yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
     asked, scorer = "a box" if _is_said([r"\boxed"], text) else view.steps, view.share.reward.scorer
@@ -444,12 +465,14 @@ def _stops(view: SetView) -> Findings:
     before = before.partition(marker)[0] if marker else before
     for stop in view.recipe.sampling.stop:
         bare, cut = stop.strip(), sum(stop in answer for answer in view.answers) / max(1, len(view.answers))
-        cut = 1.0 if bare and (bare in marker or (len(bare) > 1 and bare in pattern)) else cut
+        is_needed = bool(bare) and (bare in marker or (len(bare) > 1 and bare in pattern))
         is_short = len(bare) <= 1 and re.search(r"(?i)step|reason|think|explain|boxed", view.told)
-        why = ("it occurs in right answers" if cut > 0.05 else "the prompt asks for steps" if is_short
+        why = ("reward.answer_pattern needs it" if is_needed else "it occurs in right answers" if cut > 0.05
+               else "the prompt asks for steps" if is_short
                else "the prompt tells the policy to write it before the answer" if bare and bare in before else "")  # fmt: skip
         if why:
-            yield Finding("stop-cuts-answers", worse(cut, 0.5), f"{stop!r}: {why}", "sampling.stop", "leave it out")
+            gravity = worse(max(is_needed, cut), 0.5)
+            yield Finding("stop-cuts-answers", gravity, f"{stop!r}: {why}", "sampling.stop", "leave it out")
 
 
 def _judge(view: SetView) -> Findings:
@@ -458,8 +481,8 @@ def _judge(view: SetView) -> Findings:
         return
     at, words = f"{view.place}reward.judge", re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
     marks = [float(one) for one in re.findall(r"(?i)(?:\d\s*(?:to|-|–)|out of)\s*(\d+)", judge.template)]
-    best, known = f"{judge.full_marks:g}", _literal(judge.pattern)
-    read = re.findall(judge.pattern, f"{known} {best} {known}{best}")
+    best = f"{judge.full_marks:g}"
+    read = re.findall(judge.pattern, written(judge.pattern, best))
     is_asked = not words or _is_said(words, judge.template.lower())
     yield from found(
         ("judge-misled", not re.search(r"\{(prompt|reference)\}", judge.template), False, "it has neither", f"{at}.template",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,10 @@ from pipelinerl.doctor import failures, learning, lessons
 from pipelinerl.doctor.findings import Finding, apply, ranked
 from pipelinerl.doctor.run_records import Reasons, RunRecords, records_in
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
+from pipelinerl.errors import UserError
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import recipe_of_run
+from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.run_dir import RunDir
 
 RUN_RULES = (*failures.RULES, *lessons.RULES, *learning.RULES)
@@ -28,6 +31,9 @@ def examine_run(
 
 def findings_about(run: RunRecords) -> list[Finding]:
     """Return the findings about a run. Those about the settings of a run that has learned are only notes."""
-    settings = apply(SETTINGS_RULES, Settings(run.recipe))
+    parameters = 0
+    with suppress(UserError, OSError):  # the model may be on another machine
+        parameters = known_parameters(run.recipe.model)
+    settings = apply(SETTINGS_RULES, Settings(run.recipe, parameters))
     settings = [replace(one, gravity="note") for one in settings] if run.has_learned else settings
     return ranked([*settings, *apply(RUN_RULES, run)])

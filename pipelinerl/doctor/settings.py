@@ -82,12 +82,8 @@ def ranges(view: Settings) -> Findings:
     batch-small (learning.md#from-rewards-to-advantages): Too few problems shape the gradient: trainer.batch_size equals
         sampling.group_size, or a task of the mixture gets under 10 groups in the whole run.
     """
-    recipe, loss, mask, size = (
-        view.recipe,
-        view.recipe.algorithm.loss,
-        view.recipe.algorithm.mask,
-        view.recipe.sampling.group_size,
-    )
+    recipe, size = view.recipe, view.recipe.sampling.group_size
+    loss, mask = recipe.algorithm.loss, recipe.algorithm.mask
     is_ratio, num = mask in ("icepop", "sequence"), recipe.trainer.steps * groups_per_step(recipe)
     for id_, is_used, name, low, high, grave, usual in (
         ("temperature", True, "sampling.temperature", 0.5, 1.5, (0.1, 2), "1"),

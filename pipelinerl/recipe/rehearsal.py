@@ -14,11 +14,13 @@ import json
 import os
 import re
 import statistics
+import string
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, product
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +139,56 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return pairs (completion, answer to find in it). The completion is `answer` between the texts around the group of
-    `answer_pattern`, or `answer` alone. For mathematics, both also occur with a box around `answer`."""
-    pattern, choice = share.reward.answer_pattern, r"(?<!\\)(?:\(\?:([^()|]*)[^()]*\)|\[([^]^\\])[^]]*\])[*+?]*"
-    pattern = re.sub(choice, r"\1\2", re.sub(r"^\(\?[a-z]+\)", "", pattern))  # Of alternatives, take the first.
-    pattern = re.sub(r"(?<!\\)(?:\^|\$|\\[bAZ])", "", pattern)  # positions, which have no text
-    before, _, after = re.sub(r"\\s[*+?]*| [*+?]", " ", re.sub(r"\\n[*+?]*", "\n", pattern)).strip().partition("(")
-    before, after = (re.sub(r"\\(\W)", r"\1", text) for text in (before, after.rpartition(")")[2]))
+    """Return pairs (completion, answer to find in it). The completion is `answer` in a text that `answer_pattern` matches, or
+    `answer` alone. For mathematics, both also occur with a box around `answer`."""
+    pattern = share.reward.answer_pattern
     answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]
-    return tuple(dict.fromkeys((f"{a}{form}{b}", form) for form, (a, b) in product(answers, [(before, after), ("", "")])))
+    texts = ((text, form) for form in answers for text in ((written(pattern, form).strip() if pattern else form), form))
+    return tuple(dict.fromkeys(texts))
+
+
+def reads(share: ProblemSet, *answers: str) -> bool:
+    """Return whether `answer_pattern` finds one of the answers in a form of it."""
+    forms = ((re.finditer(share.reward.answer_pattern, text), one) for one in answers for text, _ in answer_forms(share, one))
+    return any(last and (last[0][1] or "").strip() == one for found, one in forms for last in [[*found][-1:]])
+
+
+def written(pattern: str, answer: str) -> str:
+    """Return a text that most patterns match: with `answer` (not empty) for group 1, the first of alternatives, the fewest
+    repetitions, and one space where blanks or any text may stand."""
+    frames, is_found, atom = [("", [""])], False, ""  # (opening, text of each alternative); what a repetition is about
+    for token, times in _TOKEN.findall(pattern):
+        if token[0] == "(":
+            is_answer = not is_found and (token == "(" or token.startswith("(?P<"))
+            is_found |= is_answer
+            frames.append(("answer" if is_answer else token, [""]))
+        elif token == "|":
+            frames[-1][1].append("")
+        elif token == ")":
+            opening, texts = frames.pop()
+            atom = max(texts, key=lambda text: answer in text)
+            atom = answer if opening == "answer" else "" if opening in ("(?=", "(?!", "(?<!") else atom
+            frames[-1][1][-1] += atom
+        elif times:
+            least = times == "+" or int(f"0{times.strip('{}*?').partition(',')[0]}")
+            frames[-1][1][-1] = frames[-1][1][-1].removesuffix(atom) + atom * max(least, atom.isspace() or answer in atom)
+        else:
+            atom = _character(token)
+            frames[-1][1][-1] += atom
+    return max(frames[0][1], key=lambda text: answer in text)
+
+
+_TOKEN = re.compile(
+    r"(?s)(\\(?:x..|u....|.)|\[\^?]?(?:\\.|[^]\\])*]|\((?:\?(?:P=\w+|P<\w+>|<?[=!]|[a-zA-Z-]*:?|>))?"
+    r"|([*+?]|\{(?:\d+,?\d*|,\d+)})[?+]?|.)"
+)
+"""A part of a pattern: a character or a set of them, a bracket, or a number of times, which is also the second group."""
+
+
+@cache
+def _character(token: str) -> str:
+    """Return a character that a part of a pattern matches; empty if it matches a position. Any group may be referred to."""
+    return next((one for one in f" 7xA{string.printable}{token}" if re.fullmatch("()" * 9 + token, one)), "")
 
 
 def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError:

@@ -171,6 +171,15 @@ def _moved(rows: list[Row]) -> list[Row]:
             for i, (row, word) in enumerate(zip(rows, words, strict=True))]  # fmt: skip
 
 
+_SPEAKERS = (("user", "prompt"), ("assistant", "answer"))
+
+
+def _turns(rows: list[Row]) -> list[Row]:
+    """Return conversations of three turns, each as three rows."""
+    said = [{"role": role, "content": row[name]} for row in rows for role, name in _SPEAKERS]
+    return [{"prompt": said[2 * (i - i % 3) : 2 * i + 1], "answer": row["answer"]} for i, row in enumerate(rows)]
+
+
 RECIPE_FAULTS = (
     RecipeFault("a misspelt field is refused, not ignored", "recipe-mistake", {"trainer.learnig_rate": 1e-6}),
     RecipeFault("a temperature of 0 gives equal completions", "recipe-mistake", {"sampling.temperature": 0.0}),
@@ -403,6 +412,32 @@ HEALTHY_RECIPES: dict[str, tuple[Row, Callable[[list[Row]], list[Row]]]] = {
          "task.system_prompt": "Reason step by step, then write <answer>the number</answer>."}, list),
     "a soft length penalty": ({"reward.overlong": {"buffer_tokens": 128, "penalty": 1.0}}, list),
     "a judge": (_JUDGED | {"reward.judge": _JUDGE}, list),
+    "prompts spell out the answers that are allowed": (
+        {"reward.answer_pattern": "Answer: (yes|no)", "task.system_prompt": "Reason step by step."},
+        lambda rows: [row | {"prompt": f"Is {i} prime? End with Answer: yes or Answer: no.", "answer": ("yes", "no")[i % 2]}
+                      for i, row in enumerate(rows)]),
+    "questions are numbered": ({}, lambda rows: [row | {"prompt": f"{i}. How many cards has player {'ABCDE'[i % 5]}?"}
+                                                 for i, row in enumerate(rows, 1)]),
+    "a loop has made prompts and answers": ({}, lambda rows: [row | {"prompt": f"What comes after {i}?", "answer": str(i + 1)}
+                                                              for i, row in enumerate(rows)]),
+    "answers are numbers in a text, in the order of a loop": (
+        {"reward.scorer": "math", "reward.answer_pattern": "", "task.system_prompt": "Reason step by step."},
+        lambda rows: [row | {"prompt": f"Solve {a}x = {a * b}", "answer": f"x = {b}"}
+                      for row, (a, b) in zip(rows, ((a, b) for a in range(3, 11) for b in range(2, 17)), strict=True)]),
+    "the pattern of MMLU-Pro": (
+        {"reward.answer_pattern": r"[Tt]he (?:final )?answer is:? \(?([A-D])\)?",
+         "task.system_prompt": "Reason step by step. End with: The answer is (X)."},
+        lambda rows: [row | {"prompt": f"{row['prompt']}\nA) 1\nB) 2\nC) 3\nD) 4", "answer": "ABCD"[i % 4]}
+                      for i, row in enumerate(rows)]),
+    "a pattern of JSON": ({"reward.answer_pattern": r'\{\s*"answer"\s*:\s*"?(-?\d+)"?\s*\}',
+                           "task.system_prompt": 'Reason step by step. End with {"answer": 42}.'}, list),
+    "prompts are windows of a series": (
+        {}, lambda rows: [row | {"prompt": f"What follows {' '.join(str(37 * j % 1009) for j in range(i, i + 8))} next?",
+                                 "answer": str(37 * (i + 8) % 1009)} for i, row in enumerate(rows)]),
+    "conversations have a row for each turn": ({}, _turns),
+    "prompts and answers have units, as the instruction says": (
+        {"reward.answer_pattern": "Answer: (.+)", "task.system_prompt": "End with Answer: and the length, such as 500 cm."},
+        _with(answer=lambda row: f"{row['answer']} cm")),
 }  # fmt: skip
 """Changes of RECIPE and ROWS that are no faults."""
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from pipelinerl.commands.doctor import doctor
+from pipelinerl.doctor import runs
 from pipelinerl.doctor.findings import rules_of
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, quick_findings
 from pipelinerl.doctor.run_records import RunRecords
@@ -225,12 +226,17 @@ def test_every_rule_of_a_run_is_tested() -> None:
     assert list(rules_of(*RUN_RULES)) == list(dict.fromkeys(name.split()[1] for name in RUNS))
 
 
-def test_success_is_no_fault() -> None:
+def test_success_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     run = with_figures(healthy(), {"equal_reward_groups": 0.95, "groups_all_right": 0.95, "entropy": 0.001, "reward_mean": 1.0})
     assert found(run) == ["note groups-all-right"]
     assert found(with_figures(healthy(), equal_reward_groups=0.8)) == [], "it still learns"
+    samples = {"evaluation": {"samples": 16, "temperature": 1.0}}
+    assert found(healthy(recipe=samples, summary={"heldout": [heldout(40, 0.6, 0.8) | {"unanswered": 80}]})) == []
     wild = {"sampling": {"group_size": 2, "max_tokens": 16, "temperature": 2.0}}
     assert found(healthy(recipe=wild)) == ["note temperature"], "it learns nevertheless"
+    monkeypatch.setattr(runs, "known_parameters", lambda model: 1_000_000)
+    toy = {"model": CPU, "trainer": {"learning_rate": 2e-3}}
+    assert found(with_figures(healthy(recipe=toy), **FLAT)) == [], "a toy may learn at this rate"
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
@@ -277,8 +283,12 @@ def test_a_reward_beside_the_recipe_is_found(judge: Judge, tmp_path: Path) -> No
     text = "def score(item):\n    return float(item.answer == item.reference['answer'])\n"
     (tmp_path / "own_reward.py").write_text(text)
     assert judge({"reward.scorer": "own_reward:score"}, ROWS, 12) == []
+    (tmp_path / "own_tags.py").write_text("def tagged(item):\n    return float(item.completion.startswith('<answer>'))\n")
+    [unpaid] = judge({"reward.scorer": "own_tags:tagged"}, ROWS, 12)
+    assert unpaid["id"] == "references-unpaid", "nothing is paid, so no wrong answer is"
     (tmp_path / "seeded.yaml").rename(tmp_path / "recipe.yaml")
     args = argparse.Namespace(subject=str(tmp_path), overrides=[], gpu_memory=None, reward_rows=2, json=False)
+    args.reward_rows = 0
     assert doctor(args) == 0  # a folder of `pipelinerl init` is no run
 
 

@@ -620,7 +620,7 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
     of_set = {name: [call for call in found.calls if call.place == f"evaluation.sets.{n}."] for n, name in enumerate(names)}
     of_lines = {call.completion: (call.answer, call.reward) for call in of_set["lines"] if call.completion}
     assert of_lines == {f"<answer> {row}</answer>": (row, 1.0) for row in rows}, "one row has two lines"
-    assert {call.completion for call in of_set["either"] if call.reward} == {f"Answer:{row}" for row in rows if "\n" not in row}
+    assert {call.completion for call in of_set["either"] if call.reward} == {f"Answer {row}" for row in rows if "\n" not in row}
     plain = {call.completion: call.reward for call in of_set["plain"]}
     right = [r"2\sqrt{3}", "(3, 4)", "x = 5", r"2 \cdot 2 - 2", "2", rows[-1]]
     assert {completion for completion, reward in plain.items() if reward} == {f"\\boxed{{{one}}}" for one in right}
