@@ -175,11 +175,11 @@ def problems(view: SetView) -> Findings:
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
-    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts are equal to their answer, have it, and
-        no other row's, after the text that the reward looks for (both grave), begin or end with it, or have it elsewhere if it
-        is a number (a note). Or 90 % are file names, addresses or hashes, or 20 are row numbers (both grave, unless a system
-        prompt or an instruction says what to do with them); or 20 answers are row numbers although prompts do not count, too,
-        or are letters although prompts have no choices.
+    columns-mixed (recipes.md#tasks): A wrong column is read: grave if 90 % of at least 8 prompts equal their answer, or have
+        it, and no other row's, after the text that the reward looks for; a warning if they begin or end with it; a note if it
+        is a number inside them. File names, addresses or hashes as 90 % of the prompts, and row numbers as 20 of them, are
+        grave, unless a system prompt or an instruction says what to do with them. Answers that number the rows although prompts
+        do not, and letters without choices in the prompts, are a warning from 20.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: at least 50 prompts share more words
         with the answers, or worked solutions, of their neighbours than with their own, by a tenth and by 5 standard errors. The
         rule leaves out turns of the assistant, and is silent if prompts count, or if they share half as much with the row

@@ -86,7 +86,7 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     state = run.checkpoints / "step-5" / "resume" / "run.json"
     current = dict(read_json(state))
     write_json(state, {**current, "format": 2})
-    with pytest.raises(FieldError, match=r"of version 5 has format 2, .*finish the run with the version that wrote it"):
+    with pytest.raises(FieldError, match=r"of policy version 5 has format 2, .*finish the run with the release that wrote it"):
         resume(run)
     write_json(state, current)
     (run.path / "lineage.json").unlink()
