@@ -277,8 +277,8 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Preview:
-    """Rendered prompts, as `rows` (name, value) to print, and findings about the chat template, as (field, value, fix): `mistakes`
-    and `doubts`. `control`: the tokenizer's control tokens. `special`: tokens that rewards do not see."""
+    """Rendered prompts, as `rows` (name, value) to print, and findings about the chat template, as (field, value, fix):
+    `mistakes` and `doubts`. `control`: the tokenizer's control tokens. `special`: tokens that rewards do not see."""
 
     rows: Sequence[tuple[str, str]] = ()
     mistakes: Sequence[tuple[str, Any, str]] = ()
