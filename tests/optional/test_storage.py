@@ -89,6 +89,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 @contextmanager
 def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     try:
         yield
     finally:
