@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -65,6 +67,11 @@ class NatsServer(local_nats.NatsServer):
             self._process.kill()
             self._process.wait()
         self._process, self.url = None, ""
+
+    def freeze(self) -> None:
+        """Send SIGSTOP and return when the server stands still. On a busy machine it answers for a while after the signal."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
     def __enter__(self) -> NatsServer:
         self.start()
