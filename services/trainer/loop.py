@@ -273,8 +273,7 @@ class OptimizerLoop:
         await self._begin_digest(self.version + 1)
 
     async def _begin_digest(self, version: int) -> None:
-        """Copy the current weights, which are of `version`, and begin to hash them. The hash of the previous version is
-        journaled first."""
+        """Copy the current weights, which are of `version`, and begin to hash them. The previous hash is journaled first."""
         snapshot = await self._in_compute(self._policy.snapshot, PolicyVersion(self._start.lineage.incarnation, version))
         if self._digesting is not None:
             await asyncio.shield(self._digesting)  # a cancelled run journals it at its end

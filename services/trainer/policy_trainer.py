@@ -1,13 +1,12 @@
 """Load, check and shard the model on every rank. `PolicyTrainer` is the policy as the optimizer loop uses it.
 
-Rank 0 loads the weights, and tells the other ranks which attention and head the model needs. They read only its configuration.
-A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is
+Rank 0 loads the weights and finds out which attention and output head work; the other ranks read only the configuration. A
+single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is
 copied, because the reference is the initial policy.
 
 FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer, so a device never holds more
-whole weights than those of one layer, or all those outside the layers. Trained weights are stored in float32; computation uses
-the recipe's dtype. Gradients are summed in float32, not averaged, because each term of the loss is already weighted over the
-whole step.
+whole weights than those of one layer, or those outside all layers. Trained weights are stored in float32; computation uses the
+recipe's dtype. Gradients are summed in float32, not averaged, because the terms of the loss are weighted over the whole step.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyTrainer:
-    """Trains the policy, and makes snapshots and checkpoints of it. All methods block. Call all except `prepare` on one
-    thread."""
+    """Trains the policy, and makes its snapshots and checkpoints. All methods block. Call all but `prepare` on one thread."""
 
     def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
         self.learner, self._recipe = learner, recipe
@@ -191,8 +189,7 @@ def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of folder (or hub id) `source`, at the recipe's revision, with its chat template. Raises
-    `FieldError`."""
+    """Return the tokenizer of folder or hub id `source`, with the recipe's revision and chat template. Raises `FieldError`."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
     except (OSError, ValueError, ImportError) as error:

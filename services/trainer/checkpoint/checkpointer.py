@@ -118,7 +118,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Hold checkpoints back while the block computes a step and records its sequences. Block after the last checkpoint."""
+        """Compute and record a step in this context: no checkpoint begins meanwhile. Wait forever after the last checkpoint."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -129,8 +129,8 @@ class Checkpointer:
                 raise
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: write a version again, with
-        newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
+        """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: write this version again,
+        with newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
         while True:
             async with self._boundary:
                 if self._interrupted:

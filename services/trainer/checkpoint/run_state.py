@@ -238,7 +238,7 @@ RESUME, STATE = "resume", "state"
 
 @dataclass(frozen=True)
 class Start:
-    """Starting point of a trainer. `lineage`: all starts, with this one. `again`: an earlier incarnation used the streams."""
+    """Starting point of a trainer. `lineage`: all starts up to this one. `again`: an earlier incarnation used the streams."""
 
     lineage: Lineage = FIRST_INCARNATION
     again: bool = False
@@ -250,7 +250,7 @@ class Start:
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()
-    """Recipe fields that changed since that checkpoint (without one: since the last start), with old and new values."""
+    """Recipe fields that changed since that checkpoint, or since the last start if there is none, with both values."""
 
     @property
     def version(self) -> int:

@@ -132,7 +132,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version`. The caller must hold commits. Raises `ServiceError` if no problem gets a verdict in time."""
+        """Evaluate `version`. The caller must hold back commits. Raises `ServiceError` if no problem gets a verdict in time."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             return self._result(version, await self._answers(version, trace_of(span)))
 
@@ -196,14 +196,14 @@ class Evaluator:
         )
 
     def _by_task(self, numbers: Iterable[int]) -> dict[str, list[int]]:
-        """Group the numbers of answers by the task, or set of `evaluation.sets`, of their problem."""
+        """Group the numbers of answers by problem set: a task, or one of `evaluation.sets`."""
         found: dict[str, list[int]] = {}
         for number in numbers:
             found.setdefault(self._problems[number].task, []).append(number)
         return found
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
-        """Return whether the answer counts: it failed, or `version` sampled all of it. Other answers are requested again."""
+        """Return whether to accept an answer: it failed, or `version` sampled all of it. Others are requested again."""
         if answer.failure:
             log.warning("held-out problem %s failed: %s", answer.group_id, answer.failure)
             return True
@@ -234,7 +234,7 @@ class Evaluator:
         return HeldoutResult(version, overall, num_tokens, tuple(answers[one] for one in self._shown(answers)), sets)
 
     def _shown(self, answers: Iterable[int]) -> list[int]:
-        """Return the answers to show: the first of each set in turn, four in all, or one of each set if there are more."""
+        """Return the answers to show: the first of each set in turn, four in all, or one of each set if that is more."""
         by_set = self._by_task(sorted(answers)).values()
         in_turn = [number for numbers in zip_longest(*by_set) for number in numbers if number is not None]
         return in_turn[: max(4, len(by_set))]
@@ -266,8 +266,8 @@ class Evaluator:
 
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
-"""Allowed difference in nats: for every token in float32, and for the median token in 16 bits. There, rounding can send a token
-of a mixture of experts to other experts and change its log-probability by whole nats (docs/weight-updates.md)."""
+"""Allowed difference in nats, of every token in float32, or of the median token in 16 bits. In 16 bits, rounding can send a
+token of a mixture of experts to other experts and change its log-probability by whole nats (docs/weight-updates.md)."""
 SHARE_TOLERANCE = 0.1
 """Allowed distance of `served_share` from 1, in addition to the error that rounding explains."""
 

@@ -165,9 +165,9 @@ class Feeder:
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
         """Take over the groups of an earlier incarnation, and return how many were published again. Call this before reading
-        the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). The last of them with a number below `reserved`
-        is the last group that is opened here. An open group that is on no stream is published again, with a message id that
-        ends with `name`."""
+        the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). Open all groups up to the last of these with a
+        number below `reserved`; `run` opens later ones. An open group that is on no stream is published again, with a message
+        id that ends with `name`."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:

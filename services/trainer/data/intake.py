@@ -49,7 +49,7 @@ _FIXES = {
     "token outside the vocabulary": "give trainer and actors the same model and tokenizer",
     "prompt group lost": "look in the actors' logs for unreadable prompts, and check whether anybody purges the streams",
     "actor_quarantined": "check the actors that the trainer's log names, or raise weights.verify_logprobs",
-    "forged": "run trainer and actors of the same release. If they already are, look for whoever uses an actor's login",
+    "forged": "run trainer and actors of the same release. If they are, an actor forges answers: check who has its login",
     "unreadable": "run trainer and actors of the same release",
 }
 """Advice on lost groups, by the beginning of the reason for the loss (docs/errors.md lists the reasons)."""

@@ -70,7 +70,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 @cache
 def rounded_once() -> type[nn.Module]:
     """Return a subclass of peft's layer for `nn.Linear` that rounds W·x + s · B·(A·x) only once in 16 bits. peft rounds W·x
-    first, and thus loses adapter terms below half a unit in the last place. In the first steps, most terms are so small."""
+    first, and thus loses adapter terms below half a unit in the last place. In the first steps, most terms are that small."""
     from peft.tuners import lora
 
     class RoundedOnce(lora.Linear):
@@ -103,7 +103,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
             raise FieldError(field, part, f"the model has no such layer; adapters can go on {kinds}")
         for name in found:
             if name not in body:
-                fix = f"matches {name}, which is the output head or no linear layer; adapters can go on {kinds}"
+                fix = f"matches {name}, which is the output head or not a linear layer; adapters can go on {kinds}"
                 raise FieldError(field, config.target_modules, fix)
             targets[name] = body[name]
     return targets
@@ -167,7 +167,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
-    weights, every rank must iterate to the end. `dtype`: to which the caller will round; shards are gathered in it."""
+    weights, every rank must iterate to the end. Shards are gathered in `dtype`, to which the caller rounds."""
     for name, parameter, adapter in served_parameters(model):
         if adapter is None:
             yield name, whole(parameter, dtype)

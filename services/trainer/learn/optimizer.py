@@ -52,7 +52,7 @@ def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimize
     """Return AdamW over groups of float32 parameters. Each group may have a `weight_decay` and a `RATE_FACTOR`.
 
     `adamw_8bit` is torchao's, with block-wise quantised moments (Dettmers et al., arXiv 2110.02861): 2.03 bytes per parameter
-    instead of 8. A tensor or shard keeps float32 moments if its size is below `MIN_QUANTIZED`, or no multiple of 256. Raises
+    instead of 8. A tensor or shard keeps float32 moments if its size is below `MIN_QUANTIZED`, or not a multiple of 256. Raises
     `FieldError` if torchao cannot be imported, or its step does not compile.
     """
     common: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}

@@ -347,7 +347,7 @@ def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
 
     Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. A
-    word's log p is its logit minus the log-normaliser. If one uncompiled block is returned, both are relative to its maximum.
+    word's log p is its logit minus the log-normaliser. For a single uncompiled block, both are relative to its largest logit.
     """
     blocks = head.blocks()
     buffer = head.buffer()

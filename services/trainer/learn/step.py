@@ -43,8 +43,7 @@ from services.trainer.world import ADAPTER, END, SCORE, WEIGHTS, Message, RankLa
 TRAIN, BATCHES, USE = "train", "batches", "use"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same number of
-micro-batches."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step are equally long."""
 
 
 def batch_message(version: int, share: Share) -> Message:
