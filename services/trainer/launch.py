@@ -114,5 +114,5 @@ def killed(rank: int, number: int) -> str:
     why = "; the kernel does that when memory runs out" if number == signal.SIGKILL else ""
     return (
         f"rank {rank} of the trainer was killed by {how_ended(-number)}{why}. A restarted trainer continues from the newest "
-        "checkpoint and repeats the steps since then (checkpoint.every_steps)"
+        "checkpoint and repeats the steps since then; to repeat fewer, lower checkpoint.every_steps"
     )

@@ -1,4 +1,4 @@
-"""Load, check and shard the model on every rank. `PolicyTrainer` is the policy as the optimizer loop uses it.
+"""Load, check and shard the model on every rank. `PolicyTrainer` is the optimizer loop's interface to it.
 
 Rank 0 loads the weights and finds out which attention and output head work; the other ranks read only the configuration. A
 single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is

@@ -52,7 +52,7 @@ class StreamUpkeep:
             except BusError as error:
                 if is_stream_missing(error):
                     raise
-                log.info("the streams cannot be checked or purged now; will try again: %s", error)
+                log.info("the streams cannot be checked or purged now; the trainer will try again: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _purge(self, sequences: StreamInfo) -> None:

@@ -176,7 +176,7 @@ def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise `FieldError` for the first tensor that only one side has, or that differs in shape."""
+    """Raise `FieldError` for the first tensor that only the model or only the folder has, or that differs in shape."""
     for name, shape in wanted.items():
         if name not in saved:
             raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: use a checkpoint of this model")

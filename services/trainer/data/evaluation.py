@@ -331,7 +331,7 @@ def compare(
                 problem = f"{which} {bounded:.3g} nats off, more than {tolerance:g}"
             elif abs(share - 1) > SHARE_TOLERANCE + error:
                 shown = f"{share:.0%} (± {error:.0%})"
-                problem = f"the actor shows {shown} of training's change to the log-probabilities instead of 100%"
+                problem = f"the actor shows {shown} of training's change to the log-probabilities, instead of 100%"
             else:
                 continue
         loaded = f" (weights loaded by {scored.loader})" if scored.loader else ""

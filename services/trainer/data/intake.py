@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Default of `trainer.give_up_after_groups`: as many as `STEPS_IN_A_ROW` steps need, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
-"""If the first rewards of a task all time out, the run ends after this many timeouts plus those of one group."""
+"""The run ends after this many timeouts plus those of one group if no reward of the task has arrived before."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
     "episode_timeout": "raise task.episode_timeout_s or task.answer_timeout_s, or make the environment faster",
     "episode_": "correct the environment or agent; the verifier's log has its output",
-    "no_turns": "let the environment or agent ask its endpoint (OPENAI_BASE_URL) for a turn",
+    "no_turns": "have the environment or agent request at least one turn from its endpoint (OPENAI_BASE_URL)",
     "verifier_refused": "look at the verifier's log",
     "engine": "look at the actors' logs",
     "too_large": "raise max_payload of nats-server, or lower sampling.max_tokens",
@@ -272,7 +272,7 @@ class Intake:
                 return group
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """Close stale samples and those of quarantined actors. Return the other samples; None if they are too few."""
+        """Close stale samples and those of quarantined actors. Return the other samples; None if too few are left."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)

@@ -179,7 +179,7 @@ def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs [first, end) in which each sequence has at least half the longest length, so at most half is padding."""
+    """Return runs [first, end) of sequences with at least half the run's longest length. At most half of a run is padding."""
     runs: list[tuple[int, int]] = []
     first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
     for index, length in enumerate(lengths.tolist()):

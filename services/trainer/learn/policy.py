@@ -28,11 +28,11 @@ from services.trainer.learn.attention import VARLEN, RowPart, forward_arguments,
 from services.trainer.learn.batch import TokenRow, token_row
 
 MAX_LOGITS = 2**25
-"""Maximum number of logits (tokens × words) in one block. A block takes 128 MiB in float32, and two exist at a time."""
+"""Maximum number of logits (tokens × vocabulary entries) in a block. A block has 128 MiB in float32; two exist at a time."""
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""Block sizes are multiples of this, for faster GPU kernels."""
+"""Blocks have a multiple of this number of vocabulary entries, for faster GPU kernels."""
 PROBE_LENGTHS = (7, 5)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -346,8 +346,8 @@ class _Head:
 def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
 
-    Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. A
-    word's log p is its logit minus the log-normaliser. For a single uncompiled block, both are relative to its largest logit.
+    Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. log p
+    is the logit minus the log-normaliser. For a single uncompiled block, both are relative to its largest logit.
     """
     blocks = head.blocks()
     buffer = head.buffer()
@@ -388,7 +388,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _LinearScores(torch.autograd.Function):
     """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy). z: logits divided by the
-    temperature. g, h: gradients of log-probabilities and entropies. dp: p − 1 for the target, p for other words."""
+    temperature. g, h: gradients of log-probabilities and entropies. dp: p − 1 for the target, p for all others."""
 
     @staticmethod
     def forward(

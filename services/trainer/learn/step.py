@@ -98,7 +98,7 @@ class Learner:
         compute_dtype: torch.dtype | None = None,
         bound: float = meter.BOUND_16_BIT,
     ) -> None:
-        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as given.
+        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as it is now.
         `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: as in `meter.token_statistics`."""
         self.policy = policy
         self.algorithm = algorithm

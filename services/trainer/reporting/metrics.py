@@ -41,7 +41,7 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return a counter of rank 0's orders, which the first rank of each other node exports for its pod."""
+    """Return a counter of rank 0's orders. The first rank of each node without rank 0 exports it for its pod."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders from rank 0 that the first rank of another node executed.", {"kind": ORDERS}, unit="orders"
     )
