@@ -1,5 +1,5 @@
-"""`python -m services.trainer`: one training run, configured by environment variables (pipelinerl/service/settings.py). With
-several ranks, this process runs torchrun's agent, which starts each rank with the same command."""
+"""`python -m services.trainer`: execute the training run that environment variables describe (pipelinerl/service/settings.py).
+With several ranks, this process is torchrun's agent, which runs the same command for each rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rank 0's process: open the servers, the model, the streams and the reporting outputs in order, then start the run. The HTTP
-server starts first, so that it answers probes while the model loads."""
+"""The process of rank 0: load the model, open the streams, the reporting outputs and the gRPC server, then execute the run. The
+HTTP server starts before all of them, so that it answers probes while the model loads."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def serve(
 async def log_writer(
     settings: TrainerSettings, recipe: Recipe, sender: WeightSender, bus: Bus
 ) -> AsyncIterator[LogWriter | None]:
-    """Open the weight log; None if the recipe has none. Raises `FieldError` if the weights do not fit its size limit."""
+    """Yield a writer of the weight log; None if the recipe has no log. Raises `FieldError` if the log is too large for NATS."""
     weights = recipe.weights
     if not weights.log_place:
         yield None
@@ -105,10 +105,10 @@ async def log_writer(
 
 
 def check_log_size(max_gib: float, weights_bytes: int) -> None:
-    """Raise `FieldError` if a weight log in NATS has no room for the whole versions that it keeps. Pure."""
+    """Raise `FieldError` if a weight log of at most `max_gib` in NATS cannot hold the anchors that it keeps. Pure."""
     if max_gib * 1024**3 < (least := (CHAINS_KEPT + 1) * weights_bytes):
-        why = f"is too small for the {CHAINS_KEPT + 1} whole versions that the log keeps"
-        fix = f"give more than {least / 1024**3:.3g} (in the chart: nats.weightsMaxGib), or another weights.log"
+        why = f"is too small for the {CHAINS_KEPT + 1} anchors (whole versions) that the weight log keeps"
+        fix = f"raise it above {least / 1024**3:.3g} (in the chart: nats.weightsMaxGib), or set another weights.log"
         raise FieldError("PIPELINERL_WEIGHTS_MAX_GIB", max_gib, f"{why}; {fix}")
 
 

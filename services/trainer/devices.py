@@ -1,7 +1,7 @@
-"""`python -m services.trainer.devices`: print the NVIDIA GPUs that torch can use as JSON, or the reason why it can use none.
+"""`python -m services.trainer.devices`: print as JSON which NVIDIA GPUs torch can use, or why it can use none.
 
-The runner starts this as a process (`pipelinerl.recipe.devices`), because it imports neither torch nor NVML. CUDA decides which
-GPUs are visible and in which order. NVML knows the free memory, the division of GPUs (MIG) and the NVLink connections.
+The runner starts this as a process (`pipelinerl.recipe.devices`), because the runner imports neither torch nor NVML. CUDA
+decides which GPUs are visible and in which order. NVML reports the free memory, MIG instances and NVLink connections.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> li
 
 
 def _answer(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the answer of NVML; None if it has none, such as for a GPU without MIG or an unused number of an instance."""
+    """Return NVML's answer; None if NVML has none, for example for a GPU without MIG or for an unused instance number."""
     try:
         return call(*arguments)
     except nvml.NVMLError:

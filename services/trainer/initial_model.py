@@ -64,7 +64,7 @@ def gguf_file() -> Path:
 
 
 def unpack_smollm2(folder: Path) -> None:
-    """Write the tokenizer with its chat template, and the model in float32."""
+    """Write the tokenizer with its chat template, and the model in float32, into `folder`."""
     file = gguf_file()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -80,7 +80,7 @@ def unpack_smollm2(folder: Path) -> None:
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Remove the marks of quantization. Otherwise `save_pretrained` refuses to save, and loaders misread the weights."""
+    """Remove what marks `model` as quantized. Otherwise `save_pretrained` refuses to save, and loaders misread the weights."""
     import torch
 
     model.config.dtype = torch.float32

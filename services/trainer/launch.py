@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 RANK = (sys.executable, "-m", "services.trainer")
 """Command of each rank. The rank reads its number from the environment that torchrun sets."""
 SHUTDOWN_S = 30
-"""Seconds between stopping and killing ranks, in addition to the time for the last checkpoint."""
+"""Seconds until ranks that were told to stop are killed, in addition to the time for the last checkpoint."""
 LOOPBACK = "127.0.0.1"
 """Address at which the ranks of a single node meet."""
 RENDEZVOUS_TIMEOUT_S = 900
@@ -60,8 +60,8 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
 
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
-    """Run `command` as each of this node's ranks, together with the other nodes. Return the exit code of the first rank that
-    failed, or success. A signal to this process is passed to all ranks, and counts as success."""
+    """Run `command` once for each of this node's ranks, which join those of the other nodes. Return the exit code of the first
+    failed rank, or 0. A signal to this process is passed to all ranks here, and is no failure."""
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")
@@ -114,5 +114,5 @@ def killed(rank: int, number: int) -> str:
     why = "; the kernel does that when memory runs out" if number == signal.SIGKILL else ""
     return (
         f"rank {rank} of the trainer was killed by {how_ended(-number)}{why}. A restarted trainer continues from the newest "
-        "checkpoint and repeats the steps since then (checkpoint.every_steps)"
+        "checkpoint and repeats the steps since then; to repeat fewer, lower checkpoint.every_steps"
     )

@@ -1,8 +1,8 @@
 """The optimizer loop: take batches from `Intake`, compute steps, send versions through `WeightUpdater`, evaluate and record.
 
-Before a version is offered, all remaining actors must serve the previous one. If an evaluation or probe holds the actors at an
-earlier version, the new version is skipped, and actors get a later one afterwards. Except in conventional mode, the next batch
-is computed while a version is sent. A single compute thread makes all calls to the model. With `actor.colocate`, the steps of a
+Before a version is offered, all remaining actors must serve the previous one. While an evaluation or probe holds the actors at
+an earlier version, no new version is sent; afterwards, they get the newest. Except in conventional mode, the next batch is
+computed while a version is sent. A single compute thread makes all calls to the model. With `actor.colocate`, the steps of a
 phase begin when the engine sleeps; the engine wakes up for the version after these steps.
 
 Before the first step, the loop takes over a checkpoint and the streams from the run's previous trainer. For the next trainer it
@@ -49,7 +49,7 @@ from services.trainer.world import HEARTBEAT
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S, SLEEP_AGAIN_S = 30.0, 1.0
-"""Seconds between two heartbeats from rank 0 to the other ranks, and between two orders to sleep."""
+"""Seconds between two heartbeats from rank 0 to the other ranks, and between two orders to the engine to sleep."""
 FIRST_PROBES = 3
 """Maximum number of attempts to probe the first version when no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
@@ -106,7 +106,7 @@ class OptimizerLoop:
         return self._measuring is not None and not self._measuring.done()
 
     async def take_over(self) -> int:
-        """Take over the previous trainer's work. Waits for NATS. Return the number of groups that were published again."""
+        """Take over the work of an earlier trainer, if any. Wait for NATS. Return how many groups were published again."""
         start, feeder, intake = self._start, self._feeder, self._intake
         valid_bytes = start.state.journal_bytes if start.state else 0
         said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": valid_bytes}
@@ -147,7 +147,7 @@ class OptimizerLoop:
 
     async def run(self) -> None:
         """Send the first version, train, and evaluate the last version. Raises `ServiceError` if too many consecutive steps are
-        skipped, and `FieldError` if actors serve another policy."""
+        skipped, and `FieldError` if the actors' policy differs."""
         try:
             await self._offer({})
             await self._updater.all_served()
@@ -259,8 +259,8 @@ class OptimizerLoop:
 
     @asynccontextmanager
     async def _recorded(self, batch: list[TrainingGroup]) -> AsyncIterator[None]:
-        """With `record: true`, write the batch to disk while the block computes its step, and then hash the new weights beside
-        the next step."""
+        """With `record: true`, write the batch to disk while the block computes its step, and hash the new weights during the
+        next step."""
         if not self._recipe.record:
             yield
             return
@@ -273,7 +273,7 @@ class OptimizerLoop:
         await self._begin_digest(self.version + 1)
 
     async def _begin_digest(self, version: int) -> None:
-        """Copy the current weights, which are of `version`, and begin to hash them. The version before is journaled first."""
+        """Copy the current weights, which are of `version`, and begin to hash them. The previous hash is journaled first."""
         snapshot = await self._in_compute(self._policy.snapshot, PolicyVersion(self._start.lineage.incarnation, version))
         if self._digesting is not None:
             await asyncio.shield(self._digesting)  # a cancelled run journals it at its end
@@ -358,11 +358,11 @@ class OptimizerLoop:
             await self._offer(self._carried_s)
 
     def _due(self, every_steps: int) -> bool:
-        """Return whether to measure the current version. Only versions that are sent are measured."""
+        """Return whether a measurement every `every_steps` steps is due. Only versions that are sent are measured."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:
-        """Compare the first version as actors serve it with the trainer's weights. Raises `FieldError` if they differ."""
+        """Compare the first version that the actors serve with the trainer's weights. Raises `FieldError` if they differ."""
         self._base = await self._probe_scores(adapters=False)
         if (trained := await self._probe_scores()) is None:
             return
@@ -391,8 +391,8 @@ class OptimizerLoop:
         return scores
 
     def _measure(self, trained: Logprobs | None, *, evaluate: bool) -> None:
-        """Start to measure the version that was just offered. Training continues, but later versions are not committed.
-        `trained`: the trainer's scores of the probe; None = no probe."""
+        """Start to measure the version that was just offered. Training continues meanwhile, but later versions are not
+        committed. `trained`: the trainer's scores of the probe; None = no probe."""
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
     async def _measured(self) -> None:

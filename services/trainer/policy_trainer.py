@@ -1,12 +1,12 @@
-"""Load, check and shard the model on every rank. `PolicyTrainer` is the policy as the optimizer loop uses it.
+"""Load, check and shard the model on every rank. `PolicyTrainer` is the optimizer loop's interface to it.
 
-Rank 0 loads the weights, finds out how to call the model, and tells the other ranks, which read only the model's configuration.
-A single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is
+Rank 0 loads the weights and finds out which attention and output head work; the other ranks read only the configuration. A
+single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is
 copied, because the reference is the initial policy.
 
-FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer, so a device never holds more than
-one whole layer, or all parameters outside the layers. Trained weights are stored in float32; computation uses the recipe's
-dtype. Gradients are summed in float32, not averaged, because each term of the loss is already weighted over the whole step.
+FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer, so a device never holds more
+whole weights than those of one layer, or those outside all layers. Trained weights are stored in float32; computation uses the
+recipe's dtype. Gradients are summed in float32, not averaged, because the terms of the loss are weighted over the whole step.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyTrainer:
-    """Trains the policy, and makes snapshots and checkpoints of it. All methods block. Call all but `prepare` on one thread."""
+    """Trains the policy, and makes its snapshots and checkpoints. All methods block. Call all but `prepare` on one thread."""
 
     def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
         self.learner, self._recipe = learner, recipe
@@ -112,7 +112,7 @@ class PolicyTrainer:
         return self._snapshot
 
     def leave_gpu(self) -> None:
-        """Give the memory that torch caches, such as that of activations, back to the GPU. Weights and moments stay there."""
+        """Release GPU memory that torch only caches, for example for activations. Weights and moments stay on the GPU."""
         torch.cuda.empty_cache()
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
@@ -180,8 +180,8 @@ def weight_sender(
 
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
-    """Return whether a single rank's GPU keeps the snapshots. Adapters always fit. Whole weights must fit beside the training
-    state. They never stay on a GPU that an actor also uses, where torch's share of the memory is limited."""
+    """Return whether a single rank's GPU can keep the snapshots. Adapters always fit. Whole weights must fit beside the
+    training state. They never stay on a GPU shared with an actor (torch may then use only a fraction of the memory)."""
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))
@@ -189,7 +189,7 @@ def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of folder (or hub id) `source`, at the recipe's revision, with its template. Raises `FieldError`."""
+    """Return the tokenizer of folder or hub id `source`, with the recipe's revision and chat template. Raises `FieldError`."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
     except (OSError, ValueError, ImportError) as error:
@@ -219,7 +219,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
 
 
 def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: Path | None = None) -> Learner:
-    """Return this rank's learner. All ranks must have joined before; see `load_learner`."""
+    """Return this rank's learner. All ranks must have called `join_ranks` before. See `load_learner`."""
     world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
     assert world.links is not None
     if world.is_first:  # load and check the model in host memory
@@ -295,7 +295,7 @@ def rank_device(local_rank: int) -> torch.device:
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
     """Shard `policy` over the ranks of `world`, which all must call this. The policy then computes in `dtype`. `reshard`: drop
     gathered weights after each forward pass, which saves memory but costs traffic. Raises `FieldError` if the model has no list
-    of layers, or if ranks cannot share rows of it."""
+    of layers, or if ranks cannot share its rows."""
     assert world.mesh is not None, "one rank alone has nothing to shard"
     model = policy.model
     model.config.use_cache = False

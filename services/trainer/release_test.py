@@ -68,7 +68,7 @@ async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str
 
 
 async def check_http(who: str, host: str, port: int) -> str:
-    """Check a Service's name and HTTP port. Other ports need no check, because a ready service listens on all of them."""
+    """Check that a Service resolves and answers on its HTTP port. A ready pod listens on its other ports, too."""
     from aiohttp import ClientError, ClientSession, ClientTimeout
 
     url = f"http://{host}:{port}/readyz"
@@ -83,7 +83,7 @@ async def check_http(who: str, host: str, port: int) -> str:
 
 
 async def check_verifier(address: str, tls_dir: Path | None) -> str:
-    """Check the verifier's Service name, its gRPC port and the certificates."""
+    """Check that the verifier's Service resolves and answers on its gRPC port, and check the certificates."""
     from grpc import aio
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -98,7 +98,7 @@ async def check_verifier(address: str, tls_dir: Path | None) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Ask the API server about each permission of the trainer's ServiceAccount. Only listing the actors' pods is tried out."""
+    """Ask the API server about each permission of the trainer's ServiceAccount. Only the listing of pods is tried out."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"
@@ -166,7 +166,7 @@ def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, 
 
 
 async def failures(every: dict[str, Check]) -> list[str]:
-    """Run all checks, print a line for each, and return the failed ones."""
+    """Run all checks, print a line for each, and return the names of failed checks."""
     failed = []
     for name, check in every.items():
         try:

@@ -277,8 +277,8 @@ class TrainingRun:
 
 
 async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) -> bool:
-    """Execute one part of the run and return True. After `stop` is set, log an error of the part and return False, because such
-    an error must not prevent the last checkpoint."""
+    """Execute one part of the run and return True. If it fails after `stop` is set, log the error and return False, because the
+    error must not prevent the last checkpoint."""
     try:
         await part
     except PipelineRLError as error:

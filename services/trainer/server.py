@@ -43,7 +43,7 @@ class StepFeed:
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._records: list[StepRecord | None] = list(records)
         self._changed = asyncio.Event()
-        """Wakes the readers that wait on it. Each change sets the event and replaces it with a new one."""
+        """Wakes waiting readers. `add` sets this event, and replaces it with a new one."""
 
     def add(self, record: StepRecord | None) -> None:
         """Add a step's record, or None at the end of the run."""

@@ -52,7 +52,7 @@ class StreamUpkeep:
             except BusError as error:
                 if is_stream_missing(error):
                     raise
-                log.info("the streams cannot be checked or purged now; will try again: %s", error)
+                log.info("the streams cannot be checked or purged now; the trainer will try again: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _purge(self, sequences: StreamInfo) -> None:
@@ -64,7 +64,7 @@ class StreamUpkeep:
             try:
                 await self._checkpoints.write(anew=True)
             except ServiceError as error:
-                log.error("SEQUENCES is more than half full, but no checkpoint for purging it can be written: %s", error)
+                log.error("SEQUENCES is more than half full and cannot be purged, as no checkpoint can be written: %s", error)
         # Keep the messages that a resume from any kept checkpoint reads; if the log fills up, only from the newest.
         positions = self._checkpoints.positions.values()
         readable_from = (max(positions) if filling else min(positions)) + 1 if positions else 1
@@ -74,8 +74,8 @@ class StreamUpkeep:
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
         """Fail the missing samples of lost groups. An actor stores all sequences of a group before its acknowledgement removes
-        the group from PROMPTS. So after the intake has read what SEQUENCES contained at that time, no sequence can follow.
-        `LOST_AFTER_S` adds a margin. A group that an actor handed over is on PROMPTS again, at another position."""
+        the group from PROMPTS. So once the intake has read all that SEQUENCES contained at that time, no sequence of the group
+        can follow. `LOST_AFTER_S` adds a margin. A group that an actor handed over is on PROMPTS again, at another position."""
         gone = self._tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}

@@ -20,8 +20,8 @@ _TEXT_CHARACTERS = 24
 
 
 def token_table(policy: PolicyTrainer, step: RecordedStep, most: int) -> Iterator[str]:
-    """Yield lines for the `most` sequences with the largest |log π − log μ| of a token, the worst first. π is the policy before
-    the step. A single rank must hold the whole policy."""
+    """Yield lines for the `most` branches with the largest |log π − log μ| of a token, the largest first. π is the policy
+    before the step. A single rank must hold the whole policy."""
     rows = []
     for group in step.groups:
         for sequence, advantage in zip(group.sequences, group.advantages.tolist(), strict=True):
@@ -35,7 +35,7 @@ def token_table(policy: PolicyTrainer, step: RecordedStep, most: int) -> Iterato
 
 
 def token_values(learner: Learner, branch: Branch, advantage: float, version: int) -> NDArray[np.float32]:
-    """Return [4, C] of the branch's C sampled tokens: log π − log μ, and whether each is clipped or masked, and the entropy."""
+    """Return float32[4, C] for the branch's C sampled tokens: log π − log μ, clipped (0 or 1), masked (0 or 1), entropy."""
     host = host_microbatch(
         [branch], np.array([advantage]), np.ones(1), version, learner.policy.row_multiple, has_gradient=False
     )

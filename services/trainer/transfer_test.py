@@ -28,7 +28,7 @@ RECEIVED = "received"
 
 
 def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
-    """Return the placement of the bytes and the transfer backend. Raises `TransferError`."""
+    """Return the placement of the bytes and the transfer backend. Raises `TransferError` if the GPU is missing."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise TransferError("GPU: the pod requests one but sees none: check the device plugin and the node's driver")
     chosen = transfer_backend(backend, on_gpu=wanted == "cuda")

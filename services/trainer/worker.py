@@ -1,7 +1,7 @@
 """The process of a rank other than rank 0: load the model, then execute rank 0's orders until the order to end.
 
 On every node except rank 0's, the first rank answers /healthz, /readyz and /metrics for the pod. A termination signal does not
-end a rank, because rank 0 gets the same signal and needs the other ranks for its last checkpoint.
+end this process, because rank 0 gets the same signal and needs all ranks for its last checkpoint.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 
 def receive_batches(links: Links | None) -> Iterator[Message]:
     """Yield a message with the batches of each step, until rank 0 sends the order to end. A thread receives the next message
-    while the caller computes. Ask for a message only after rank 0 has ordered its step. Raises `ServiceError` if the message
-    does not arrive within `ORDER_TIMEOUT` after that."""
+    while the caller computes. Request a message only after rank 0 has ordered that step. Raises `ServiceError` if the message
+    does not arrive within `ORDER_TIMEOUT` after the request."""
     assert links is not None, "a rank that is alone gets no batches"
     with ThreadPool(1) as thread:
         following = thread.apply_async(links.hear)

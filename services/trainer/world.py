@@ -1,8 +1,8 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
 Ranks that share a packed row, or a copy of the weights, have consecutive numbers, because consecutive ranks are usually on one
-node. Rank 0's orders, batches, tensors, checkpoints and each shared row have separate process groups. A single rank has no
-groups. A message is sent as a JSON header and the arrays' own memory, never as a pickle.
+node. There are separate process groups for rank 0's orders, batches, tensors, checkpoints, and each shared row. A single rank
+has no groups. A message is sent as a JSON header and the bytes of its arrays, never as a pickle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEARTBEAT, END = "beat", "end"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Place of one rank among `size` ranks, which `sequence_ranks` and `shard_ranks` divide."""
+    """Place of one rank among `size` ranks. `sequence_ranks` and `shard_ranks` divide `size`."""
 
     rank: int = 0
     size: int = 1
@@ -87,7 +87,7 @@ class Links:
         self._patience, self._sending = patience, threading.Lock()
 
     def begin_send(self, message: Message, to: int) -> list[Any]:
-        """Begin to send a message, and return the work to wait for. Until it is done, the arrays must not change."""
+        """Begin to send a message, and return the work to wait for. Until the work is done, the arrays must not change."""
         with self._sending:
             return [dist.isend(part, to, group=self.group) for part in message.parts()]
 
@@ -162,7 +162,7 @@ class World:
 
 
 def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> None:
-    """Join the process group of torchrun's environment with all ranks. Raises `ServiceError` if `same` differs on a rank."""
+    """Join all ranks' process group, given torchrun's environment. Raises `ServiceError` if `same` differs among ranks."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)

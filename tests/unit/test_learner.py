@@ -649,5 +649,5 @@ def test_a_value_head_is_saved_beside_the_model_and_found_there(tmp_path: Path) 
     again = load_learner(recipe, str(tmp_path), RankSettings())
     assert dict(again.gather(VALUE_HEAD))["weight"].tolist() == [[0.5] * 32]
     save_value_head({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / VALUE_HEAD_FILE)
-    with pytest.raises(FieldError, match="is not this model's"):
+    with pytest.raises(FieldError, match="does not fit this model"):
         load_learner(recipe, str(tmp_path), RankSettings())

@@ -209,9 +209,9 @@ def test_a_model_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
     ("targets", "problem"),
     [
         (["q_proj", "qkv"], r"trainer.lora.target_modules = 'qkv'.*no such layer.*down_proj.*q_proj"),
-        (["lm_head"], "matches lm_head, which is the output head or no linear layer"),
-        (["embed_tokens"], "matches model.embed_tokens, which is the output head or no linear layer"),
-        (["mlp"], "matches model.layers.0.mlp, which is the output head or no linear layer"),
+        (["lm_head"], "matches lm_head, which is the output head or not a linear layer"),
+        (["embed_tokens"], "matches model.embed_tokens, which is the output head or not a linear layer"),
+        (["mlp"], "matches model.layers.0.mlp, which is the output head or not a linear layer"),
     ],
 )
 def test_targets_that_cannot_be(targets: list[str], problem: str) -> None:

@@ -242,7 +242,7 @@ async def test_groups_that_a_former_release_issued_need_no_token_and_later_ones_
             assert again.intake.bad_messages == 1
         (tmp_path / "group-key.json").write_text("{}")
         broken = Life(tmp_path, bus, RECIPE)
-        with pytest.raises(UserError, match=r"group-key.json does not hold the key of the run's groups: .*restore it"):
+        with pytest.raises(UserError, match=r"group-key.json does not hold the key of the run's groups: .*restore or remove"):
             await broken.begin()
         await broken.die()
 

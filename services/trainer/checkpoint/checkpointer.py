@@ -1,4 +1,4 @@
-"""Decide when to write checkpoints. Each one holds exactly one policy version, and an existing folder is always complete.
+"""Decide when to write checkpoints. Each one holds one policy version. Its folder appears only when it is complete.
 
 Tensors and other state are captured at the same moment between two steps. During the next steps, a separate thread writes one
 checkpoint at a time to a hidden folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
@@ -57,7 +57,7 @@ def write_checkpoint(
     run_dir: Path, keep: int, write_tensors: WriteTensors, state: RunState, before_rename: Callable[[], None] = lambda: None
 ) -> WrittenCheckpoint:
     """Write a checkpoint, block until it is on disk, and remove all but the newest `keep`. `write_tensors` and `state` must be
-    of the same version. `before_rename` runs last before the rename; an error in it makes the checkpoint fail."""
+    of the same version. `before_rename` runs just before the rename; an error in it makes the checkpoint fail."""
     began_s = time.monotonic()
     folder = run_dir / CHECKPOINTS / f"step-{state.policy_version}"
     with replacing(folder) as partial:
@@ -73,7 +73,7 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints, and awaits `written` after each. `begin(version)` copies the tensors, `capture` the other state."""
+    """Writes checkpoints. `begin(version)` copies the tensors; `capture()` copies all other state. `written` runs last."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """Position in SEQUENCES up to which each kept checkpoint covers messages, by version."""
+        """By version of each kept checkpoint: position of the last message in SEQUENCES that it covers."""
         self.saved_at_s = start.saved_at_s
-        """Unix time at which the newest checkpoint was written, or training began if there is none; None before training."""
+        """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
         self._began_version, self._began_s = start.version, time.monotonic()
         self._newest: tuple[int, asyncio.Task[WrittenCheckpoint]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -108,7 +108,7 @@ class Checkpointer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def if_due(self, version: int) -> None:
-        """Begin a checkpoint if one is due, and return once training may continue. Errors in writing are only logged."""
+        """Begin a checkpoint if one is due, and return when its tensors are copied. Errors in writing are only logged."""
         steps, minutes = self._config.every_steps, self._config.every_minutes
         by_steps = steps > 0 and version // steps > self._began_version // steps
         by_time = minutes > 0 and time.monotonic() - self._began_s >= 60 * minutes
@@ -118,7 +118,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Context in which a step is computed and its sequences are recorded. After the last checkpoint, no step can begin."""
+        """Compute and record a step in this context: no checkpoint begins meanwhile. Wait forever after the last checkpoint."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -129,8 +129,8 @@ class Checkpointer:
                 raise
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return when it is on disk. Raises `ServiceError`. `anew`:
-        write even if this version is already written, to include newer sequences. `last`: let no further step begin."""
+        """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: write this version again,
+        with newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
         while True:
             async with self._boundary:
                 if self._interrupted:
@@ -189,15 +189,15 @@ class Checkpointer:
 
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
-"""Path within a checkpoint. The folder is separate because vLLM loads all safetensors files beside the model as its weights."""
+"""Path within a checkpoint. The folder is separate, because vLLM loads every safetensors file beside the model as weights."""
 _KEPT = ("_weight_conversions", "peft_config")
 """Attributes of a model that `save_pretrained` uses, in addition to the model's class and configuration."""
 
 
 class PolicyExport:
-    """Exports a policy in `dtype` as a Hugging Face folder, staged while training waits and written while it continues. `form`,
-    a second model on the meta device, has all that transformers needs besides the tensors, so that the writing thread uses
-    nothing that a step changes. Each `stage` reuses the memory of the previous one, which must already be written."""
+    """Exports a policy in `dtype` as a Hugging Face folder. Training waits during `stage`, and continues during `write`.
+    `form`, a second model on the meta device, has everything except tensors that transformers needs. The writing thread thus
+    uses nothing that a step changes. `stage` overwrites the tensors of the previous call, which must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         with torch.device("meta"):
@@ -213,7 +213,7 @@ class PolicyExport:
 
     @torch.no_grad()
     def stage(self, learner: Learner) -> None:
-        """On all ranks, gather the policy's tensors into host memory. Call this on the compute thread."""
+        """Rank 0: gather the policy's tensors from all ranks into host memory. Call this on the compute thread."""
         there = {WEIGHTS: True, VALUE_HEAD: learner.policy.value_head is not None, ADAPTER: has_adapters(self.form)}
         for kind in (kind for kind, has in there.items() if has):
             copies = self.staged.setdefault(kind, {})
@@ -227,7 +227,7 @@ class PolicyExport:
             torch.cuda.current_stream(device).synchronize()
 
     def write(self, folder: Path, info: Mapping[str, Any]) -> None:
-        """Write model, tokenizer and `info` (as pipelinerl.json) into the existing `folder`, on any thread, during training."""
+        """Write model, tokenizer and `info` (pipelinerl.json) into the existing `folder`. Any thread may call this."""
         self.form.save_pretrained(folder, state_dict=self.staged[WEIGHTS], safe_serialization=True)
         if self._generation is not None:  # `save_pretrained` would refuse the settings of some public models
             self._generation.to_json_file(folder / "generation_config.json")
@@ -260,4 +260,4 @@ def load_value_head(policy: Policy, folder: Path) -> None:
     try:
         policy.value_head.load_state_dict(load_file(folder / VALUE_HEAD_FILE))
     except RuntimeError as error:
-        raise FieldError("model.name", str(folder), f"its {VALUE_HEAD_FILE} is not this model's: {error}") from error
+        raise FieldError("model.name", str(folder), f"its {VALUE_HEAD_FILE} does not fit this model: {error}") from error

@@ -1,4 +1,4 @@
-"""Atomic files and folders for checkpoints: they are written under another name, synced to disk, then renamed."""
+"""Replace the folders of checkpoints atomically: they are written under another name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Link the files of `source`, except the state of a run, into `target`; copy them if links fail. Raises `OSError`."""
+    """Hard-link (or else copy) the files of `source` into `target`, without the folder `resume`. Raises `OSError`."""
     ignored = shutil.ignore_patterns(RUN_STATE.parent.name)
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
@@ -65,7 +65,7 @@ def tidy(parent: Path) -> None:
 
 
 def link_export(step_folder: Path, folder: Path) -> Path:
-    """Make `folder` the policy's export from a checkpoint, without the training state (`link_tree`)."""
+    """Replace `folder` with the policy's export from the checkpoint `step_folder`, without the training state."""
     with replacing(folder) as partial:
         link_tree(step_folder, partial)
     return folder

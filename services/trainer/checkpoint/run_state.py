@@ -1,8 +1,8 @@
 """Resume state: the part of a checkpoint that is not tensors, and `lineage.json`.
 
-`lineage.json` records every start of this run's trainer with its version, the latest recipe, and when training began. A trainer
+`lineage.json` records the version at each start of this run's trainer, the latest recipe, and when training began. A trainer
 writes the file before it serves anything, so no two trainers of a run use the same incarnation number. A checkpoint has
-`run.json`, and `sequences.pb` with the held sequences as length-delimited protobuf messages.
+`run.json`, and `sequences.pb`: the sequences without an outcome, as length-delimited protobuf messages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
             raise ValueError(f"starts {lineage.starts}, recipe {content['recipe']!r:.100}")
     except (ValueError, LookupError, TypeError) as error:
         path = run_dir / LINEAGE
-        raise UserError(f"{path} does not list the starts of the run's trainer: {error!r}; restore it") from error
+        raise UserError(f"{path} does not list the starts of the run's trainer: {error!r}; restore the file") from error
     if found != run:
         fix = f"is the folder of run {found!r}, not of {run!r}: give this run its own folder"
         raise FieldError("run_dir", str(run_dir), fix)
@@ -61,8 +61,8 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
 
 
 def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe, changes: Iterable[str] = ()) -> None:
-    """Write the lineage and the recipe to disk. The file keeps the time at which training began, and adds the recipe's changes
-    to those of earlier starts."""
+    """Write recipe.yaml, and `lineage.json` with the lineage and the recipe. Add `changes`, the recipe's changes at this start,
+    to those of earlier starts. Keep the time at which training began."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "recipe.yaml", recipe_yaml(recipe))
     content: dict[str, Any] = {"run": run, "starts": list(lineage.starts), "recipe": recipe.model_dump(mode="json")}
@@ -73,7 +73,7 @@ def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe, cha
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
-    """Record on disk when training began, after `write_lineage`. Only the first call of a run has an effect."""
+    """Record in `lineage.json`, which must exist, when training began. Only the first call of a run has an effect."""
     content = _lineage_file(run_dir)
     if content and BEGAN not in content:
         write_whole(run_dir / LINEAGE, json.dumps({**content, BEGAN: now_s}) + "\n", durably=True)
@@ -88,8 +88,8 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the key of the run's groups. If the folder has none, make one. Groups below number `reserved` are then accepted
-    without a token, because they may already be in progress. Raises `UserError` if the file is malformed."""
+    """Return the run's `GroupTokens` from group-key.json. If there is no such file, create it with a new key: groups below
+    number `reserved` then need no token, as they may be in progress. Raises `UserError` if the file is malformed."""
     path = run_dir / "group-key.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
         write_whole(path, json.dumps(content) + "\n", mode=0o600, durably=True)
         return made
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not hold the key of the run's groups: {error!r}; restore it, or remove it") from error
+        raise UserError(f"{path} does not hold the key of the run's groups: {error!r}; restore or remove the file") from error
 
 
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
@@ -119,13 +119,13 @@ class RunState:
     """`SequenceTracker.to_state()`."""
     next_group: int
     position: int
-    """Position of the last message read from SEQUENCES; `NOTHING_THERE` = nothing on the streams belongs to this state."""
+    """Position of the last message read from SEQUENCES; `NOTHING_THERE` if no message on the streams belongs to this state."""
     held: HeldSequences
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the run's recorder and intake."""
 
     def save(self, folder: Path) -> None:
-        """Write both files into `folder`. The caller must sync them to disk."""
+        """Write `run.json` and `sequences.pb` into `folder`. The caller must sync them to disk."""
         held = self.held
         good = [sequence for group in held.taken for sequence in group.sequences]
         good += [sequence for group in held.ready for sequence in group]
@@ -139,8 +139,8 @@ class RunState:
 
 
 def load_run_state(folder: Path) -> RunState:
-    """Load the state from a checkpoint's folder `resume`. Raises `ServiceError`, which names the checkpoint, if it has no
-    complete state of this format."""
+    """Load the state from a checkpoint's folder `resume`. Raises `ServiceError`, which names the checkpoint, if the folder has
+    no complete state of this format."""
     try:
         content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
         if content.pop("format") != STATE_FORMAT:
@@ -188,9 +188,9 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
 
 
 def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> RunState:
-    """Return the state right after the step that made `version`, from the journal and metrics.jsonl. It holds no sequences, so
-    those in flight will be generated again. Raises `FieldError` if the journal lacks the end of the step, and `LedgerViolation`
-    if it contradicts itself."""
+    """Reconstruct the state right after the step that made `version` from the journal and metrics.jsonl. The state holds no
+    sequences, so those in flight will be generated again. Raises `FieldError` if the journal ends before the step does, and
+    `LedgerViolation` if the journal contradicts itself."""
     tracker, sizes, kept = SequenceTracker(), dict[str, int](), set[str]()
     end, is_made, findings = None if version else 0, False, Findings()
     history = read_history(run_dir / JOURNAL, findings)
@@ -208,7 +208,7 @@ def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> Ru
                 kept.update(sequence_id.rpartition(".")[0] for sequence_id in event["ids"])
         is_made = kind == "step" and event["version"] == version
     if end is None and not is_made:
-        raise FieldError("--to", version, "the journal ends before this step does; choose an earlier version")
+        raise FieldError("--to", version, "the journal ends before the step that made this version; choose an earlier version")
     in_flight = dict.fromkeys(sequence_id.rpartition(".")[0] for sequence_id in tracker.ledger.in_flight())
     tracker.open_groups = {group: OpenGroup(sizes[group]) for group in in_flight}
     tracker.issued_groups, tracker.lost_groups = len(sizes), len(sizes) - len(kept | in_flight.keys())
@@ -238,7 +238,7 @@ RESUME, STATE = "resume", "state"
 
 @dataclass(frozen=True)
 class Start:
-    """Starting point of a trainer. `lineage`: includes this start. `again`: an earlier incarnation has used the streams."""
+    """Starting point of a trainer. `lineage`: all starts up to this one. `again`: an earlier incarnation used the streams."""
 
     lineage: Lineage = FIRST_INCARNATION
     again: bool = False
@@ -246,11 +246,11 @@ class Start:
     """Folder `…/resume` of the checkpoint to resume from."""
     state: RunState | None = None
     positions: Mapping[int, int] = field(default_factory=dict)
-    """Position in SEQUENCES of each existing checkpoint by version, oldest first."""
+    """By version of each checkpoint, oldest first: position of the last message in SEQUENCES that it covers."""
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()
-    """Fields of the recipe that changed since that checkpoint, with their old and new values."""
+    """Recipe fields that changed since that checkpoint, or since the last start if there is none, with both values."""
 
     @property
     def version(self) -> int:
@@ -258,14 +258,14 @@ class Start:
 
 
 def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
-    """Return a start from the newest checkpoint, or from version 0. Clean up after a killed trainer. Raises `UserError` if the
-    recipe changed in a way that is not allowed, and the errors of `read_lineage` and `load_run_state`."""
+    """Find where to start: at the newest checkpoint, or at version 0. Clean up after a killed trainer. Raises `UserError` if
+    files are missing or a recipe change is not allowed, and the errors of `read_lineage` and `load_run_state`."""
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
     try:
         missing = missing_from(run_dir)
     except (ValueError, KeyError) as error:
-        missing = f"its journal, or its newest checkpoint, cannot be read: {error!r}; restore it"
+        missing = f"its journal or its newest checkpoint cannot be read: {error!r}; restore it from a backup"
     if missing:
         raise FieldError("run_dir", str(run_dir), missing)
     lineage = read_lineage(run_dir, run)
@@ -279,7 +279,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     for change in changes:
         log.info("recipe changed: %s", change)
     if state is None or folder is None:
-        log.warning("the trainer has started before and left no checkpoint: training begins again at version 0")
+        log.warning("an earlier trainer of this run left no checkpoint: training begins again at version 0")
         return Start(lineage.restarted(0), again=True, saved_at_s=_lineage_file(run_dir).get(BEGAN), changes=changes)
     positions = {one.policy_version: one.position for one in states.values()}
     saved_at_s = folder.stat().st_mtime

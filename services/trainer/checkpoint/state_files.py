@@ -1,21 +1,21 @@
-"""Save and restore a learner's state. It is staged in host memory while training waits, and written while training continues.
+"""Save and restore a learner's state. Training waits while the state is staged in host memory, not while it is written.
 
 The state is a set of named tensors, independent of the number of ranks that share it and of the computation's dtype:
 
-    weight/<parameter>      float32: the master copy if there is one; only adapters if only these are trained
+    weight/<parameter>      float32: the master copy if there is one. With adapters, only their weights
     exp_avg/<parameter>     float32: AdamW's state, with exp_avg_sq/… and step/… (a scalar); 8-bit moments are dequantised
     steps_taken             int64: steps of the learning-rate schedule
     rng/<device>/<rank>     uint8: torch's random state, for `cpu` and, if there is one, `cuda`
 
-Parameters have their names in `Policy`, including the value head. Sharded parameters are DTensors of all ranks. Frozen weights
-and the reference are not saved, because they are those of the initial model.
+`<parameter>` is a name in `Policy`, which includes the value head. Sharded parameters are DTensors over all ranks. Frozen
+weights and the reference are not saved, because they are those of the initial model.
 
 The files are torch.distributed.checkpoint's: each rank writes its part, and any number of ranks can read them. `.metadata` is a
 pickle, so restore only the files of your own runs. It is written last, so a folder without it is incomplete. `dcp.async_save`
 is not used, because it needs the folder's path when it stages, and stages into new memory each time.
 
-On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder's path later, in a process group of the
-writing threads, so that no rank's training waits for it.
+On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder's path later, through a process group
+that only the writing threads use, so that training never waits for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
 
 
 def learner_state(learner: Learner) -> dict[str, Tensor]:
-    """Return the state by name. Weights and moments are not copied, and 8-bit moments are not converted."""
+    """Return the state by name. Weights and moments are not copied, and 8-bit moments are not dequantised."""
     learner.optimizer.begin_moments()
     state: dict[str, Tensor] = {}
     for name, stepped in trained_parameters(learner).items():
@@ -87,7 +87,7 @@ def plain_part(tensor: Tensor) -> Tensor:
 
 
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
-    """Write the staged tensors of all ranks, and sync them to disk. All ranks must call this, each on any thread. `group`:
+    """Write the staged tensors of all ranks, and sync them to disk. All ranks must call this, on any of their threads. `group`:
     process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is meant
     # Nothing is copied ahead, because torch would use this thread's current GPU, which is the first one on every rank.
@@ -117,8 +117,8 @@ class _Writer(dcp.FileSystemWriter):
 
 @torch.no_grad()
 def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy this rank's share of `learner_state` into host memory, and wait for the device. `reused`: an earlier result, already
-    written, whose memory is used again."""
+    """Copy this rank's share of `learner_state` into host memory, and wait until it is complete. `reused`: an earlier result
+    that is already written; its memory is used again."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
         tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)
@@ -139,8 +139,8 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Load the state in `folder`, written by any number of ranks. Each rank keeps its random state if the folder has none for
-    it. Raises `FieldError` if the folder has no state of this model, and `ServiceError` if it cannot be read."""
+    """Load the state in `folder`, which any number of ranks may have written. A rank without a saved random state keeps its
+    own. Raises `FieldError` if the folder has no state of this model, and `ServiceError` if it cannot be read."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is meant
     mesh = learner.world.host_mesh
     state = {
@@ -166,7 +166,7 @@ def restore(learner: Learner, folder: Path) -> None:
 
 def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     if not (folder / ".metadata").is_file():
-        fix = "has no complete trainer state (no .metadata): name a run's folder, on a disk that all nodes share"
+        fix = "has no complete trainer state (no .metadata): restore the folder, and keep it on a disk that all nodes share"
         raise FieldError(FIELD, str(folder), fix)
     try:
         found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -176,34 +176,34 @@ def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise `FieldError` for the first tensor that only one side has, or that differs in shape."""
+    """Raise `FieldError` for the first tensor that only the model or only the folder has, or that differs in shape."""
     for name, shape in wanted.items():
         if name not in saved:
-            raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: is it from another run?")
+            raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: use a checkpoint of this model")
         if saved[name] != shape:
-            fix = f"has {name} of shape {list(saved[name])} instead of the recipe's {list(shape)}: is it from another run?"
+            fix = f"has {name} of shape {list(saved[name])} instead of the recipe's {list(shape)}: use one of this model"
             raise FieldError(FIELD, str(folder), fix)
     for name in saved:
         if name not in wanted and not name.startswith(f"{RNG}/"):
-            raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model lacks: is it from another run?")
+            raise FieldError(FIELD, str(folder), f"has {name}, which the recipe's model lacks: use a checkpoint of this model")
 
 
 FOLDER, DISCARD = "folder", "discard"
 
 
 class StateSaver:
-    """One rank's part in saving. A state is staged on all ranks, then written or abandoned. The next state reuses its memory.
-    Other ranks stage on rank 0's order, and execute rank 0's decision about the staged state in `follow`."""
+    """Saves the state of one rank. All ranks stage a state, then write or abandon it. The next state reuses the memory. Other
+    ranks stage when rank 0 orders it, and then wait in `follow` until rank 0 decides to write or to abandon."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving
         self.staged: dict[str, Tensor] = {}
         self._waiting, self._free = threading.Semaphore(0), threading.Event()
-        """`_waiting`: 1 while a staged state is neither being written nor dropped. `_free`: set while the memory is free."""
+        """`_waiting`: 1 while a staged state waits to be written or dropped. `_free`: set while the memory is free."""
         self._free.set()
 
     def stage(self) -> None:
-        """Copy the state of all ranks into host memory, in place of one that is only staged. No write may be running."""
+        """Copy the state of all ranks into host memory, and drop a state that was only staged. No write may be running."""
         self.abandon()
         assert self._free.is_set(), "the previous state is still being written from the same memory"
         self._learner.order(SAVE)
@@ -222,7 +222,7 @@ class StateSaver:
             self._free.set()
 
     def follow(self) -> None:
-        """On ranks other than 0, await and execute rank 0's decision about the staged state. Not for the compute thread."""
+        """On ranks other than 0, write or drop the staged state when rank 0 decides. Do not call this on the compute thread."""
         assert self._others is not None, "a rank that is alone follows none"
         try:
             told = self._others.hear()

@@ -1,8 +1,8 @@
 """Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
 The parity probe is a fixed token sequence that the actors and the trainer score with the same version. The largest difference
-of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts the actors' answers that differ too
-much, lack a part of the change that training made, or cannot be compared. A stale KV cache does not affect the probe.
+of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts answers that differ too much, that show
+only a part of the change made by training, or that cannot be compared. A stale KV cache does not affect the probe.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from services.trainer.weight_sync.updater import WeightUpdater
 log = logging.getLogger(__name__)
 
 SCORE_TIMEOUT_S, SCORE_TOKEN_S = 60.0, 0.2
-"""Maximum time for a probe: a fixed part, and a part for each token."""
+"""Maximum seconds for a probe: a constant, plus a time for each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +79,11 @@ async def calls_to(name: str, address: str, *, tls_dir: Path | None = None, tls_
 
 
 MOST_REQUESTED_BYTES = MAX_MESSAGE_BYTES // 4
-"""Maximum size of the prompt groups in one call."""
+"""Maximum total size of the prompt groups in one call. A single group may be larger."""
 
 
 def is_right(terms: Mapping[str, float], correct_reward: float) -> bool:
-    """Return whether the terms of a reward, without those of format and length, reach `correct_reward` (> 0)."""
+    """Return whether the sum of a reward's answer terms (without format and length) reaches `correct_reward` (> 0)."""
     earned = answer_reward(terms)
     return earned is not None and earned >= correct_reward * (1 - 1e-9)
 
@@ -98,7 +98,7 @@ def reason_left_out(answer: Sequence | None) -> str:
 @dataclass(frozen=True)
 class HeldoutResult:
     """Result of an evaluation. `overall`: accuracy over the recipe's tasks. `sets`: accuracy of each problem set. `num_tokens`:
-    sampled tokens of the answers with a verdict. `samples`: some answers."""
+    sampled tokens of all answers. `samples`: some answers, to be shown."""
 
     version: int
     overall: Accuracy
@@ -108,8 +108,8 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates a version through those actors of `updater` that serve it. As in training, they sample prompt groups and have
-    the verifier score the sequences. `calls`: works like `calls_to`."""
+    """Evaluates a version through those actors of `updater` that serve it. As in training, these actors sample prompt groups
+    and have the verifier score the sequences. `calls`: has the interface of `calls_to`."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Evaluator:
         self._recipe, self._updater, self._run = recipe, updater, run
         self._samples = recipe.evaluation.samples
         self._problems = [problem for problem in problems for _ in range(self._samples)]
-        """Problem of each requested answer, by the answer's number. Answers to the same problem follow each other."""
+        """Problem of each requested answer, by the answer's number. Answers to the same problem are adjacent."""
         self._incarnation, self._calls_to, self._timeout_s = incarnation, calls, recipe.evaluation.timeout_s
         self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
@@ -132,7 +132,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version` while the caller holds commits. Raises `ServiceError` if no problem gets a verdict in time."""
+        """Evaluate `version`. The caller must hold back commits. Raises `ServiceError` if no problem gets a verdict in time."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             return self._result(version, await self._answers(version, trace_of(span)))
 
@@ -171,7 +171,7 @@ class Evaluator:
         return done
 
     def _request(self, asked: Iterable[int], version: int) -> tuple[actor_pb2.GenerateRequest, dict[str, int]]:
-        """Return a request for the first of these answers, as many as fit into it, and their numbers by group id."""
+        """Return a request for as many of the first `asked` answers as fit into one call, and their numbers by group id."""
         request, numbers, num_bytes = actor_pb2.GenerateRequest(), dict[str, int](), 0
         for number in asked:
             group = self._group(number, version)
@@ -183,7 +183,7 @@ class Evaluator:
         return request, numbers
 
     def _group(self, number: int, version: int) -> PromptGroup:
-        """Return the prompt group of one answer, with the settings of training and the evaluation's temperature."""
+        """Return the prompt group of one answer. It is sampled as in training, except at the evaluation's temperature."""
         problem = self._problems[number]
         return replace(
             problem,
@@ -196,20 +196,20 @@ class Evaluator:
         )
 
     def _by_task(self, numbers: Iterable[int]) -> dict[str, list[int]]:
-        """Group answers by the task or set of their problem."""
+        """Group the numbers of answers by problem set: a task, or one of `evaluation.sets`."""
         found: dict[str, list[int]] = {}
         for number in numbers:
             found.setdefault(self._problems[number].task, []).append(number)
         return found
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
-        """Return whether an answer failed or is entirely from `version`."""
+        """Return whether to accept an answer: it failed, or `version` sampled all of it. Others are requested again."""
         if answer.failure:
             log.warning("held-out problem %s failed: %s", answer.group_id, answer.failure)
             return True
         versions = {(span.incarnation, span.version) for branch in answer.all_branches for span in branch.spans}
         if versions != {(self._incarnation, version)}:
-            log.warning("asking held-out problem %s again; versions that sampled it: %s", answer.group_id, versions)
+            log.warning("asking held-out problem %s again, as other versions sampled it: %s", answer.group_id, versions)
             return False
         return True
 
@@ -234,13 +234,13 @@ class Evaluator:
         return HeldoutResult(version, overall, num_tokens, tuple(answers[one] for one in self._shown(answers)), sets)
 
     def _shown(self, answers: Iterable[int]) -> list[int]:
-        """Return the first answers, taking the sets in turn: four answers, or one per set if there are more sets."""
+        """Return the answers to show: the first of each set in turn, four in all, or one of each set if that is more."""
         by_set = self._by_task(sorted(answers)).values()
         in_turn = [number for numbers in zip_longest(*by_set) for number in numbers if number is not None]
         return in_turn[: max(4, len(by_set))]
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Compare the scores of all actors that serve `version` with `trained`, the trainer's. Return None if none answers."""
+        """Compare the trainer's scores `trained` with those of actors that serve `version`. Return None if no actor answers."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -266,14 +266,14 @@ class Evaluator:
 
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
-"""Allowed difference in nats: of every token in float32, and of the median token in 16 bits. In 16 bits, rounding can send a
-token of a mixture-of-experts model to other experts, which moves its log-probability by whole nats (docs/weight-updates.md)."""
+"""Allowed difference in nats, of every token in float32, or of the median token in 16 bits. In 16 bits, rounding can send a
+token of a mixture of experts to other experts and change its log-probability by whole nats (docs/weight-updates.md)."""
 SHARE_TOLERANCE = 0.1
 """Allowed distance of `served_share` from 1, in addition to the error that rounding explains."""
 
 
 def probe_tolerance(recipe: Recipe) -> float:
-    """Return the largest allowed difference between actors and trainer, in nats. Pure."""
+    """Return the allowed difference of log-probabilities between actors and trainer, in nats. Pure."""
     if recipe.weights.probe_tolerance is not None:
         return recipe.weights.probe_tolerance
     return TOLERANCE_16_BIT if in_sixteen_bits(recipe) else TOLERANCE
@@ -289,12 +289,12 @@ class Parity:
 
 
 def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[float, float]:
-    """Return the share of the change from `base` to `trained` that `served` has, and the error that rounding explains. Pure.
+    """Return how much of the change from `base` to `trained` is in `served` (1 = all), and the error due to rounding. Pure.
 
-    The share is the slope of served − base over trained − base. Its error has two parts. The first is six standard errors of
-    the slope. Each token's residual there is computed with the slope of the other tokens, so that no single token decides. The
-    second is twice the squared residuals over the squared change, because rounding in `trained` itself biases the slope towards
-    0. The error is infinite if nothing has changed, or if one token makes up more than a quarter of the squared change.
+    The share is the slope of served − base over trained − base. Its error is the sum of two parts. The first is six standard
+    errors of the slope. The residual of each token uses the slope of all other tokens, so that no single token decides. The
+    second part is twice Σ residual² / Σ change², because rounding in `trained` biases the slope towards 0. The error is
+    infinite if nothing has changed, or if one token contributes more than a quarter of Σ change².
     """
     change, off = trained.astype(np.float64) - base, served.astype(np.float64) - trained
     size = float(change @ change)
@@ -309,9 +309,9 @@ def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[f
 def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
-    """Compare the actors' answers, by name, with the trainer's, and log each problem. `of_median`: apply the tolerance to the
-    median token instead of every token. `base`: log-probabilities before training. Actors must serve the whole change since
-    then, even if it is smaller than the tolerance."""
+    """Compare the actors' scores, by name, with those of the trainer, and log each problem. `of_median`: apply the tolerance to
+    the median token instead of every token. `base`: log-probabilities before training. Even a change from `base` to `trained`
+    that is below the tolerance must be visible in each actor's scores."""
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], set[str]]:
-    """Return what an earlier incarnation left on the streams: the position after which to read the log; the groups on PROMPTS,
-    each with the position of its newest message; and the groups with a sequence after the returned position.
+    """Return (start, prompts, arrived): what an earlier incarnation left on the streams. The log is to be read after position
+    `start`. `prompts`: the newest position of each group on PROMPTS. `arrived`: groups with a sequence after `start`.
 
     `position`: last message of SEQUENCES that the checkpoint covers. PROMPTS is read first, because an actor stores a group's
     sequences before it acknowledges the group. A group that has left PROMPTS is thus already in the log.
@@ -69,8 +69,8 @@ _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 
 ProblemStream = Callable[[int], PromptGroup]
-"""Returns the training problem with a given number, as `encode` does. With the same seed, a number gives the same problem in
-every run."""
+"""Function that returns the training problem of a number as a prompt group (`encode`). Runs with the same seed have the same
+problems."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class Feeder:
         self._look.set()
         self._unusable_in_a_row = 0
         self.refused: dict[str, str] = {}
-        """The first message for each reason for which a prompt was left out."""
+        """The first message for each reason why prompts were left out."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
-        """Set once the run has begun or is taken over. While it is None, no token is needed."""
+        """`OptimizerLoop.take_over` sets it. While it is None, sequences need no token."""
 
     @property
     def room(self) -> IssueRoom:
@@ -148,7 +148,7 @@ class Feeder:
         }
 
     def look_again(self) -> None:
-        """Check the allowance again. Call this after a change of the version, the tracker or a limit."""
+        """Have `run` check the allowance again. Call this after a change of the version, the tracker or a limit."""
         self._look.set()
 
     async def run(self) -> None:
@@ -164,10 +164,10 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups of an earlier incarnation. Call this before reading the log. `prompts`, `arrived`: groups on the
-        streams, from `scan_in_flight`. Open all groups up to the last one on the streams whose number is below `reserved`;
-        `run` issues later ones. An open group that is not on the streams is published again, with a message id that ends with
-        `name`. Return the number of these groups."""
+        """Take over the groups of an earlier incarnation, and return how many were published again. Call this before reading
+        the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). Open all groups up to the last of these with a
+        number below `reserved`; `run` opens later ones. An open group that is on no stream is published again, with a message
+        id that ends with `name`."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:
@@ -237,7 +237,7 @@ def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str
             "shorter prompts"
         )
     fix = "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
-    return f"task {task!r}: {count} could not be published, the last one: {detail}; {fix}"
+    return f"task {task!r}: {count} could not be published; the last error is: {detail}; {fix}"
 
 
 def group_seed(run_seed: int, group_number: int) -> int:
@@ -259,7 +259,7 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pro
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[PromptGroup]:
-    """Return the held-out problems of each task, and of `evaluation.sets`. Prompts that are too long get no verdict."""
+    """Return the held-out problems of each task, and of `evaluation.sets`. Problems whose prompt is too long get no verdict."""
     found = list[PromptGroup]()
     for name, share in recipe.problem_sets.items():
         source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
@@ -271,9 +271,9 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 def encode(recipe: Recipe, share: ProblemSet, index: int, problem: Problem, tokenizer: PreTrainedTokenizerBase) -> PromptGroup:
     """Return a problem as a prompt group that still lacks run, id, seed and version. `index`: position in the task's split.
 
-    The prompt is encoded in the task's style. An episode's prompt is empty, because the environment makes it. `max_tokens` is
-    the task's, or less if the prompt leaves less of the context; length penalties use it, too, so a long prompt does not evade
-    them. Raises `FieldError` if a chat template is needed and the tokenizer has none.
+    The prompt is encoded in the task's style. An episode's prompt has no tokens, because the environment makes the prompt.
+    `max_tokens` is the task's limit, or the room that the prompt leaves in the context, if less. Length penalties use the same
+    limit, so they also work after a long prompt. Raises `FieldError` if a chat template is needed and the tokenizer has none.
     """
     config, sampling = share.task, recipe.sampling
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)

@@ -1,8 +1,8 @@
 """Turn the SEQUENCES log into batches of complete groups.
 
-`Intake.run` reads the log, checks every sequence and produces ready groups. `take_batch` drops ready groups that are too old
-for the requested version, and waits until a batch is full. The feeder replaces lost groups. After too many consecutive lost
-groups the run ends with an error. Stale groups do not count as lost here, because newer versions sample fresh groups.
+`Intake.run` reads the log, checks every sequence and produces ready groups. `take_batch` drops sequences that are too old for
+the requested version, and waits until a batch is full. The feeder replaces lost groups. After too many consecutive lost groups,
+the run ends with an error. Stale groups are not counted here, because newer versions sample fresh groups.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from services.trainer.learn.batch import TrainingGroup
 log = logging.getLogger(__name__)
 
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
-"""Default of `trainer.give_up_after_groups`: the groups of `STEPS_IN_A_ROW` optimizer steps, but at least `FEWEST_IN_A_ROW`."""
+"""Default of `trainer.give_up_after_groups`: as many as `STEPS_IN_A_ROW` steps need, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
-"""Number of timeouts, beyond those of one group, after which a run ends if no reward of the task has come before."""
+"""The run ends after this many timeouts plus those of one group if no reward of the task has arrived before."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
     "episode_timeout": "raise task.episode_timeout_s or task.answer_timeout_s, or make the environment faster",
     "episode_": "correct the environment or agent; the verifier's log has its output",
-    "no_turns": "let the environment or agent ask its endpoint (OPENAI_BASE_URL) for a turn",
+    "no_turns": "have the environment or agent request at least one turn from its endpoint (OPENAI_BASE_URL)",
     "verifier_refused": "look at the verifier's log",
     "engine": "look at the actors' logs",
     "too_large": "raise max_payload of nats-server, or lower sampling.max_tokens",
     "prompt_too_long": "give trainer and actors the same model.max_context",
     "longer than the context": "give trainer and actors the same model.max_context",
     "token outside the vocabulary": "give trainer and actors the same model and tokenizer",
-    "prompt group lost": "look at the actors' logs: they could not read the prompts, or somebody purges the streams",
-    "actor_quarantined": "look at the actors that the log names, or at weights.verify_logprobs",
-    "forged": "run trainer and actors of the same release; if you do, an actor forges answers: check who has its login",
+    "prompt group lost": "look in the actors' logs for unreadable prompts, and check whether anybody purges the streams",
+    "actor_quarantined": "check the actors that the trainer's log names, or raise weights.verify_logprobs",
+    "forged": "run trainer and actors of the same release. If they are, an actor forges answers: check who has its login",
     "unreadable": "run trainer and actors of the same release",
 }
 """Advice on lost groups, by the beginning of the reason for the loss (docs/errors.md lists the reasons)."""
@@ -70,7 +70,7 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All sequences that have arrived but have no outcome yet, by stage. The objects are never changed."""
+    """All sequences that have arrived but have no outcome yet, by stage. The sequences are never modified."""
 
     taken: tuple[TrainingGroup, ...] = ()
     """Groups for the next step, or in conventional mode for the current phase."""
@@ -110,7 +110,7 @@ class Intake:
         self._lost_reasons: Counter[str] = Counter()
         self.tokens_arrived = 0
         self.tokens_arrived_here = 0
-        """Tokens since this start. `tokens_arrived` continues from the checkpoint."""
+        """Tokens that arrived since this trainer started. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
         """The first message for each short reason for which a sequence failed."""
@@ -133,7 +133,7 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return the groups of the step at `version`. In conventional mode, they are the next part of the phase's groups."""
+        """Wait for the groups of the step at `version`. In conventional mode, they are the next part of the phase."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             self._phase.append(await self._take_group(version))
@@ -172,12 +172,12 @@ class Intake:
         """Quarantine an actor if too many of its tokens of lag 0 contradict the trainer's policy. `tokens`: `LAG_0_TOKENS`."""
         for actor, share in self.quarantine.judge(tokens).items():
             log.error(
-                f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 differ in log-probability from "
-                "the policy that it names; its sequences fail until the trainer restarts"
+                f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 do not have the "
+                "log-probability of the version that it names; its sequences fail until the trainer restarts"
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
-        """Record an open group's missing samples, which will never arrive, as failed. The others are used if possible."""
+        """Record the missing samples of an open group as failed. The samples that have arrived are trained on if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
             await self._add(sequence)
 
@@ -272,7 +272,7 @@ class Intake:
                 return group
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """Close stale samples and those of quarantined actors. Return the rest; None if too few samples are left."""
+        """Close stale samples and those of quarantined actors. Return the other samples; None if too few are left."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)
@@ -303,16 +303,16 @@ class Intake:
 
 
 FEWEST_TOKENS = 256
-"""Number of an actor's tokens of lag 0 after which the actor is checked and the count starts again."""
+"""An actor is checked each time that this many more of its tokens of lag 0 have been counted."""
 QUARANTINED = "actor_quarantined"
 
 
 class Quarantine:
     """Actors whose log μ does not match the policy version that they claim. Their sequences are no longer trained on.
 
-    Only tokens of lag 0 are checked: the version that is trained on them also sampled them, so actor and trainer must agree up
-    to rounding. Checkpoints do not contain the quarantine. `share`: share of an actor's tokens of lag 0 that may be off by more
-    than `meter.bound_of`; 0 = no actor is quarantined.
+    Only tokens of lag 0 are checked. The trainer's current version sampled them, so actor and trainer must agree up to
+    rounding. Checkpoints do not contain the quarantine. `share`: allowed share of an actor's tokens of lag 0 whose log μ is off
+    by more than `meter.bound_of`; 0 = no actor is quarantined.
     """
 
     def __init__(self, share: float) -> None:
@@ -325,8 +325,8 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-        """Add one step's tokens of lag 0, by actor: all, and those beyond the bound. Return newly quarantined actors, each with
-        its share of tokens beyond the bound."""
+        """Count one step's tokens of lag 0. `tokens`: for each actor, all of them and those beyond the bound. Return the newly
+        quarantined actors, each with its share of tokens beyond the bound."""
         found = {}
         for actor, (seen, off) in tokens.items():
             self._seen[actor] += seen

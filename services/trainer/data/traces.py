@@ -1,6 +1,6 @@
 """The trainer's trace spans: issue, receipt and end of each sequence, and one span per optimizer step.
 
-A group's trace begins when the group is issued. After a restart, only sequences that are received again get an end.
+A group's trace begins when the group is issued. After a restart, only sequences that are received again get an end span.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import Trace, child, is_on, root, trace_in, trace_of
 
 MOST_OPEN = 100_000
-"""Maximum number of remembered traces of sequences in progress. Beyond that, the oldest trace gets no end."""
+"""Maximum number of sequences in progress whose traces are kept. Beyond it, the oldest trace gets no end span."""
 
 
 class SequenceTraces:
@@ -55,7 +55,7 @@ class SequenceTraces:
 
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
-        """Open a span around the optimizer step that produces `version`. The spans of sequences trained inside link to it."""
+        """Open a span around the optimizer step that produces `version`. `sequence.train` spans link to it."""
         following = [trace for sequence_id in sequence_ids if (trace := self._open.get(sequence_id)) is not None]
         with root("step.train", links=following, attributes={a.VERSION: version}) as span:
             self._step = trace_of(span), time.time_ns()

@@ -1,15 +1,15 @@
 """Attention that never crosses sequences, for many sequences packed into one row of tokens.
 
 With transformers' `sdpa` and `eager`, a packed row has a [T, T] mask, which is quadratic in the row's tokens. The attention
-registered here works per sequence, on the rows of a padded batch. Padding is harmless: attention is causal, padding comes after
-a row's tokens, and its outputs are dropped. On a GPU with 16-bit weights, torch's variable-length flash kernel is used.
+registered here copies the sequences into padded batches. Padding is harmless: it follows the tokens of a sequence, attention is
+causal, and outputs of padding are dropped. On a GPU with 16-bit weights, torch's variable-length flash kernel is used instead.
 
-Sequences with the same prompt may share its tokens in the packed row. Attention gathers these tokens for each sequence, and the
-backward pass adds up the gradients of their keys and values.
+Sequences with the same prompt may share its tokens in the packed row. Attention copies these tokens for each sequence, and the
+backward pass adds up the gradients of all copies.
 
-If ranks share a row, all-to-all exchanges around attention turn [tokens / P, heads] into [tokens, heads / P] and back
+If P ranks share a row, all-to-all exchanges around attention turn [tokens / P, heads] into [tokens, heads / P] and back
 (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the row collects all scores and computes the same loss. Gradients flow only
-through a rank's own part, so the gradients of all ranks add up. More ranks than heads are not supported.
+through a rank's own part, so their sum over ranks is the row's gradient. P must divide the number of heads.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` on `device` without waiting for it. On the CPU, the result shares their memory. For a GPU, the values go
-    through pinned memory, because otherwise the host would wait for all queued work."""
+    """Return `values` as a tensor on `device`, without waiting. On the CPU, the tensor shares the memory of `values`. Copies to
+    a GPU go through pinned memory, because otherwise the host would wait for all queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -45,10 +45,10 @@ def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Layout in which attention processes the T tokens of a packed row. A token has several slots if sequences share it."""
+    """Slots in which attention processes the T tokens of a packed row: one for each token of each sequence, and padding."""
 
     sources: Tensor
-    """int64[slots]: the token in each slot. A padding slot has an arbitrary token."""
+    """int64[slots]: index in the row of the token in each slot; 0 for padding."""
     first: Tensor
     """int64[T]: for each token, one of its slots."""
     shared: tuple[Tensor, Tensor] | None
@@ -71,7 +71,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
-    """Return how many copies of each key-value head `ranks` need to share heads equally. Raises `FieldError` if none fit."""
+    """Return how many copies of each key-value head let `ranks` share heads equally. Raises `FieldError` if `ranks` cannot."""
     if query_heads % ranks:
         fix = f"does not divide the model's {query_heads} attention heads; use a divisor of {query_heads}"
         raise FieldError("trainer.context_parallel", ranks, fix)
@@ -94,7 +94,7 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many `predictors` (int64[C], ascending) are in each part. Without a `host` copy, wait for the device."""
+        """Return how many `predictors` (int64[C], ascending) each rank has. `host`: their copy, which saves a wait."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
@@ -113,7 +113,7 @@ class RowPart:
         return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
 
     def collected(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Map [k, own tokens] → [k, tokens of all ranks], `counts` of each. Only the own part of the result has a gradient."""
+        """Map [k, own tokens] → [k, tokens of all ranks]. `counts`: tokens by rank. Only the own part has a gradient."""
         padded = x.new_zeros((x.shape[0], max(counts)))
         padded[:, : x.shape[1]] = x.detach()
         everything = [torch.empty_like(padded) for _ in counts]
@@ -129,16 +129,16 @@ class PackedLayout:
     lengths: NDArray[np.int64]
     """[sequences], including prompts. Descending order is the most efficient."""
     cu_seqlens: Tensor
-    """int32[sequences + 1]: cumulative lengths, from 0 to T, or to more than T if sequences share tokens."""
+    """int32[sequences + 1]: cumulative lengths. The last is T, or more if sequences share tokens."""
     longest: int
     places: NDArray[np.int64] | None = None
-    """[sum of lengths]: place in the row of each token of each sequence. None if no tokens are shared."""
+    """[sum of lengths]: position in the row of each token, sequence after sequence. None if no tokens are shared."""
     part: RowPart | None = None
     """Set if ranks share the row: each rank attends to all tokens with a part of the heads."""
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Return (number of sequences, length of the longest) for each run of similar lengths. A run is a padded batch."""
+        """Return (number of sequences, length of the longest) for each run of similar lengths. A run becomes a padded batch."""
         return tuple((end - first, int(self.lengths[first:end].max())) for first, end in _similar_runs(self.lengths))
 
     @cached_property
@@ -179,7 +179,7 @@ def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.
 
 
 def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs [first, end) in which each sequence has at least half the longest length, so at most half is padding."""
+    """Return runs [first, end) of sequences with at least half the run's longest length. At most half of a run is padding."""
     runs: list[tuple[int, int]] = []
     first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
     for index, length in enumerate(lengths.tolist()):
@@ -275,7 +275,7 @@ def varlen_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention with transformers' interface: query [1, heads, T, dim] → ([1, T, heads, dim], None). Raises `FieldError` if the
-    architecture's attention has terms that are not implemented here. The module keeps the window as `packed_window`."""
+    architecture passes `UNSUPPORTED` arguments, or does not pass `packed`. Stores the window as `module.packed_window`."""
     vars(module)["packed_window"] = sliding_window
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:

@@ -22,11 +22,11 @@ from services.trainer.learn.attention import PackedLayout, on_device, packed_lay
 
 
 def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: str) -> NDArray[np.float64]:
-    """Return [S]: for each sequence of an optimizer step, the factor of each of its tokens in the loss.
+    """Return float64[S]: for each sequence of an optimizer step, the factor of its tokens' terms in the loss.
 
-    `sampled_tokens` int64[S]: each sequence's number of sampled tokens, over all branches. The factor by `normalization`:
-    `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476). `sequence`: 1 / (its tokens · sequences) (GRPO, arXiv 2402.03300).
-    `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as in Dr. GRPO, arXiv 2503.20783).
+    `sampled_tokens` int64[S]: each sequence's number of sampled tokens, over all branches. `normalization` decides the factor.
+    `token`: 1 / all tokens (DAPO, arXiv 2503.14476). `sequence`: 1 / (tokens of the sequence · sequences) (GRPO, arXiv
+    2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as in Dr. GRPO, arXiv 2503.20783).
     """
     num_sequences = len(sampled_tokens)
     if normalization == "sequence":
@@ -36,7 +36,7 @@ def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: str) -> N
 
 @dataclass(frozen=True, eq=False)
 class TrainingGroup:
-    """Trainable sequences of one group, and their advantages [n]. Each sequence has a prompt token and a sampled token."""
+    """Trainable sequences of one group, and their advantages [n]. No prompt is empty, and each sequence has sampled tokens."""
 
     sequences: tuple[Sequence, ...]
     advantages: NDArray[np.float64]
@@ -56,7 +56,7 @@ class TokenRow:
     """int64[1, T]: position of each token in its branch, from 0, counted through prompt and completion."""
     layout: PackedLayout
     predictors: NDArray[np.int64] | None = None
-    """Host copy of the predictors of `HostMicroBatch`, to read without waiting for the device."""
+    """`HostMicroBatch.predictors`, which the host can read without waiting for the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +66,9 @@ class HostMicroBatch:
     token_ids: NDArray[np.int64]
     """[T], without padding."""
     lengths: NDArray[np.int64]
-    """[S] in order of the row, including prompts."""
+    """[S]: number of tokens of each branch in the row, including its prompt."""
     places: NDArray[np.int64]
-    """[sum of lengths]: place in the row of each token of each branch; 0 .. T - 1 if no prompt is shared."""
+    """[sum of lengths]: position in the row of each token, branch after branch; 0 .. T - 1 if no prompt is shared."""
     predictors: NDArray[np.int64]
     """[C]: position in the row whose output predicts the token. Ascending if no prompt is shared."""
     targets: NDArray[np.int64]
@@ -154,9 +154,9 @@ def host_microbatch(
     actors: NDArray[np.int64] | None = None,
     reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
-    """Pack `branches`, in `row_order`, with the arrays [S] that describe them, for the gradient at policy version `version`.
-    `share_prompts`: put a prompt of several branches into the row only once. Without branches, the row is only padding, because
-    a rank may run out of branches before the others."""
+    """Pack `branches` into a row, in `row_order`. Arrays have one entry per branch. `version`: policy version of the gradient.
+    `share_prompts`: put a prompt that several branches have into the row once. `branches` may be empty, because a rank may run
+    out of them before the others; the row is then only padding."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]
@@ -195,7 +195,7 @@ def host_microbatch(
 
 
 def _row_tokens(members: list[Branch], share_prompts: bool) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row's tokens [T], the start of each member's prompt in the row [S], and that of its completion [S]."""
+    """Return the row's tokens [T], and the positions where each member's prompt [S] and completion [S] start in the row."""
     parts: list[NDArray[Any]] = []
     prompt_starts, completion_starts, begin = [], [], 0
     known: dict[bytes, int] = {}

@@ -1,6 +1,6 @@
 """Insert, find and disable peft's low-rank adapters in a model, and yield the weights in the form that actors load.
 
-Adapters have the model's dtype, and the optimizer or the shards keep float32 masters. Actors load either whole weights with
+Adapters have the model's dtype. The optimizer, or each shard, keeps float32 masters. Actors load either whole weights with
 adapters merged in, or A and B of each adapter. Shards are gathered one parameter at a time, to save memory.
 """
 
@@ -69,8 +69,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 
 @cache
 def rounded_once() -> type[nn.Module]:
-    """Return peft's layer for `nn.Linear`, changed so that in 16 bits W·x + s · B·(A·x) is rounded only once. peft rounds W·x
-    first, and then loses every adapter term below half a unit in the last place. The first steps learn mostly such terms."""
+    """Return a subclass of peft's layer for `nn.Linear` that rounds W·x + s · B·(A·x) only once in 16 bits. peft rounds W·x
+    first, and thus loses adapter terms below half a unit in the last place. In the first steps, most terms are that small."""
     from peft.tuners import lora
 
     class RoundedOnce(lora.Linear):
@@ -103,7 +103,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
             raise FieldError(field, part, f"the model has no such layer; adapters can go on {kinds}")
         for name in found:
             if name not in body:
-                fix = f"matches {name}, which is the output head or no linear layer; adapters can go on {kinds}"
+                fix = f"matches {name}, which is the output head or not a linear layer; adapters can go on {kinds}"
                 raise FieldError(field, config.target_modules, fix)
             targets[name] = body[name]
     return targets
@@ -167,7 +167,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
-    weights every rank must iterate to the end. `dtype`: the caller rounds all values to it, so shards may be gathered in it."""
+    weights, every rank must iterate to the end. Shards are gathered in `dtype`, to which the caller rounds."""
     for name, parameter, adapter in served_parameters(model):
         if adapter is None:
             yield name, whole(parameter, dtype)
@@ -190,7 +190,7 @@ def factor_names(layer: str) -> tuple[str, str]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
-    """Yield (name in `served_weights`, parameter, adapter to merge into it or None). A single rank may call this."""
+    """Yield (name in `served_weights`, parameter, adapter to merge into the parameter or None). Nothing is gathered."""
     adapters = layer_adapters(model)
     factors = {id(factor) for adapter in adapters.values() for factor in (adapter.a, adapter.b)}
     of_weight = {id(adapter.weight): adapter for adapter in adapters.values()}
@@ -203,7 +203,7 @@ def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Paramete
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor, detached. If it is sharded, gather it; a `dtype` with fewer bits is applied to the shards first."""
+    """Return the tensor, detached. If it is sharded, gather it, in `dtype` if that has fewer bits."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     is_smaller = dtype is not None and dtype.itemsize < tensor.dtype.itemsize

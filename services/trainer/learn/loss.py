@@ -5,7 +5,7 @@ so the number of micro-batches and ranks does not change a gradient. Log importa
 
 A mask excludes tokens from the policy loss if π is too far from μ, because of policy lag or numerical differences. Masked
 tokens still count in the denominators, in ESS, and in the KL and entropy terms. Losses and masks over whole sequences treat
-each branch separately, with its sampled tokens of all turns.
+each branch as one sequence, with the sampled tokens of all its turns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ [C] in nats to bool[C]: True excludes the token. NaN is kept, so that the step is skipped."""
+"""Functions from log π − log μ [C] in nats to bool[C]: True excludes the token. NaN gives False, so the step is skipped."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -130,7 +130,7 @@ POLICY_TERMS: dict[str, PolicyTerm] = {
     "gspo": gspo,
     "cispo": cispo,
 }
-"""GRPO has PPO's policy term. Its advantages and normalisation differ; `AlgorithmConfig` sets them by default."""
+"""GRPO has PPO's policy term. It differs in advantages and normalisation, whose defaults `AlgorithmConfig` sets."""
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -143,8 +143,8 @@ def compute_loss(
     batch: MicroBatch, scores: TokenScores, config: AlgorithmConfig, reference_logprobs: Tensor | None = None
 ) -> LossOutput:
     """Return policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value
-    loss, as weighted sums over tokens. With a value head, the batch's advantages are returns. The values v_φ are subtracted
-    from them without a gradient (the paper, eq. 4). A masked token adds 0 to the policy loss."""
+    loss, as weighted sums over tokens. With a value head, the batch's advantages are returns, from which the values v_φ are
+    subtracted without a gradient (the paper, eq. 4). A masked token adds 0 to the policy loss."""
     value_loss = scores.logprobs.new_zeros(())
     if scores.values is not None:
         error = scores.values - batch.advantages

@@ -53,8 +53,8 @@ def load_policy(
 
 
 def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, attention: str, own_logits: bool) -> Policy:
-    """Return a policy on the meta device. `attention` and `own_logits` come from the rank that loaded and checked the policy.
-    Raises `FieldError` if the model's configuration does not load."""
+    """Return a policy on the meta device, without weights. `attention` and `own_logits` come from the rank that loaded and
+    checked the policy. Raises `FieldError` if the model's configuration does not load."""
     hf_config = _load_config(source, config, hub_arguments(source, config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -70,8 +70,8 @@ def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, atten
 def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
-    """Return a policy of `model`. `auto`: use this project's attention, or `eager` if that does not reproduce the model's
-    log-probabilities."""
+    """Return a policy of `model`. With `attention` `auto`, use this project's attention, or `eager` if the former does not
+    reproduce the model's log-probabilities."""
     _prepare(model, gradient_checkpointing)
     if attention != "auto":
         return checked_policy(model, attention, float32_head)
@@ -101,7 +101,7 @@ def frozen_copy(policy: Policy) -> Policy:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers that transformers marks, or else the longest list of modules, in order of depth. It may be empty."""
+    """Return the decoder layers in order of depth: those that transformers marks, or the longest `ModuleList`, or none."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]
@@ -109,7 +109,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_policy(policy: Policy, device: torch.device) -> None:
-    """Compile the decoder layers and the work on logits with `torch.compile` at first use.
+    """Have `torch.compile` compile the decoder layers and the work on logits when they are first used.
 
     Each layer is compiled in place, so its weights keep their names. All layers share the compiled code of the first one.
     Shapes are dynamic, because packed rows differ in length. This project's attention is not compiled, because its layout

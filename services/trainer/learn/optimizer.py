@@ -1,5 +1,5 @@
-"""AdamW on float32 parameters, with clipping and a learning-rate schedule. A 16-bit model gets float32 master copies, in which
-the gradients of all micro-batches are summed. Actors serve the masters rounded to 16 bits."""
+"""AdamW on float32 parameters, with clipping and a learning-rate schedule. A 16-bit model gets float32 master copies, which
+also sum the gradients of all micro-batches. Actors serve the masters rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimize
     """Return AdamW over groups of float32 parameters. Each group may have a `weight_decay` and a `RATE_FACTOR`.
 
     `adamw_8bit` is torchao's, with block-wise quantised moments (Dettmers et al., arXiv 2110.02861): 2.03 bytes per parameter
-    instead of 8. Tensors or shards with fewer than `MIN_QUANTIZED` elements, or not a multiple of 256, keep float32 moments.
-    Raises `FieldError` if torchao cannot be imported, or its step does not compile.
+    instead of 8. A tensor or shard keeps float32 moments if its size is below `MIN_QUANTIZED`, or not a multiple of 256. Raises
+    `FieldError` if torchao cannot be imported, or its step does not compile.
     """
     common: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
     devices = {parameter.device for group in groups for parameter in group["params"]}
@@ -78,7 +78,7 @@ MIN_QUANTIZED = 4096
 
 
 def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
-    """Take a compiled step of one small tensor (seconds). Raises `FieldError` if this machine cannot compile it."""
+    """Take a compiled step on a small tensor, which takes seconds. Raises `FieldError` if this machine cannot compile it."""
     probe = nn.Parameter(torch.zeros(MIN_QUANTIZED, device=device))
     probe.grad = torch.zeros_like(probe)
     try:
@@ -92,13 +92,13 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
 
 
 RATE_FACTOR = "rate_factor"
-"""Key in a parameter group for its learning rate relative to the policy's. 1 if missing."""
+"""Key of a parameter group's learning rate as a multiple of the policy's. A missing key means 1."""
 VALUE_RATE_FACTOR = 10.0
 """Default `RATE_FACTOR` of the value head, which starts at 0 and must learn faster than the policy."""
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the policy's learning rate. A compiled step reads it from a tensor."""
+    """Set the learning rate of each group, from the policy's `rate`. A compiled step reads the rate from a tensor."""
     for group in optimizer.param_groups:
         of_group = rate * group.get(RATE_FACTOR, 1.0)
         if isinstance(group["lr"], Tensor):
@@ -135,7 +135,7 @@ class PolicyOptimizer:
                 group[RATE_FACTOR] = _value_factor(config)
 
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
-        """Clip the gradients, take a step, and clear them. No weight changes if the loss or a gradient is not finite.
+        """Clip the gradients, take a step, and clear the gradients. No weight changes if the loss or a gradient is not finite.
 
         `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the gradient's norm, so a
         weighted mean over tokens is clipped at norm 1. Return figures of metrics.jsonl: `learning_rate`, `grad_norm` before
@@ -193,7 +193,7 @@ def _value_factor(config: TrainerConfig) -> float:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a float32 parameter as it is. For others, return a float32 copy to which each new gradient moves."""
+    """Return a float32 parameter as it is. For others, return a float32 copy that takes over each new gradient."""
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())

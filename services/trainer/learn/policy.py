@@ -1,9 +1,9 @@
 """A Hugging Face causal language model that scores chosen tokens of a packed row: log-probabilities, entropies and values.
 
 `Policy.forward` calls backbone, output head and value head, because FSDP gathers sharded weights when a module's `forward`
-begins. Logits are computed only at sampled positions. A plain linear head is evaluated here in blocks. A block has the logits
-of all tokens for some words of the vocabulary, and the backward pass recomputes it. If one block is enough, its logits are kept
-instead. Models that do more to their logits (soft capping, scaling, another head) compute them themselves.
+begins. Logits are computed only at sampled positions. A plain linear head is evaluated here in blocks: the logits of all tokens
+for a range of the vocabulary. The backward pass recomputes them, unless one block holds the whole vocabulary. A model that does
+more to its logits (soft capping, scaling, another head) computes them itself.
 
 Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Training data must be sampled without top-p and
 top-k, because log π is always that of the full distribution.
@@ -28,11 +28,11 @@ from services.trainer.learn.attention import VARLEN, RowPart, forward_arguments,
 from services.trainer.learn.batch import TokenRow, token_row
 
 MAX_LOGITS = 2**25
-"""Maximum number of logits (tokens × words) in one block. A block takes 128 MiB in float32, and two exist at a time."""
+"""Maximum number of logits (tokens × vocabulary entries) in a block. A block has 128 MiB in float32; two exist at a time."""
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""Block sizes are multiples of this, for faster GPU kernels."""
+"""Blocks have a multiple of this number of vocabulary entries, for faster GPU kernels."""
 PROBE_LENGTHS = (7, 5)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -167,7 +167,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
     if _packing_error(policy) > tolerance:
         policy.leave_logits_to_model()
         if (off := _packing_error(policy)) > tolerance:
-            fix = f"{type(model).__name__} scores packed sequences up to {off:.2g} nats differently from each one alone; "
+            fix = f"{type(model).__name__} scores packed sequences up to {off:.2g} nats differently from each sequence alone; "
             fix += "use another architecture" if attention == "eager" else "try sdpa or eager, or another architecture"
             raise FieldError("model.attention", attention, fix)
     policy.may_share_prompts = attention == VARLEN and _packing_error(policy, shared=3) <= tolerance
@@ -202,8 +202,8 @@ def _plain_logprobs(policy: Policy, tokens: np.ndarray) -> Tensor:
 
 
 def without_gradient(policy: Policy) -> str:
-    """Return the name of a module that has weights to train and gives outputs without a gradient; "" if there is none. The code
-    of some mixtures of experts does so in evaluation mode."""
+    """Return the name of a module with trainable weights whose outputs have no gradient; "" if there is none. The code of some
+    mixtures of experts drops the gradient in evaluation mode."""
     lost, names = [""], {module: name for name, module in policy.model.named_modules()}
 
     def look(module: nn.Module, _: Any, output: Any) -> None:
@@ -255,7 +255,7 @@ class Float32Head(nn.Linear):
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Return whether `head` is exactly a linear layer: not of a subclass, without hooks, and with its `forward` unpatched."""
+    """Return whether `head` is a plain `nn.Linear` or `Float32Head`, without hooks and with its `forward` unpatched."""
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     return type(head) in (nn.Linear, Float32Head) and not any(hooks) and "forward" not in vars(head)
 
@@ -337,7 +337,7 @@ class _Head:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def place(self, words: slice) -> tuple[Tensor, Tensor]:
-        """Return for each token the index of its target within the block (0 if it is not there), and whether it is there."""
+        """Return, for each token, the index of its target within the block (else 0), and whether the block has the target."""
         index = self.targets - words.start
         inside = (index >= 0) & (index < words.stop - words.start)
         return torch.where(inside, index, 0), inside
@@ -346,8 +346,8 @@ class _Head:
 def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
 
-    Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. A
-    word's log p is its logit minus the log-normaliser. Without compilation, both are relative to the token's largest logit.
+    Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. log p
+    is the logit minus the log-normaliser. For a single uncompiled block, both are relative to its largest logit.
     """
     blocks = head.blocks()
     buffer = head.buffer()
@@ -372,7 +372,7 @@ def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 
 def _sums(logits: Tensor, shifted: Tensor | None = None, room: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z. `shifted`: memory for z − m, which may be that of z.
+    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z. `shifted`: memory for z − m, which may be `logits`.
     `room`: memory of the same shape. Compiled code needs neither."""
     largest = logits.amax(1)
     shifted = torch.sub(logits, largest[:, None], out=shifted)
@@ -387,8 +387,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LinearScores(torch.autograd.Function):
-    """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy). z are the logits over the
-    temperature, g and h the gradients of log-probabilities and entropies. dp is p − 1 for the target and p for other words."""
+    """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy). z: logits divided by the
+    temperature. g, h: gradients of log-probabilities and entropies. dp: p − 1 for the target, p for all others."""
 
     @staticmethod
     def forward(
@@ -439,8 +439,7 @@ def _gradient(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return −p · (g + h · (log p + entropy)) [C, words] in `dtype`, with `of_target` [C] added at `index` [C]. `spread`: h and
-    entropy; None if entropy has no gradient. `out`: memory for the result, which may be that of the logits; None in compiled
-    code."""
+    entropy; None if entropy has no gradient. `out`: memory for the result, which may be `logits`; None in compiled code."""
     log_p = torch.sub(logits, log_normaliser[:, None], out=out)
     if spread is None:
         wide = torch.mul(torch.exp(log_p, out=out), -g[:, None], out=out)

@@ -1,4 +1,4 @@
-"""The learner: one optimizer step on this rank's share, together with the learners of the other ranks.
+"""The learner takes optimizer steps on this rank's share, together with the learners of the other ranks.
 
 A step is planned and packed once, in NumPy. Token weights come from totals of the whole step, so losses and gradients of all
 shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks as orders, which `worker.py`
@@ -43,7 +43,7 @@ from services.trainer.world import ADAPTER, END, SCORE, WEIGHTS, Message, RankLa
 TRAIN, BATCHES, USE = "train", "batches", "use"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same length."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step are equally long."""
 
 
 def batch_message(version: int, share: Share) -> Message:
@@ -98,7 +98,7 @@ class Learner:
         compute_dtype: torch.dtype | None = None,
         bound: float = meter.BOUND_16_BIT,
     ) -> None:
-        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as given.
+        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as it is now.
         `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: as in `meter.token_statistics`."""
         self.policy = policy
         self.algorithm = algorithm
@@ -123,8 +123,8 @@ class Learner:
         """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan and pack one optimizer step on `groups` at policy version `version`, for all ranks, on any thread. All branches
-        of a sequence get its advantage and weight. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`."""
+        """Plan and pack one optimizer step of all ranks on `groups` at policy version `version`. Any thread may call this. All
+        branches of a sequence get its advantage and weight. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`."""
         sequences = [sequence for group in groups for sequence in group.sequences]
         branches, data_ranks = all_branches(groups), self.world.layout.data_ranks
         owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
@@ -161,7 +161,7 @@ class Learner:
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
         """Return a plan, and how many slots at its start need no backward pass because all their branches are `silent`. A slot
-        is one micro-batch per rank. The number is 0 if all are silent, or if separating them adds slots on several ranks."""
+        is one micro-batch per rank. The number is 0 if all branches are silent, or if several ranks would need more slots."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
@@ -189,14 +189,14 @@ class Learner:
                 self.world.batches.tell_all(Message(END))
 
     def use(self, trainer: TrainerConfig) -> None:
-        """Take further steps, on all ranks, with the learning rates, schedule, bound and packing of `trainer`."""
+        """Take further steps, on all ranks, with the learning rates, schedule, gradient bound and packing of `trainer`."""
         if trainer != self.trainer and self.world.is_first and self.world.links is not None:
             self.world.links.tell_all(Message(USE, {"trainer": trainer.model_dump(mode="json")}))
         self.trainer = trainer
         self.optimizer.use(trainer)
 
     def send_batches(self, prepared: PreparedStep) -> None:
-        """Rank 0: start to send each rank its batches, on any thread. Steps must be taken in the order in which they are sent.
+        """Rank 0: start to send each rank its batches. Any thread may call this. Take the steps in the order of these calls.
         Raises `RuntimeError` if a rank is gone."""
         layout, links = self.world.layout, self.world.batches
         if links is not None:
@@ -242,9 +242,9 @@ class Learner:
     def compute(self, share: Share) -> tuple[meter.TokenStatistics, NDArray[np.float64], dict[str, Any]]:
         """Compute this rank's `share` of one optimizer step. Return statistics, totals and figures.
 
-        The statistics are of the share's values [4, C]: log weight, clipped, masked and entropy of each sampled token; [5, C]
-        with a learned baseline, which comes last. Totals [4] of the whole step: loss, KL to the reference, value loss, sum of
-        the weights. Figures: those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
+        The statistics summarise four values of each sampled token in the share: log weight, clipped, masked and entropy. A
+        learned baseline is the fifth. Totals [4] are of the whole step: loss, KL to the reference, value loss, sum of the
+        weights. Figures are those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
         """
         values, terms = [], []
         for host_batch in share:
@@ -264,7 +264,7 @@ class Learner:
         return meter.token_statistics(of_tokens, share, self._bound), totals, figures
 
     def microbatch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Add one micro-batch's gradient, and return its part of the values and totals of `compute`, on the device."""
+        """Add one micro-batch's gradient, and return its values [4 or 5, C] and totals [4] (`compute`), on the device."""
         given, reference = (batch.row, batch.predictors, batch.targets, self.temperature), None
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(*given, self.algorithm.entropy_coefficient > 0)
@@ -290,7 +290,7 @@ class Learner:
     def gather(self, kind: str, dtype: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield whole parameters by their checkpoint names. All ranks must iterate to the end. `WEIGHTS`: the weights that
         actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer. `dtype`: name of the dtype to
-        which the caller will round all weights, so that shards are gathered in it; empty = none."""
+        which the caller will round all weights, so shards are gathered in it; empty = no rounding."""
         self.order(kind, dtype=dtype)
         if kind == WEIGHTS:
             return served_weights(self.policy.model, getattr(torch, dtype) if dtype else None)

@@ -41,7 +41,7 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return a counter of rank 0's orders, which the first rank of each other node exports for its pod."""
+    """Return a counter of rank 0's orders. The first rank of each node without rank 0 exports it for its pod."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders from rank 0 that the first rank of another node executed.", {"kind": ORDERS}, unit="orders"
     )
@@ -65,7 +65,7 @@ class TaskMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
         reported = {
-            "figure": f"name of a reward's term or of an environment's metric, or `turns`; the first {MOST_REASONS} names"
+            "figure": f"one of the first {MOST_REASONS} names of a reward's terms or an environment's metrics, or `turns`"
         }
         text = "Sequences of the step. One series per task, if there are several."
         self._of_task = {"sequences": metrics.reading("task_sequences", text, task)}
@@ -188,7 +188,7 @@ PHASES = tuple(phase_name(phase) for phase in trainer_pb2.TrainerPhase.values() 
 
 LAG_TEXT = "Lag of trained tokens in optimizer steps; each token counts once."
 LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Bucket edges in optimizer steps, inclusive: those of the lag buckets, and larger ones for runs without a lag bound."""
+"""Upper bucket edges in optimizer steps, inclusive: those of `LAG_BUCKETS`, and larger ones for runs without a lag bound."""
 
 
 class TokenLagHistogram(Collector):
@@ -251,7 +251,7 @@ STATE_METRICS = (
                 lambda run: run.updater.regroups, "groups of members"),
     StateMetric("weight_updates_total", "Weight updates: versions that all members came to serve, and aborted transfers.",
                 lambda run: run.updater.updates, "updates", {"outcome": ("served", "aborted")}),
-    StateMetric("epoch", "Number of the epoch, the current membership of the transfer group.",
+    StateMetric("epoch", "Number of the current epoch. It changes with the members of the transfer group.",
                 lambda run: run.updater.epoch, "epoch"),
     StateMetric("weight_log_version", "Newest version that the weight log announced; no series before the first, or without a "
                 "log.", lambda run: run.updater.log.version if run.updater.log else None),
@@ -268,7 +268,7 @@ STATE_METRICS = (
                 lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": tuple(Outcome)}),
     StateMetric("tokens_arrived_total", "Completion tokens that have reached the trainer since it started.",
                 lambda run: run.intake.tokens_arrived_here, "tokens"),
-    StateMetric("bad_messages", "Unusable messages: sequences since the run began, others since this trainer started.",
+    StateMetric("bad_messages", "Unusable sequences since the run began, and control messages since this trainer started.",
                 lambda run: run.intake.bad_messages + run.updater.bad_messages),
     StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
                 "(weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
@@ -334,7 +334,7 @@ class TrainerMetrics:
         return None if self._view is None else state.read(self._view())
 
     def _unread(self, run: RunView) -> int | None:
-        """Return the number of unread messages: those at the last check of the stream, less those read since."""
+        """Return how many messages that SEQUENCES had at its last check are unread; None before the first check."""
         log = self.streams.get("sequences")
         return None if log is None else max(0, log.last_position - run.intake.position)
 

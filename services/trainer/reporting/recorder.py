@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 PAGE_STATE_EVERY_S = 1.0
 MOST_SPREADS = 24
 SAMPLES_READ = 256
-"""A resumed run reads this many of the first samples, and as many of the last, for the page."""
+"""Number of first samples, and also of last samples, that a resumed run reads for the page."""
 
 
 class Recorder:
@@ -88,7 +88,7 @@ class Recorder:
         self.totals = RunTotals()
         self._findings: list[dict[str, Any]] = []
         self._examined_at = 3
-        """Number of steps at which the run is examined again. It grows geometrically, since all records are then read."""
+        """Number of steps after which the run is examined next. It grows geometrically, as an examination reads all records."""
         self.progress = {"steps": str(recipe.trainer.steps)}
         """Figures of the newest step and evaluation, as text, for the run's ConfigMap."""
         self.feed = StepFeed(files.kept)
@@ -424,7 +424,7 @@ def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
 
 
 def answer_figures(batch: list[TrainingGroup], recipe: Recipe) -> dict[str, Any]:
-    """Return what a step's answers have earned, named as in metrics.jsonl. Figures that do not apply are left out. Pure."""
+    """Return figures about a step's answers, named as in metrics.jsonl. Figures that do not apply are left out. Pure."""
     groups = [group.sequences for group in batch]
     full = {name: share.reward.correct for name, share in recipe.mixture.items()}
     earned = [(full.get(group[0].task, 1.0), [answer_reward(one.reward_components) for one in group]) for group in groups]

@@ -24,7 +24,7 @@ Sample = dict[str, Any]
 MOST_TOKENS = 1024
 """Maximum number of tokens of a completion that are written one by one."""
 MOST_WITH_TOKENS = 500
-"""About this many steps per run have samples written token by token, of up to 20 KB each. Other samples take 1 to 4 KB."""
+"""Approximate number of steps per run whose samples have tokens (up to 20 KB each). Other samples take 1 to 4 KB."""
 
 
 def has_tokens(step: int, steps: int) -> bool:
@@ -117,8 +117,8 @@ def without_tokens(sample: Sample) -> Sample:
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
-    """Return the piece of `text`, the decoded `token_ids`, that each of the first `limit` tokens adds. If several tokens make
-    one character, the last of them gets it. Special tokens have no text. Return None if tokens and text cannot be matched."""
+    """Split `text`, the decoded `token_ids`, into one piece for each of the first `limit` tokens. If several tokens make one
+    character, the last of them gets it. Special tokens have no text. Return None if tokens and text do not match."""
     pieces = _pieces(tokenizer, token_ids[:limit], skip_special_tokens=True)
     return pieces if pieces is not None and text.startswith("".join(pieces)) else None
 
