@@ -11,7 +11,7 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import fmean, median, stdev
 
 from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, found, percent, ranked, worse
@@ -357,11 +357,13 @@ def rewards(view: SetView) -> Findings:
          "18 % of them, if 10 % are right; 57 % of groups of 8", "sampling.group_size", "use 8"),
     )  # fmt: skip
     yield from _forms(view)
-    written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
+    answers = view.answers or (filter(None, view.references) if reward.is_function else ())
+    written = [view.written] if view.written else [f"{view.marker} {one}" for one in islice(answers, 64)]
     lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
     if (middle := median(lengths)) > limit:
         told, fix = f"{middle:.0f} tokens, such as {written[0]!r:.80}", f"use {2 * math.ceil(max(lengths))} or more"
-        yield Finding("max-tokens-small", "grave", told, field, fix)
+        fix += ", or extract shorter answers by task.answer_pattern" if reward.is_function else ""
+        yield Finding("max-tokens-small", worse(not reward.is_function, 1), told, field, fix)
     if limit < (needed := 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0):
         told = f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"
         context = ", and twice that for model.max_context" if 4 * needed >= view.recipe.model.max_context else ""
