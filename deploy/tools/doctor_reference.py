@@ -9,18 +9,18 @@ from __future__ import annotations
 from deploy.tools.generated import GeneratedPart, row
 from pipelinerl.doctor import learning, lessons
 from pipelinerl.doctor.findings import rules_of
-from pipelinerl.doctor.recipes import RECIPE_RULES, adopted
+from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES
 from pipelinerl.doctor.runs import losses
 from pipelinerl.doctor.settings import SETTINGS_RULES
 
-_KINDS = (("what `validate` finds", (adopted,)), ("a recipe", RECIPE_RULES),
-          ("settings, before and after a run", SETTINGS_RULES), ("lost data", (losses,)),
+_KINDS = (("a recipe", RECIPE_RULES), ("settings, before and after a run", SETTINGS_RULES), ("lost data", (losses,)),
           ("lengths, answers, rewards", lessons.RULES), ("numerics, policy, speed", learning.RULES))  # fmt: skip
 
 
 def rules() -> str:
     """Return a table with a row for each kind of rules."""
-    rows = list[str]()
+    checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (_, meaning, docs) in ADOPTED.items())
+    rows = [row(("what `validate` finds", checked))]
     for kind, families in _KINDS:
         told = (f"[`{id_}`]({one.page}): {one.meaning}: {one.threshold}" for id_, one in rules_of(*families).items())
         rows.append(row((kind, "<br>".join(told))))

@@ -60,7 +60,7 @@ class Rule(NamedTuple):
     threshold: str
 
 
-def rules_of(*families: Callable[..., Any]) -> dict[str, Rule]:
+def rules_of(*families: Family) -> dict[str, Rule]:
     """Return the rules that rules.md lists for families, such as `some-id (page.md#part): meaning: threshold`, by id."""
     text = "\n\n".join(_sections()[f"{one.__module__.rpartition('.')[2]}.{one.__name__}"] for one in families)
     found = re.findall(r"(?ms)^([\w-]+) \((\S+)\): (.+?):\s(.+?)(?=\n+\S|\Z)", text)

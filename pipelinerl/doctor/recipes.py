@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import islice, pairwise
 from statistics import fmean, median, stdev
 
-from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, found, percent, ranked, rules_of, worse
+from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, found, percent, ranked, worse
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
 from pipelinerl.recipe.fields import Recipe
@@ -26,7 +26,18 @@ from pipelinerl.tasks.final_answer import bare_answer, final_answer
 from pipelinerl.tasks.source import Problem, Split, conversation
 
 MISTAKE, LACKING, UNPAID = "recipe-mistake", "machine-lacks", "references-unpaid"
-_GRAVITIES: dict[str, Gravity] = {MISTAKE: "grave", UNPAID: "grave", LACKING: "note"}
+ADOPTED: dict[str, tuple[Gravity, str, str]] = {
+    MISTAKE: ("grave", "The recipe cannot run", "errors.md#before-a-run"),
+    UNPAID: ("grave", "The reward gives reference answers no more than an empty text", "recipes.md#rewards"),
+    "answers-empty": ("warning", "Problems have no reference answer", "recipes.md#tasks"),
+    "references-misread": ("warning", "The scorer does not read some references as answers", "recipes.md#rewards"),
+    "template": ("warning", "The chat template and the prompts do not fit", "recipes.md#chat-templates"),
+    "prompts-repeated": ("warning", "Prompts occur several times", "recipes.md#tasks"),
+    "warmup-too-long": ("warning", "The learning rate never reaches its value", "learning.md#learning-rate"),
+    "max-lag-too-small": ("warning", "The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
+    LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
+}
+"""Findings that other checks of a recipe make: gravity, meaning and page by id, the cause first."""
 _MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
@@ -132,7 +143,7 @@ def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldE
     """Return all findings about a recipe, the cause first. `problems`: further mistakes, such as too little memory."""
     found = [(LACKING if isinstance(one, Lacking) else MISTAKE, one) for one in (*examined.problems, *problems)]
     kinds = {(id_, one.field): (id_, one) for id_, one in reversed([*doubts(recipe, examined)])}  # the first of each kind
-    found = sorted([*found, *reversed(kinds.values())], key=lambda one: [*rules_of(adopted)].index(one[0]))
+    found = sorted([*found, *reversed(kinds.values())], key=lambda one: [*ADOPTED].index(one[0]))
     return ranked([*(adopted(id_, problem, recipe) for id_, problem in found), *quick_findings(recipe, examined)])
 
 
@@ -143,13 +154,13 @@ def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
 
 def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Finding:
     """Return a finding for a problem that another check has found."""
-    rule, gravity = rules_of(adopted)[id_], _GRAVITIES.get(id_, "warning")
+    gravity, meaning, page = ADOPTED[id_]
     if id_ == UNPAID and recipe:
         share = recipe.sets_by_place[problem.field.removesuffix("reward.scorer")]
         if share.reward.is_function or (share.reward.answer_pattern and not reads(share, *_PROBES)):
             gravity = "warning"  # it may want another form of answers than those that were tried
     told = f"{problem.field} = {problem.value!r:.120}"
-    return Finding(id_, gravity, told, problem.field, problem.fix, meaning=rule.meaning, docs=f"docs/{rule.page}")
+    return Finding(id_, gravity, told, problem.field, problem.fix, meaning=meaning, docs=f"docs/{page}")
 
 
 _MISSING = re.compile(r"(?i)nan|none|null|n/a|undefined")

@@ -14,7 +14,7 @@ import yaml
 from pipelinerl.commands.validate import doctor
 from pipelinerl.doctor import runs
 from pipelinerl.doctor.findings import rules_of
-from pipelinerl.doctor.recipes import RECIPE_RULES, adopted, quick_findings
+from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, quick_findings
 from pipelinerl.doctor.run_records import RunRecords
 from pipelinerl.doctor.runs import RUN_RULES, examine_run, findings_about
 from pipelinerl.doctor.settings import SETTINGS_RULES
@@ -298,7 +298,7 @@ def test_shipped_recipes_have_no_finding(name: str) -> None:
 
 
 def test_every_rule_of_a_recipe_is_seeded() -> None:
-    known = rules_of(adopted, *RECIPE_RULES, *SETTINGS_RULES).keys()
+    known = rules_of(*RECIPE_RULES, *SETTINGS_RULES).keys() | ADOPTED.keys()
     others = {"machine-lacks", "references-misread", "template", "reward-slow"}
     assert known - {fault.expected for fault in RECIPE_FAULTS} == others
 
