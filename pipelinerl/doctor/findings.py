@@ -1,20 +1,19 @@
 """Findings of the doctor, and rules that make them. Pure.
 
-A family of rules is a generator of findings over a view: a problem set of a recipe, or the records of a run. rules.md lists
-its rules in the order of causes, with page, meaning and threshold. To add a rule, add it there and yield what it finds.
+A family of rules is a generator of findings over a view: a problem set of a recipe, or the records of a run. Its docstring
+lists its rules in the order of causes, with page, meaning and threshold. To add a rule, add it there and yield what it finds.
 Wrong accusations are worse than silence, so thresholds leave room, and rules wait for enough steps.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 from pipelinerl.recipe.fields import Recipe
@@ -61,17 +60,10 @@ class Rule(NamedTuple):
 
 
 def rules_of(*families: Family) -> dict[str, Rule]:
-    """Return the rules that rules.md lists for families, such as `some-id (page.md#part): meaning: threshold`, by id."""
-    text = "\n\n".join(_sections()[f"{one.__module__.rpartition('.')[2]}.{one.__name__}"] for one in families)
+    """Return the rules in the docstrings of families, such as `some-id (page.md#part): meaning: threshold`, by id."""
+    text = "\n\n".join(inspect.getdoc(one) or "" for one in families)
     found = re.findall(r"(?ms)^([\w-]+) \((\S+)\): (.+?):\s(.+?)(?=\n+\S|\Z)", text)
     return {id_: Rule(page, *(" ".join(part.split()) for part in told)) for id_, page, *told in found}
-
-
-@cache
-def _sections() -> dict[str, str]:
-    """Return the sections of rules.md by their titles, which are modules and functions, such as `lessons.answers`."""
-    text = files("pipelinerl.doctor").joinpath("rules.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"(?ms)^## (\S+)\n(.+?)(?=^## |\Z)", text))
 
 
 def apply(families: Iterable[Family], *views: Any) -> list[Finding]:

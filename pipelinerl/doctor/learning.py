@@ -14,7 +14,20 @@ _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
 
 
 def numerics(run: RunRecords) -> Findings:
-    """Examine probabilities, importance weights and gradients."""
+    """Examine probabilities, importance weights and gradients.
+
+    engine-differs (weight-updates.md#the-parity-probe): Actors and trainer compute different probabilities of the same policy:
+        a parity probe failed (grave from 3), or the median KL is 0.001 nats, or 0.05 in 16 bits (grave from ten times that), in
+        steps whose sequences have no KV cache of an older policy.
+    ess-low (learning.md#lag-and-ess): Importance weights vary so much that few tokens count: the ESS is below 0.5. If it is
+        above 0.8 at the smallest lag, lag is the cause.
+    tokens-cut (learning.md#masks): The loss leaves many tokens out: a mask takes half of them (grave from 95 %), or clipping
+        takes a quarter in the last steps (grave from 75 %).
+    gradient-clipped (learning.md#the-optimizer): Gradients are clipped, so that steps differ only in direction: in 9 of 10
+        steps, to less than a fifth of the mean norm.
+    policy-unmoved (learning.md#learning-rate): Steps hardly change the policy: in float32, no |log weight| reaches 0.002
+        although the lag is above 0 (a policy that learns exceeds 0.01); or every gradient has a norm under 1e-6.
+    """
     algorithm, trainer, rate = run.recipe.algorithm, run.recipe.trainer, run.recipe.trainer.learning_rate
     alike = [step for step in run.trained if not step.get("multi_version_fraction")]
     kl, most = median(numbers_in(alike[-run.window :], "mismatch_kl") or [0.0]), _MOST_KL[run.recipe.model.dtype]
@@ -48,7 +61,21 @@ def numerics(run: RunRecords) -> Findings:
 
 
 def policy(run: RunRecords) -> Findings:
-    """Examine whether the policy becomes worse."""
+    """Examine whether the policy becomes worse.
+
+    kl-grows (learning.md#losses): The policy has left the initial one far behind: the KL exceeds 1 nat per token and ten times
+        its first value, without a gain.
+    entropy-explodes (learning.md#losses): The policy becomes random: the entropy exceeds 1 nat and twice its first value,
+        without a gain; grave if the reward has collapsed.
+    policy-collapsed (learning.md#learning-rate): The reward has fallen far below its start: it is under half of its first
+        value, by 3 standard errors.
+    entropy-collapsed (learning.md#losses): The policy has become certain without having learned: the entropy is below a
+        twentieth of its first value, without a gain.
+    heldout-apart (recipes.md#evaluation): Held-out answers do not follow the training ones: the 95 % interval of the last
+        accuracy lies below that of the first, or below a third of the share that is right in training.
+    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: half of the answers of an evaluation, or no
+        evaluation has ended.
+    """
     algorithm, rate, best = run.recipe.algorithm, run.recipe.trainer.learning_rate, run.first_task.reward.correct
     kls, entropies, rewards = ((run.early(key), run.late(key)) for key in ("reference_kl", "entropy", "reward_mean"))
     early, late = entropies
@@ -77,7 +104,12 @@ def policy(run: RunRecords) -> Findings:
 
 
 def speed(run: RunRecords) -> Findings:
-    """Examine which part of the run keeps the others waiting."""
+    """Examine which part of the run keeps the others waiting.
+
+    bottleneck (training.md#reading-the-figures): One part keeps the others waiting: the lag limit holds half of the steps; the
+        mean lag is above 4 and above the largest predicted one; weight updates take 20 % of the time; or the trainer waits for
+        half of it, or computes for 90 % while actors are busy for less than half.
+    """
     actor, busy, lag, predicted = run.recipe.actor, *map(run.late, ("actor_busy_fraction", "lag.mean", "largest_lag"))
     total, *seconds = (run.late(f"step_s.{one}") for one in ("total", "wait", "compute", "send", "snapshot"))
     waits, computes, sends, copies = (one / (total or math.nan) for one in seconds)

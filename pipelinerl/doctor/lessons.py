@@ -65,7 +65,22 @@ def _has_next_turn(sample: Record) -> bool:
 
 
 def lengths(run: RunRecords) -> Findings:
-    """Examine whether completions are language, end, and differ."""
+    """Examine whether completions are language, end, and differ.
+
+    model-broken (learning.md#log-probabilities): The model does not write language before any training: in the first 3 steps,
+        half of at least 4 completions repeat one token, or the entropy exceeds 4 nats at a temperature of at most 1.5 (text has
+        1 to 3).
+    completions-empty (recipes.md#chat-templates): Completions end before they say anything: half of at least 8 samples are
+        blank.
+    turns-continued (recipes.md#chat-templates): Completions go on with the next turn of the conversation, because nothing ends
+        them: in half of at least 8 samples, in a run that has not learned.
+    all-cut (learning.md#truncated-completions): Completions are cut at their length limit: 50 % of them, in a run that has not
+        learned or in its last quarter; grave from 90 % if rewards are equal, or if the loss leaves cut completions out.
+    think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed: in half of at least 8 samples, at a mean
+        reward below 0.5.
+    completions-identical (learning.md#from-rewards-to-advantages): The completions of a group are all the same text: in 75 % of
+        the groups of a run that has not learned; grave from 95 %, or if rewards are equal.
+    """
     samples, limit, temperature = run.trained_samples, run.recipe.max_tokens, run.recipe.sampling.temperature
     begun = [one for one in samples if number_at(one, "step") in (1, 2, 3) and len(one.get("tokens") or ()) >= 16]
     repeating = _share(begun, 4, lambda one: Counter(one["tokens"]).most_common(1)[0][1] > len(one["tokens"]) / 2)
@@ -99,7 +114,17 @@ def lengths(run: RunRecords) -> Findings:
 
 
 def answers(run: RunRecords) -> Findings:
-    """Examine whether rewards find answers, and compare them with references."""
+    """Examine whether rewards find answers, and compare them with references.
+
+    answers-absent (recipes.md#rewards): The reward hardly ever finds an answer: in under 5 % of the completions; grave if
+        rewards are equal, or if the reference occurs in 5 %.
+    answers-misread (recipes.md#rewards): The reward takes another part of the completion as its answer: 20 % of at least 8
+        samples end with the reference, but the answer that was found earns nothing.
+    right-unrewarded (recipes.md#rewards): Answers that equal the reference, apart from a unit, earn no more than others: 80 %
+        of at least 4 earn nothing, or 10 earn no more than 10 others.
+    references-unrelated (recipes.md#tasks): Answers equal the reference of their own problem no more often than that of
+        another: within 2 standard errors, in 24 samples of a run that has not learned; grave with 5 different references.
+    """
     samples, reward, compared = run.trained_samples, run.first_task.reward, _compared(run)
     if (absent := run.mean("answers_absent")) >= 0.95:
         form = r"\boxed{}" if reward.scorer == "math_boxed" else f"reward.answer_pattern = {reward.answer_pattern!r}"
@@ -145,7 +170,17 @@ def answers(run: RunRecords) -> Findings:
 
 
 def rewards(run: RunRecords) -> Findings:
-    """Examine whether rewards tell better completions from worse."""
+    """Examine whether rewards tell better completions from worse.
+
+    groups-all-wrong (recipes.md#tasks): No answer of a group is right: in 75 % of the groups of a run that has not learned;
+        grave from 95 % if rewards are equal.
+    groups-all-right (recipes.md#tasks): Every answer is right, so that nothing is left to learn: in 75 % of the last groups, a
+        note. In a run that has not learned, a warning from 75 % of all its groups, and grave from 95 %.
+    reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
+        a run that has not learned; grave from 95 %.
+    reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
+        last groups, and the last quarter earns under 0.9 of the maximum and gains under 0.05 of it on the quarter before.
+    """
     last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
     is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct
     equal, wrong, right = map(run.mean, ("equal_reward_groups", "groups_all_wrong", "groups_all_right"))
@@ -174,7 +209,17 @@ def rewards(run: RunRecords) -> Findings:
 
 
 def terms(run: RunRecords) -> Findings:
-    """Examine the parts of the reward, the tasks of a mixture, and the length that rewards lead to."""
+    """Examine the parts of the reward, the tasks of a mixture, and the length that rewards lead to.
+
+    term-dominates (recipes.md#rewards): A term other than the answer decides who is better: it has 80 % of the terms' spread
+        within groups, and answers earn less than 0.9; or it has most of the spread, and answers fall by 3 standard errors while
+        the reward rises; or format_weight earns 80 %, and the answer under 2 % (grave if rewards are equal).
+    format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in a run of 12 steps.
+    task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: less than a quarter of its
+        share, or a mean reward of 0.
+    length-drifts (learning.md#normalisation): Completions grow or shrink while the reward does not rise: they reach 1.5 times
+        their first length, or a third of it, by 3 standard errors.
+    """
     reward, name, last = run.first_task.reward, f"reported.{run.first_task.name}", _last(run.trained_samples)
     form, right, forms = run.late(f"{name}.format"), run.late(f"{name}.answer"), run.values(f"{name}.format")
     spread = {term: run.mean(f"term_spread.{term}") for step in run.trained for term in sorted(step.get("term_spread") or {})}

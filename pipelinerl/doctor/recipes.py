@@ -171,7 +171,27 @@ _DAMAGED = re.compile(rf"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);|{
 
 
 def problems(view: SetView) -> Findings:
-    """Examine prompts and references."""
+    """Examine prompts and references.
+
+    prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
+        the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
+    columns-mixed (recipes.md#tasks): A wrong column is read: grave if 90 % of at least 8 prompts equal their answer, or have
+        it, and no other row's, after the text that the reward looks for; a warning if they begin or end with it; a note if it
+        is a number inside them. File names, addresses or hashes as 90 % of the prompts, and row numbers as 20 of them, are
+        grave, unless a system prompt or an instruction says what to do with them. Answers that number the rows although prompts
+        do not, and letters without choices in the prompts, are a warning from 20.
+    references-shifted (recipes.md#tasks): Answers belong to the question before or after: at least 50 prompts share more words
+        with the answers, or worked solutions, of their neighbours than with their own, by a tenth and by 5 standard errors. The
+        rule leaves out turns of the assistant, and is silent if prompts count, or if they share half as much with the row
+        beyond, as windows of a series do.
+    one-answer (recipes.md#tasks): Problems have the same answer: 95 % of at least 20 references are equal; grave if all are, a
+        note from 80 %.
+    references-unmatched (recipes.md#rewards): References are not what completions have as answers: their median has 8 words, 5
+        % are nan, none or null, or 5 % are numbers with a unit, separators or markup although texts are compared; or 5 % of 200
+        earn nothing in the form of reward.answer_pattern, or when tried (grave from half).
+    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of the problems of a set, compared
+        without case, punctuation and spaces.
+    """
     at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
     middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
     if longest >= limit or middle > limit - view.share.max_tokens / 2:
@@ -292,7 +312,20 @@ def _hits(texts: Iterable[str], *patterns: re.Pattern[str]) -> list[str]:
 
 
 def texts(view: SetView) -> Findings:
-    """Examine templates, damaged texts and the numbers of problems."""
+    """Examine templates, damaged texts and the numbers of problems.
+
+    template-unused (recipes.md#chat-templates): An instruction-tuned model gets prompts without its chat template: the prompts
+        are plain, but the model is smollm2, or its name has instruct, chat, it or thinking. Or model.chat_template has neither
+        add_generation_prompt nor assistant, or messages have roles other than system, developer, user, assistant and tool.
+    template-twice (recipes.md#chat-templates): Prompts spell parts of a chat template, which the model reads as plain text: in
+        half of the prompts, or in a field of the recipe.
+    texts-damaged (recipes.md#tasks): Prompts are damaged: 5 % of them, or a field of the recipe, have a placeholder such as
+        {question}, or characters of a wrong encoding or of HTML; or 10 to 90 % are cut at the same length.
+    problems-few (recipes.md#tasks): Few problems are trained on so often that the policy may learn them by heart: each problem
+        100 times; a note.
+    evaluation-blind (recipes.md#evaluation): Evaluations say nothing: evaluation.every_steps exceeds both the run's length and
+        100, or a set has one problem; a note.
+    """
     at, model, task, texts = view.place, view.recipe.model, view.share.task, view.texts
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])(?!.*base)", model.name.rpartition("/")[2])
     is_tuned = model.source == "smollm2" or (model.source != "package" and tuned)
@@ -334,7 +367,30 @@ def texts(view: SetView) -> Findings:
 
 
 def rewards(view: SetView) -> Findings:
-    """Examine rewards, and the form and length of answers."""
+    r"""Examine rewards, and the form and length of answers.
+
+    terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
+        the overlong penalty exceeds twice that, or its buffer half of max_tokens; or any text earns the format term.
+    wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
+        reward.correct, or your own function gives answers to 4 other problems as much as right ones (a warning).
+    reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
+    form-unsaid (recipes.md#rewards): Nothing says in which form to answer: the prompts lack or forbid \boxed, the start of
+        reward.answer_pattern or the text of format_pattern (grave if a small model of this package never writes it), or the
+        chat template already writes that text; or prompts ask for steps or a box, but the pattern begins with ^, does not read
+        the box, or is missing although texts are compared.
+    groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
+        rewards are 0 or 1. If answers are right with probability p, 2 p (1 - p) of such groups differ, which is at most half; a
+        note.
+    max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
+        form, or a small packaged model's answer, are longer (grave; a warning if your own function compares them); or max_tokens
+        is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
+    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave
+        from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
+        and prompts ask for steps.
+    judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
+        {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks; or the pattern
+        reads only some digits of full_marks.
+    """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
     tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty
     paid, seconds = [one.reward for one in view.calls if not one.completion], median([one.seconds for one in view.calls] or [0])

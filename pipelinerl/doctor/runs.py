@@ -38,7 +38,26 @@ _FIXES = {
 
 
 def losses(run: RunRecords) -> Findings:
-    """Examine what becomes of sequences and steps."""
+    """Examine what becomes of sequences and steps.
+
+    rewards-fail (errors.md#reasons): The reward fails instead of giving a number: for 5 % of the sequences; grave from 50 %.
+    episodes-fail (episodes.md#how-long-it-may-take-and-what-fails-how): Episodes fail because of the environment, not of the
+        policy: 5 % of the episodes; grave from 50 %.
+    actor-differs (weight-updates.md#the-parity-probe): An actor samples with other probabilities than its policy's: a sequence
+        of a quarantined actor arrived.
+    sequences-lost (errors.md#reasons): Sequences are lost on their way to the trainer: 5 % of the sequences; grave from 50 %.
+    steps-skipped (learning.md#the-optimizer): Steps change no weight, as the loss or gradient is not finite: at least one step;
+        grave if it is half of the last 20.
+    dropped-stale (architecture.md#staleness): Sequences are too old when their step comes: 2 % of the sequences after 12 steps,
+        which is twice what plans accept; grave from 50 %.
+    dropped-filtered (learning.md#from-rewards-to-advantages): Groups are dropped because their answers are equally right: 90 %
+        of the sequences; grave if no step was made.
+    run-failed (errors.md): The run failed: its summary has an error, or it ended without an optimizer step and was not stopped
+        by hand. Without an error, runs younger than 10 minutes may still be running, and are not reported.
+    steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl has at least one.
+    disk-fills (run-directory.md): The disk will be full before the end: free space is less than the growth of the files that
+        is still to come plus one more checkpoint.
+    """
     steps, recipe, lag = run.steps, run.recipe, run.recipe.algorithm.max_lag
     for id_, prefixes, field, fix in _LOST:
         share, reason = run.share_of("failed", prefixes)

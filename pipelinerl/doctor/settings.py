@@ -35,7 +35,16 @@ class Settings:
 
 
 def optimizer(view: Settings) -> Findings:
-    """Examine the optimizer."""
+    """Examine the optimizer.
+
+    learning-rate-high (learning.md#learning-rate): The learning rate destroys the model: 5e-5, for a toy 0.01, for adapters
+        0.004 / scaling; grave from 20 times that.
+    learning-rate-low (learning.md#learning-rate): The learning rate cannot change the policy: rate × steps, of 50 steps or
+        more, under 3e-5 in 16 bits (half the spacing of bfloat16 at 0.02), 1e-6 in float32; for adapters, of B · A at a width
+        of 4,096; grave from a tenth of that.
+    optimizer-settings (learning.md#the-optimizer): AdamW undoes or loses its steps: weight decay shrinks weights by 5 % in the
+        run (grave: by half), epsilon exceeds the elements of a clipped gradient (grave: tenfold), or beta1 is at least √beta2.
+    """
     recipe, trainer, lora, rate = view.recipe, view.recipe.trainer, view.recipe.trainer.lora, view.recipe.trainer.learning_rate
     most, usual = (4e-3 / lora.scaling, 1e-5) if lora else (1e-2, 1e-4) if view.is_toy else (5e-5, 1e-6)
     moved = rate * max(1, trainer.steps - min(trainer.warmup_steps, trainer.steps) / 2)
@@ -60,7 +69,19 @@ def optimizer(view: Settings) -> Findings:
 
 
 def ranges(view: Settings) -> Findings:
-    """Examine fields that have a usual range."""
+    """Examine fields that have a usual range.
+
+    temperature (learning.md#from-rewards-to-advantages): Completions of a group are too much alike, or too wild: a temperature
+        below 0.5 (grave: 0.1) or above 1.5 (2), or one above 1.5 for held-out answers.
+    penalty-dominates (learning.md#losses): A term outweighs the reward: algorithm.kl_coefficient above 0.2 (grave from 10),
+        entropy_coefficient above 0.05 (1), value_coefficient above 5 (1,000), or trainer.value_learning_rate above 0.05 (1).
+    bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is under 0.01 (above 0.05
+        for gspo) or above 10, a clamp exceeds 100, a mask is within 10 % of 1 (grave: 1 %), or mask_kl is under 0.001.
+    reward-scale (recipes.md#rewards): Rewards have an unusual size: reward.correct, or the largest reward of your function in a
+        trial call, is above 50 or under 0.01; a note if advantages are divided by their deviation.
+    batch-small (learning.md#from-rewards-to-advantages): Too few problems shape the gradient: trainer.batch_size equals
+        sampling.group_size, or a task of the mixture gets under 10 groups in the whole run.
+    """
     recipe, size = view.recipe, view.recipe.sampling.group_size
     loss, mask = recipe.algorithm.loss, recipe.algorithm.mask
     is_ratio, num = mask in ("icepop", "sequence"), recipe.trainer.steps * groups_per_step(recipe)

@@ -71,6 +71,7 @@ class Source(Protocol):
 
     def problem(self, split: Split, index: int) -> Problem:
         """Return a problem. Training problems have any index from 0, held-out problems those below `num_heldout`."""
+        ...
 
 
 class Interleaving:
