@@ -382,8 +382,8 @@ def rewards(view: SetView) -> Findings:
         rewards are 0 or 1. If answers are right with probability p, 2 p (1 - p) of such groups differ, which is at most half; a
         note.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
-        form, or a small packaged model's answer, are longer (grave; a warning if your own function compares them); or max_tokens
-        is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
+        form, or a small packaged model's answer, are longer (grave; a warning if your own function compares them); or
+        max_tokens is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
     stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave
         from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
         and prompts ask for steps.
