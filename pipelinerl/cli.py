@@ -198,7 +198,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "
          "(default: read from the model's files, or else the number in its name plus a tenth)"),
     ]),
-    "doctor": ("say why a recipe will not learn, or why a run does not", "doctor:doctor", [
+    "doctor": ("say why a recipe will not learn, or why a run does not", "validate:doctor", [
         ("subject RECIPE|RUN", str, "recipe file or name, or the folder of a run, finished or not"),
         ("--set a.b=c", str, "override a field", _OVERRIDES),
         ("--reward-rows N", int, "number of problems on which a recipe's rewards are tried (20)", {"default": 20}),

@@ -184,6 +184,17 @@ def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:
     return {"mean": float(np.average(lags, weights=tokens)), "p95": float(p95), "max": float(lags[-1])}
 
 
+def leaves(value: Any, separator: str = ".", path: str = "", *, in_lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the values within mappings, and perhaps in lists of mappings, with their paths. An empty mapping is a value."""
+    is_node = in_lists and isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
+    inner = dict(enumerate(value)) if is_node else value
+    if not isinstance(inner, Mapping) or not inner:
+        yield path, value
+        return
+    for key, one in inner.items():
+        yield from leaves(one, separator, f"{path}{separator}{key}" if path else str(key), in_lists=in_lists)
+
+
 def _percentile(values: list[float], percent: int) -> float | None:
     return float(np.percentile(values, percent)) if values else None
 

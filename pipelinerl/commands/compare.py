@@ -33,7 +33,7 @@ from pipelinerl.local.progress import number, percent
 from pipelinerl.page.data import COMPARISON_SCRIPTS, Record, shown_sample
 from pipelinerl.recipe.loading import recipe_of_run
 from pipelinerl.run_dir import RunDir, read_json, recipe_changes_of, trainer_starts, write_whole
-from pipelinerl.run_summary import HELDOUT_KEYS, RunTotals, summary_from_metrics
+from pipelinerl.run_summary import HELDOUT_KEYS, RunTotals, leaves, summary_from_metrics
 
 MOST_RUNS, MOST_PROBLEMS, _POINTS, _MOST_TEXT, _CELL, _ROWS = 12, 8, 300, 2000, 36, 20
 """Limits of the page: runs, which colour and dash can tell apart, problems, points of a curve, characters of a field. Limits of
@@ -94,7 +94,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         records = records_in(folder, recipe_of_run(run_dir.recipe), is_running=bool(living_names(run_dir)))
     except OSError as error:
         raise FieldError("RUN", str(folder), f"cannot be read ({error}); make its files readable") from error
-    fields, steps = dotted(records.recipe.model_dump(mode="json")), readable_steps(records)
+    fields, steps = dict(leaves(records.recipe.model_dump(mode="json"), in_lists=True)), readable_steps(records)
     fields |= _facts(run_dir, fields)
     known = (one for one in records.evaluations if isinstance(one, Mapping) and isinstance(one.get("version"), int))
     evaluations = {one["version"]: one for one in known}
@@ -123,14 +123,6 @@ def _facts(run_dir: RunDir, fields: Record) -> dict[str, Any]:
             with suppress(OSError), path.open("rb") as file:
                 facts[name] = f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
     return facts
-
-
-def dotted(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the values within mappings, and within lists of mappings, by their dotted paths."""
-    inner = dict(enumerate(value)) if isinstance(value, list) and any(isinstance(one, Mapping) for one in value) else value
-    if not isinstance(inner, Mapping) or not inner:
-        return {path: value}
-    return {found: one for key in inner for found, one in dotted(inner[key], f"{path}.{key}" if path else str(key)).items()}
 
 
 def readable_steps(records: RunRecords) -> dict[int, Record]:
@@ -170,7 +162,7 @@ def rows_of(steps: Mapping[int, Record], evaluations: Mapping[int, Record]) -> l
     for version in sorted(steps.keys() | evaluations.keys()):
         measured = {f"heldout_{key}": evaluations.get(version, {}).get(name) for name, key in HELDOUT_KEYS.items()}
         told = {**steps.get(version, {}), **measured}
-        figures = dotted({key: told.get(key) for key in keys}).items()
+        figures = leaves({key: told.get(key) for key in keys}, in_lists=True)
         numbers = {name: one for name, one in figures if isinstance(one, int | float) and abs(one) <= sys.float_info.max}
         seconds = number_at(told, "time_s") if version else 0.0
         rows.append({"step": version, "seconds": seconds, "version": version, **numbers})

@@ -85,8 +85,6 @@ _ANSWERS = ("answer", "reference", "solution", "output", "response", "target", "
 _MOST_HELDOUT = 64
 _FINAL = (r"####\s*(.+)", r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 """Patterns of the final answer in a worked solution, as in GSM8K and in MATH. Braces may be nested twice."""
-_LONG_ANSWER = 120
-"""About how many characters fit into `sampling.max_tokens` of the template `data`."""
 
 
 def init(args: argparse.Namespace) -> int:
@@ -100,7 +98,7 @@ def init(args: argparse.Namespace) -> int:
     for option, value in (("--question", args.question), ("--answer", args.answer)):
         if value and args.data is None:
             raise FieldError(option, value, "applies only to --data FILE; leave it out")
-    words, warning = data_words(args.data, args.question, args.answer) if args.data is not None else ({}, "")
+    words = data_words(args.data, args.question, args.answer) if args.data is not None else {}
     template = TEMPLATES / ("data" if words else args.template or "sums")
     name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:40].strip("-") or _NAME
     changes = {"README.md": {_NAME: shlex.quote(str(folder))}, "recipe.yaml": {f"name: {_NAME}": f"name: {name}", **words}}
@@ -115,14 +113,14 @@ def init(args: argparse.Namespace) -> int:
     except OSError as error:
         raise FieldError("DIR", str(folder), f"cannot be written: {error.strerror}; name another folder") from error
     names = ", ".join(sorted(path.name for path in folder.iterdir()))
-    print(f"{folder}: {names}\n\n{(folder / 'README.md').read_text()}{warning}", end="")
+    print(f"{folder}: {names}\n\n{(folder / 'README.md').read_text()}", end="")
     return 0
 
 
-def data_words(data: Path, question: str | None, answer: str | None) -> tuple[dict[str, str], str]:
-    """Return the replacements, by placeholder, that fit the recipe of the template `data` to a file of questions, and a warning
-    if the answers are long. Columns that are not given are recognised by common names. If all answers are worked solutions, the
-    recipe extracts the final ones. Raises `FieldError`, or `UserError` for a file that a run could not use."""
+def data_words(data: Path, question: str | None, answer: str | None) -> dict[str, str]:
+    """Return the replacements, by placeholder, that fit the recipe of the template `data` to a file of questions. Columns that
+    are not given are recognised by common names. If all answers are worked solutions, the recipe extracts the final ones.
+    Raises `FieldError`, or `UserError` for a file that a run could not use."""
     if not data.is_file():
         raise FieldError("--data", str(data), f"there is no file at {data.absolute()}; name an existing one")
     if not known_format(data):
@@ -149,11 +147,7 @@ def data_words(data: Path, question: str | None, answer: str | None) -> tuple[di
     as_yaml["QUESTION"] += f"\n  prompt_template: {json.dumps(template)}" * bool(template)
     as_yaml["ANSWER"] += f"\n  answer_pattern: '{pattern}'" * bool(pattern)
     as_yaml["heldout_problems: 1 "] = f"heldout_problems: {max(1, min(_MOST_HELDOUT, len(problems) // 5))} "
-    if pattern or (typical := sorted(map(len, answers))[len(answers) // 2]) <= _LONG_ANSWER:
-        return as_yaml, ""
-    told = f"half of the answers have {typical:,} characters or more, and sampling.max_tokens (32) cuts them after about"
-    fix = "extract the final answer by task.answer_pattern, or write another reward in reward.py and raise sampling.max_tokens"
-    return as_yaml, f"\nwarning: {told} {_LONG_ANSWER}; {fix}\n"
+    return as_yaml
 
 
 def _column(option: str, given: str | None, row: Values, usual: tuple[str, ...]) -> str:

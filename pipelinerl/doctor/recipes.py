@@ -11,7 +11,7 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import fmean, median, stdev
 
 from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, found, percent, ranked, worse
@@ -382,8 +382,8 @@ def rewards(view: SetView) -> Findings:
         rewards are 0 or 1. If answers are right with probability p, 2 p (1 - p) of such groups differ, which is at most half; a
         note.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
-        form, or a small packaged model's answer, are longer (grave); or max_tokens is under 128 and prompts ask for reasoning,
-        or under 1,024 and the model thinks first.
+        form, or a small packaged model's answer, are longer (grave; a warning if your own function compares them); or
+        max_tokens is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
     stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave
         from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
         and prompts ask for steps.
@@ -413,11 +413,13 @@ def rewards(view: SetView) -> Findings:
          "18 % of them, if 10 % are right; 57 % of groups of 8", "sampling.group_size", "use 8"),
     )  # fmt: skip
     yield from _forms(view)
-    written = [view.written] if view.written else [f"{view.marker} {one}" for one in view.answers[:64]]
+    answers = view.answers or (filter(None, view.references) if reward.is_function else ())
+    written = [view.written] if view.written else [f"{view.marker} {one}" for one in islice(answers, 64)]
     lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
     if (middle := median(lengths)) > limit:
         told, fix = f"{middle:.0f} tokens, such as {written[0]!r:.80}", f"use {2 * math.ceil(max(lengths))} or more"
-        yield Finding("max-tokens-small", "grave", told, field, fix)
+        fix += ", or extract shorter answers by task.answer_pattern" if reward.is_function else ""
+        yield Finding("max-tokens-small", worse(not reward.is_function, 1), told, field, fix)
     if limit < (needed := 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0):
         told = f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"
         context = ", and twice that for model.max_context" if 4 * needed >= view.recipe.model.max_context else ""

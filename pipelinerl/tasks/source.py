@@ -329,14 +329,6 @@ def _answer_in(text: str, config: TaskConfig) -> str:
     return str(last[1]).strip()
 
 
-def compact_question(entry: Mapping[str, Any]) -> str:
-    """Return the entry's expression, such as `12+7-5=`, for models that know no words. Raises `FieldError` without one."""
-    expression = entry.get("metadata", {}).get("expression")
-    if not isinstance(expression, str):
-        raise FieldError("task.prompt_style", "compact", "this family's problems have no expression; use plain or chat")
-    return expression.replace(" ", "") + "="
-
-
 BLOCK = 256
 MOST_TRIES = 64
 _OURS = ("seed", "size")
@@ -382,7 +374,13 @@ class ReasoningGymSource:
         # Attempts after the first use blocks with negative numbers, which no first attempt uses.
         block, within = divmod(index, BLOCK)
         entry = self._entry(split, block if attempt == 0 else -(attempt + MOST_TRIES * block), within)
-        question = compact_question(entry) if self._compact else entry["question"]
+        question = entry["question"]
+        if self._compact:  # the expression, such as `12+7-5=`, for models that know no words
+            expression = entry.get("metadata", {}).get("expression")
+            if not isinstance(expression, str):
+                fix = "this family's problems have no expression; use plain or chat"
+                raise FieldError("task.prompt_style", "compact", fix)
+            question = expression.replace(" ", "") + "="
         reference = {"answer": entry["answer"], "dataset": self._family, "entry": entry}
         return Problem(question, reference)
 

@@ -26,13 +26,13 @@ from pipelinerl.commands.compare import (
     comparison,
     curve,
     differences,
-    dotted,
     notes,
     read_run,
 )
 from pipelinerl.figures import FIGURES
 from pipelinerl.page.data import asset
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
+from pipelinerl.run_summary import leaves
 from tests.unit.test_report import EVIL, Tags, embedded, record
 
 Accuracy = tuple[float, float, float]
@@ -106,7 +106,7 @@ def test_only_fields_that_differ_are_shown_those_of_several_tasks_too(tmp_path: 
     several = read_run(run_in(tmp_path / "c", task=None, tasks=tasks), "c")
     shown = dict(differences([first, several]))
     assert (shown["tasks.1.weight"], shown["task.name"]) == (["-", "2.0"], ["sums", "-"])
-    assert dotted({"a": {"b": [], "c": {}}, "d": [{"e": 1}]}) == {"a.b": [], "a.c": {}, "d.0.e": 1}
+    assert dict(leaves({"a": {"b": [], "c": {}}, "d": [{"e": 1}]}, in_lists=True)) == {"a.b": [], "a.c": {}, "d.0.e": 1}
 
 
 def test_gpus_and_scaled_actors_count_as_differences(tmp_path: Path) -> None:

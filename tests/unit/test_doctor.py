@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipelinerl.commands.doctor import doctor
+from pipelinerl.commands.validate import doctor
 from pipelinerl.doctor import runs
 from pipelinerl.doctor.findings import rules_of
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES, quick_findings

@@ -11,9 +11,10 @@ import yaml
 
 from pipelinerl.cli import main
 from pipelinerl.commands.init import TEMPLATES
+from pipelinerl.doctor.recipes import quick_findings
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.loading import find_recipe, found_beside, load_recipe, modules_beside, read_recipe
-from pipelinerl.recipe.preflight import environment_with, try_import
+from pipelinerl.recipe.preflight import Examination, environment_with, try_import
 from pipelinerl.run_dir import create_run_dir
 from pipelinerl.tasks.rows import rows_of
 from pipelinerl.tasks.source import FileSource, Split
@@ -117,15 +118,15 @@ def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: C
     for name, (column, more, given, wanted) in forms.items():
         rows = [{"input": f"{more} {number}", column: f"Write {number}", "output": given} for number in range(5)]
         (workplace / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        code, printed, _ = pipelinerl("init", name, "--data", f"{name}.jsonl")
-        task = load_recipe(f"{name}/recipe.yaml").task
-        assert (code, task is not None) == (0, True)
-        problem = FileSource(task, 0).problem(Split.HELDOUT, 0)  # type: ignore[arg-type]
+        assert pipelinerl("init", name, "--data", f"{name}.jsonl")[0] == 0
+        task = (recipe := load_recipe(f"{name}/recipe.yaml")).task
+        assert task is not None
+        problem = (source := FileSource(task, 0)).problem(Split.HELDOUT, 0)
         number = problem.question.split()[1]
         assert problem.question == f"Write {number}" + f"\ntwelve {number}" * (name == "alpaca")
         assert problem.reference["answer"] == wanted
-        cut = "warning: half of the answers have 210 characters or more, and sampling.max_tokens (32) cuts them after about 120"
-        assert (cut in printed) == (name == "alpaca")
+        found = [f"{one.gravity} {one.id}" for one in quick_findings(recipe, Examination(sources={"": source}))]
+        assert ("warning max-tokens-small" in found) == (name == "alpaca")
     pipelinerl("init", "bare", "--data", "alpaca.jsonl", "--question", "instruction")
     assert "prompt_template" not in Path("bare/recipe.yaml").read_text(), "a column that is given is the whole prompt"
 

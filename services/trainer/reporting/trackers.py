@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from pipelinerl.errors import MissingPackage
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import LAG_BUCKETS, lag_bucket
 from pipelinerl.run_dir import write_json
-from pipelinerl.run_summary import StepRecord
+from pipelinerl.run_summary import StepRecord, leaves
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.settings import TrainerSettings, host_port
 from services.trainer.checkpoint.run_state import Start
@@ -265,7 +265,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, float]:
     """Return every finite number in `values` by its path. `17+` becomes `17-up`, since some trackers reject a plus. Pure."""
     return {
         path.replace("+", "-up"): float(value)
-        for path, value in _leaves(values, "/")
+        for path, value in leaves(values, "/")
         if isinstance(value, bool | int | float | np.bool_ | np.number) and math.isfinite(float(value))
     }
 
@@ -299,17 +299,8 @@ def recipe_params(recipe: Recipe) -> dict[str, str | int | float | bool]:
     """Return each field of the recipe by its dotted path. Lists, null and empty mappings become JSON. Pure."""
     return {
         path: value if isinstance(value, str | bool | int | float) else json.dumps(value, ensure_ascii=False)
-        for path, value in _leaves(recipe.model_dump(mode="json"), ".")
+        for path, value in leaves(recipe.model_dump(mode="json"))
     }
-
-
-def _leaves(values: Mapping[Any, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf with its path. A leaf is any value except a non-empty mapping."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, separator, f"{prefix}{key}{separator}")
-        else:
-            yield f"{prefix}{key}", value
 
 
 # Clients
