@@ -1,4 +1,4 @@
-"""The trainer's end of the weight transfer: manifest, snapshots, groups and broadcasts.
+"""The trainer's end of the weight transfer: manifest, snapshots, groups and broadcasts, and the weight log.
 
 Only `snapshot` stops the optimizer. It copies the weights once, in the dtype of the transfer; on a device, a separate stream
 does the copy. A snapshot may be sent several times, on any group, on a background thread. Before each chunk, an int64[6] header
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
@@ -21,10 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.errors import TransferError
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.rl.memory import LOG_COPIES, MOST_SNAPSHOTS
 from pipelinerl.service.lifecycle import on_thread
+from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.transfer.chunks import (
     ReusedMemory,
     checksum,
@@ -38,7 +42,13 @@ from pipelinerl.transfer.chunks import (
 )
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupSpec, LowRank, Manifest, TransferAborted, TransferResult, build_manifest
+from pipelinerl.transfer.weight_log import WeightLog
+from pipelinerl.v1.control_pb2 import Published
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
+
+log = logging.getLogger(__name__)
+
+LOG_BACKOFF = Backoff(first_s=0.5, most_s=15.0, jitter=0.2)
 
 
 def as_in_files(
@@ -215,3 +225,74 @@ class CollectiveGroup:
             await asyncio.to_thread(close_when_met, self._meeting)
         else:
             self._meeting.add_done_callback(close_when_met)
+
+
+class LogWriter:
+    """Writes offered versions to the weight log, and announces each one when it is complete in the store.
+
+    It never delays training: if writing takes longer than a step, versions are skipped, and the next delta spans them. A store
+    that fails is tried again, each time with the newest version. The log refers to the last written snapshot and the one that
+    is being written, whose memory the transfers cannot reuse meanwhile."""
+
+    def __init__(self, weight_log: WeightLog) -> None:
+        self._log = weight_log
+        self._newest: Snapshot | None = None
+        self._arrived, self._released, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._held_above: int | None = None
+        self._idle.set()
+        self.published: Published | None = None
+        """The last announcement."""
+        self.problem = ""
+        """Why the last attempt to write failed; empty if it succeeded."""
+
+    @property
+    def version(self) -> int | None:
+        """Return the newest announced version; None before the first. Any thread may call this."""
+        return None if self.published is None else self.published.version
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """Write this version next, instead of an earlier one that still waits."""
+        self._newest = snapshot
+        self._idle.clear()
+        self._arrived.set()
+
+    def hold(self, above: int | None) -> None:
+        """Announce no version after `above` from now on; None = announce all."""
+        self._held_above = above
+        self._released.set()
+
+    async def all_announced(self) -> None:
+        """Wait until the newest offered version is announced."""
+        await self._idle.wait()
+
+    async def run(self, bus: Bus) -> None:
+        """Write and announce versions until cancelled."""
+        while True:
+            await self._arrived.wait()
+            published = await retry_forever(
+                self._write, "write the weight log", retried=lambda error: isinstance(error, TransferError), backoff=LOG_BACKOFF
+            )
+            while self._held_above is not None and published.version > self._held_above:
+                self._released.clear()
+                await self._released.wait()
+            await retry_forever(partial(bus.publish_control, "published", published.SerializeToString()), "say 'published'")
+            self.published = published
+            if not self._arrived.is_set():
+                self._idle.set()
+            try:
+                await self._log.discard_old()
+            except TransferError as error:
+                log.warning("old versions stay in the weight log, and are removed after the next one: %s", error)
+
+    async def _write(self) -> Published:
+        snapshot = self._newest
+        assert snapshot is not None, "one has arrived"
+        self._arrived.clear()
+        try:
+            published = await self._log.add(snapshot.version, snapshot.stream, await asyncio.to_thread(snapshot.sha256))
+            self.problem = ""
+            return published
+        except BaseException as error:
+            self.problem = str(error)
+            self._arrived.set()
+            raise

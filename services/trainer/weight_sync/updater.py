@@ -31,11 +31,10 @@ from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trac
 from pipelinerl.transfer.manifest import DeadlineExceeded
 from pipelinerl.v1 import control_pb2 as pb
 from services.trainer.weight_sync import coordinator as c
-from services.trainer.weight_sync.log_writer import LogWriter
 from services.trainer.weight_sync.membership import LogReaders, MemberChange, Roster, UpdateObserver, UpdateRecord
 
 if TYPE_CHECKING:
-    from services.trainer.weight_sync.sender import CollectiveGroup, Snapshot, WeightSender
+    from services.trainer.weight_sync.sender import CollectiveGroup, LogWriter, Snapshot, WeightSender
 
 log = logging.getLogger(__name__)
 
