@@ -112,9 +112,7 @@ class TransferFailed:
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """The deadline with this `SetDeadline` token has passed. Old tokens are ignored."""
-
-    token: int
+    """The deadline of the current phase has passed. The caller ignores the deadlines of earlier phases."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +130,8 @@ Event = MembershipEvent | VersionReady | ServedFromLog | HoldCommits | TransferF
 
 @dataclass(frozen=True)
 class FormGroup:
+    """An epoch begins. Without members, its version waits for an actor to register."""
+
     epoch: int
     members: tuple[Member, ...]
 
@@ -148,9 +148,7 @@ class Evicted:
 
 @dataclass(frozen=True)
 class SetDeadline:
-    """A phase begins. Post `DeadlinePassed` with this token after `due_s`."""
-
-    token: int
+    """A phase begins. Post `DeadlinePassed` after `due_s`."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +160,7 @@ class VersionServed:
     members: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class WaitingForMembers:
-    version: int
-
-
-Action = FormGroup | Announce | Commit | Abort | Evicted | SetDeadline | VersionServed | WaitingForMembers
+Action = FormGroup | Announce | Commit | Abort | Evicted | SetDeadline | VersionServed
 """`Announce`, `Commit` and `Abort` are messages to the members, in which the caller sets further fields. The caller broadcasts
 the version after `Announce`, and closes the group after `Abort`, because the group may be stuck in a collective."""
 
@@ -210,7 +203,6 @@ class Coordinator:
         self._breaks = False
         """True after a group of several members was dissolved because it broke repeatedly. The next group is not retried."""
         self._held_above: int | None = None
-        self._deadline_token = 0
 
     @property
     def held(self) -> bool:
@@ -256,8 +248,8 @@ class Coordinator:
             case HoldCommits(above):
                 self._held_above = above
                 return self._advance()
-            case DeadlinePassed(token):
-                return self._deadline(token)
+            case DeadlinePassed():
+                return self._deadline()
             case TransferFailed(epoch, reason, missing):
                 if epoch != self.epoch or not self._under_way:
                     return []
@@ -303,12 +295,12 @@ class Coordinator:
         self._group_stands = False
         return [Evicted(actor, self.epoch, event.reason, None) for actor in sorted(leaving)] + self._advance()
 
-    def _deadline(self, token: int) -> list[Action]:
-        if token != self._deadline_token or not self._under_way:
+    def _deadline(self) -> list[Action]:
+        if not self._under_way:
             return []
         late = set(self.members) - self.answered.keys()
         if not late and TRAINER in self.answered:
-            return [self._new_deadline()]  # all have staged the version; only its commit is held
+            return [SetDeadline()]  # all have staged the version; only its commit is held
         if not late or self._left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
@@ -343,7 +335,7 @@ class Coordinator:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             if complete and not self.held:
                 self.phase, self.answered = Phase.COMMITTING, {}
-                return [Commit(epoch=self.epoch, version=self.version), self._new_deadline()]
+                return [Commit(epoch=self.epoch, version=self.version), SetDeadline()]
         if self.phase is Phase.COMMITTING and complete:
             self.phase = Phase.IDLE
             self._breaks = self._breaks and len(self.members) == 1
@@ -360,9 +352,9 @@ class Coordinator:
         self.answered, self._left = {}, set()
         if not self.members:
             self.phase = Phase.WAITING
-            return [WaitingForMembers(self.version)]
+            return [FormGroup(self.epoch, ())]
         self.phase = Phase.FORMING
-        return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
+        return [FormGroup(self.epoch, tuple(self.members.values())), SetDeadline()]
 
     def _eligible(self) -> dict[str, Member]:
         """Return the members of an epoch that begins now, in order of their ranks."""
@@ -371,7 +363,7 @@ class Coordinator:
 
     def _send(self) -> list[Action]:
         self.phase, self.answered, self._left = Phase.SENDING, {}, set()
-        return [Announce(epoch=self.epoch, version=self.version), self._new_deadline()]
+        return [Announce(epoch=self.epoch, version=self.version), SetDeadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
         """Remove members. If the others still need bytes, or no member is left, abort and form a new group."""
@@ -402,10 +394,6 @@ class Coordinator:
     def _again(self, reason: str) -> list[Action]:
         abort = Abort(epoch=self.epoch, version=self.version, reason=reason)
         return [abort, *self._form()]
-
-    def _new_deadline(self) -> SetDeadline:
-        self._deadline_token += 1
-        return SetDeadline(self._deadline_token)
 
 
 def _of(processes: Mapping[str, str], members: Mapping[str, Member]) -> set[str]:

@@ -61,7 +61,7 @@ class TransferSession:
         self._updater, self.coordinator = updater, coordinator
         self.joiners = {member.actor: member for member in joiners}
         self._is_side = bool(self.joiners)
-        self._phase_at_s, self._token, self._answers_s = 0.0, 0, list[float]()
+        self._phase_at_s, self._answers_s = 0.0, list[float]()
         self.record = UpdateRecord(-1)
         self._span: Span = INVALID_SPAN
         self._commit_span: Span = INVALID_SPAN
@@ -79,7 +79,7 @@ class TransferSession:
 
     async def step(self, event: c.Event) -> list[c.Action]:
         if isinstance(event, c.DeadlinePassed) and self._timer and self._timer.when() > asyncio.get_running_loop().time():
-            return []  # an answer moved the deadline while this event was queued
+            return []  # a new phase or an answer moved the deadline while this event was queued
         self._note(event)
         answered = len(self.coordinator.answered)
         actions = self.coordinator.step(event)
@@ -95,7 +95,7 @@ class TransferSession:
             self._timer.cancel()
         updater, at_s = self._updater, self._phase_at_s - time.monotonic()
         due_s = self.coordinator.due_s(updater.deadline_s, updater.limit_s, self._answers_s)
-        self._timer = asyncio.get_running_loop().call_later(at_s + due_s, updater.post, self, c.DeadlinePassed(self._token))
+        self._timer = asyncio.get_running_loop().call_later(at_s + due_s, updater.post, self, c.DeadlinePassed())
 
     async def close(self) -> None:
         if self._timer is not None:
@@ -137,11 +137,9 @@ class TransferSession:
                 self._end_spans(action.reason, of_commit_only=True)
                 await self._say("abort", action)
                 await self._stop_transfer()
-            case c.SetDeadline(token):
-                self._phase_at_s, self._token, self._answers_s = time.monotonic(), token, []
+            case c.SetDeadline():
+                self._phase_at_s, self._answers_s = time.monotonic(), []
                 self._set_timer()
-            case c.WaitingForMembers():
-                await self._stop_transfer()
             case c.VersionServed():
                 self.record.round_trip_s = time.monotonic() - self._begun_at
                 self._snapshot = None
@@ -153,6 +151,8 @@ class TransferSession:
 
     async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
         await self._stop_transfer()
+        if not members:
+            return
         updater = self._updater
         world_size = 1 + sum(member.ranks for member in members)
         patience_s = PATIENCE_S if updater.roster.have_met(members) else None
@@ -384,9 +384,9 @@ class WeightUpdater:
     async def _watch_members(self) -> None:
         async with self.bus.watch_members() as events:
             async for event in events:
+                for actors in (self._draining, self.starting):
+                    actors.discard(event.actor)
                 if event.payload is None:
-                    self._draining.discard(event.actor)
-                    self.starting.discard(event.actor)
                     self._leave(c.MembersLeaving.unregistered(event.actor))
                     continue
                 try:
@@ -396,14 +396,13 @@ class WeightUpdater:
                     log.error("registration of %s is set aside: %s", event.actor, error, extra=AGGREGATED)
                     continue
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
-                (self.starting.add if said.phase == "starting" else self.starting.discard)(said.actor)
                 if said.phase == "starting":  # an older process of that actor is gone
+                    self.starting.add(said.actor)
                     self._leave(c.MembersLeaving.unregistered(said.actor, reason="it restarted"))
                 elif said.phase == "draining":
                     self._draining.add(said.actor)
                     self._leave(c.MembersLeaving((member,), "it is shutting down"))
                 elif said.reads_log:
-                    self._draining.discard(said.actor)
                     if said.actor in self._main.coordinator.present:  # it restarted with another weights.backend
                         self.post(None, c.MembersLeaving.unregistered(said.actor))
                     version = said.policy_version if said.incarnation == self.incarnation else -1
@@ -411,7 +410,6 @@ class WeightUpdater:
                         self.readers.up(member)
                         self._reader_serves(self.readers.serves(said.actor, version))
                 else:
-                    self._draining.discard(said.actor)
                     self._tell(self.readers.leaves(said.actor, "it restarted with another weights.backend", left=False))
                     self.post(None, c.MemberUp(member))
 
@@ -510,9 +508,8 @@ class WeightUpdater:
     async def _step_main(self, event: c.Event) -> None:
         for action in await self._main.step(event):
             match action:
-                case c.FormGroup(epoch):
-                    if self._formed_before:
-                        self.regroups += 1
+                case c.FormGroup(_, members) if members:
+                    self.regroups += self._formed_before
                     self._formed_before = True
                 case c.Evicted(actor, _, reason, cause):
                     self.evictions += cause is not None
@@ -520,10 +517,10 @@ class WeightUpdater:
                     self._tell(self.roster.put_out(action, self.served_version))
                 case pb.Abort():
                     self.updates["aborted"] += 1
-                case c.WaitingForMembers(version) if self.readers.members:
+                case c.FormGroup() if self.readers.members:
                     self.post(self._main, c.ServedFromLog(self.readers.newest))
-                case c.WaitingForMembers(version):
-                    log.warning("no actor is left: version %d waits for one to register", version)
+                case c.FormGroup():
+                    log.warning("no actor is left: version %d waits for one to register", self._main.record.version)
                 case c.VersionServed(version, epoch):
                     self._served_snapshot, self._under_way = self._under_way, None
                     self.served_version = version
