@@ -28,8 +28,7 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
         return numbered(recipe), None, [f"note: the run uses the CPU: {found.problem}"] if has_gpu() else []
     parameters = known_parameters(recipe.model) or hub_parameters(recipe.model)
     devices, model = found.devices, known_model(recipe, parameters) if parameters else None
-    chosen = pinned(recipe, devices, _text(wanted), model) if wanted else place(recipe, devices, model)
-    recipe, placement = chosen
+    recipe, placement = pinned(recipe, devices, _text(wanted), model) if wanted else place(recipe, devices, model)
     lines = [*table(placement, devices)]
     if model is None:
         lines.append("warning: the size of the model is unknown, so the memory that it needs was not checked")
