@@ -95,9 +95,9 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
 
 
 def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tuple[Recipe, Placement]:
-    """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer gets those with the most free memory. Those on which no actor fits are left out. `model`:
-    None = its size is unknown, so memory is not checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names
-    numbers that fit."""
+    """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer gets the GPUs with
+    the most free memory. Those on which no actor fits are left out. `model`: None = its size is unknown, so memory is not
+    checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
     if not (able := [device for device in devices if device.computes_in(recipe.model.dtype)]):
         raise _cannot_compute(recipe, devices[0])
     free = [device for device in able if device.free_bytes >= FREE_SHARE * device.total_bytes]
@@ -120,8 +120,9 @@ def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tup
 
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | None) -> tuple[Recipe, Placement]:
-    """Return, as `place` does, the placement in `text`, which is a `Placement` in JSON. It may also name a GPU by its position in `devices`. Its
-    numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
+    """Return the recipe and the placement in `text`, which is a `Placement` in JSON. It may also name a GPU by its position in
+    `devices`. Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong
+    sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:

@@ -51,7 +51,7 @@ class Receiver:
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
     and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reused for chunks, and for larger tensors.
-    Without it, each piece is new memory of the group's placement. `pinned`: pin such host memory, for an engine on a GPU."""
+    Without it, each piece is new memory of the group's placement, which is pinned if it is host memory beside a GPU."""
 
     group: WeightGroup | StreamFile
     manifest: Manifest
@@ -62,7 +62,6 @@ class Receiver:
     aborted: threading.Event
     buffers: int = 1
     memory: tuple[ReusedMemory, ReusedMemory] | None = None
-    pinned: bool = False
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -175,7 +174,8 @@ class Receiver:
     def _new_memory(self, num_bytes: int) -> Tensor:
         if self.memory is None:
             device = self.group.placement.device
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self.pinned and device.type == "cpu")
+            pinned = device.type == "cpu" and torch.cuda.is_available()
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         small, large = self.memory
         if num_bytes > self._largest_chunk:
             return large.take(num_bytes)
@@ -328,7 +328,6 @@ class TransferWorker:
             aborted=self._aborted,
             buffers=self.staging_buffers,
             memory=self._memory,
-            pinned=self._memory is None,
         )
         try:
             if self._staging is None or self._staging.kept.content != receiver.kept.content:

@@ -259,7 +259,10 @@ class Coordinator:
             return []
         if isinstance(event, Abort):
             return self._member_failed(event)
-        self._note(event)
+        known = event.actor in self.members or event.actor == TRAINER
+        is_current = isinstance(event, EpochJoined) or event.version == self.version
+        if known and is_current and isinstance(event, _WAITED_FOR.get(self.phase, ())):
+            self.answered[event.actor] = event.checksum if isinstance(event, Staged) else 0
         return self._advance()
 
     def _member_up(self, member: Member) -> list[Action]:
@@ -311,13 +314,6 @@ class Coordinator:
         if said.group_broke and self.phase in (Phase.FORMING, Phase.SENDING):
             return self._restart(said.reason)
         return self._lose({said.actor}, said.reason)
-
-    def _note(self, answer: EpochJoined | Staged | Serving) -> None:
-        if isinstance(answer, Staged | Serving) and answer.version != self.version:
-            return
-        known = answer.actor in self.members or answer.actor == TRAINER
-        if known and isinstance(answer, _WAITED_FOR.get(self.phase, ())):
-            self.answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
 
     @property
     def _under_way(self) -> bool:

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
@@ -144,15 +144,13 @@ class WeightSender:
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
         """Copy the parameters. On a device, later changes must be queued on the caller's stream. Raises ManifestDiffers."""
         with self.placement.beside():
-            stream = pack(self.manifest, parameters, self._empty_stream())
+            num_bytes, device = self.manifest.total_bytes, self.placement.device
+            if device.type == self.group_placement.device.type == "cpu":
+                stream = self._memory.take(num_bytes)
+            else:  # torch's allocators cache this memory. Snapshots that the host keeps for a device are pinned.
+                stream = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
+            pack(self.manifest, parameters, stream)
         return Snapshot(self.manifest, version, stream, self.placement)
-
-    def _empty_stream(self) -> Tensor:
-        num_bytes, device, of_groups = self.manifest.total_bytes, self.placement.device, self.group_placement.device
-        if device.type == of_groups.type == "cpu":
-            return self._memory.take(num_bytes)
-        # torch's allocators cache this memory. Snapshots that the host keeps for a device are pinned.
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
         """Start to connect with the other ranks of a group. `patience_s`: maximum wait between the connections of two ranks."""
@@ -171,9 +169,7 @@ class WeightSender:
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         first = group.first_chunk(snapshot.manifest.content(snapshot.version))
         kept, chunks = snapshot.manifest.chunks[:first], snapshot.manifest.chunks[first:]
-        ready: Generator[tuple[Tensor, int], None, None] = (snapshot.ready(chunk, placement) for chunk in chunks)
-        if len(chunks) > 1:
-            ready = prefetch(ready, 2, f"checksum-{snapshot.version}")
+        ready = prefetch((snapshot.ready(chunk, placement) for chunk in chunks), 2, f"checksum-{snapshot.version}")
 
         def send() -> TransferResult:
             checksums: list[int] = []

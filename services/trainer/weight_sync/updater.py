@@ -65,7 +65,8 @@ class TransferSession:
         self.record = UpdateRecord(-1)
         self._span: Span = INVALID_SPAN
         self._commit_span: Span = INVALID_SPAN
-        self._snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None
+        """The version that is sent; None if no version is in transfer."""
         self._begun_at = 0.0
         self._group: CollectiveGroup | None = None
         self._task: asyncio.Task[None] | None = None
@@ -73,7 +74,7 @@ class TransferSession:
 
     def begin(self, version: int, snapshot: Snapshot) -> None:
         """Set the version that is sent after the next `VersionReady`."""
-        self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
+        self.snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
         about: a.Attributes = {a.VERSION: version, **({a.ACTOR: ", ".join(self.joiners)} if self.joiners else {})}
         self._span = root("weight_update", attributes=about)
 
@@ -125,13 +126,14 @@ class TransferSession:
                 with self._order_span("announce", action.epoch) as span:
                     await self._say("announce", action, span)
                 assert self._group is not None
-                assert self._snapshot is not None
-                sending = self._broadcast(self._group, self._snapshot, action.epoch, action.version)
+                assert self.snapshot is not None
+                sending = self._broadcast(self._group, self.snapshot, action.epoch, action.version)
                 self._task = updater.tasks.create_task(sending)
             case pb.Commit():
                 self._commit_span = self._order_span("commit", action.epoch)
                 await self._say("commit", action, self._commit_span)
             case pb.Abort():
+                updater.updates["aborted"] += 1
                 log.warning("version %d is aborted in epoch %d: %s", action.version, action.epoch, action.reason)
                 self._span.add_event("aborted", {a.REASON: action.reason})
                 self._end_spans(action.reason, of_commit_only=True)
@@ -142,7 +144,6 @@ class TransferSession:
                 self._set_timer()
             case c.VersionServed():
                 self.record.round_trip_s = time.monotonic() - self._begun_at
-                self._snapshot = None
                 self._end_spans()
             case c.Evicted(actor, epoch, reason):
                 if self._is_side:  # for other members, the recorder logs it
@@ -259,7 +260,6 @@ class WeightUpdater:
         assumption."""
         self._formed_before = False
         self._changed = asyncio.Condition()
-        self._under_way: Snapshot | None = None
         self._served_snapshot: Snapshot | None = None
         self._reasons: dict[str, str] = {}
         self.served_version = -1
@@ -311,7 +311,6 @@ class WeightUpdater:
     async def offer(self, version: int, snapshot: Snapshot) -> None:
         """Wait until no version is in transfer to the epoch, then begin to send `version`."""
         await self.all_served()
-        self._under_way = snapshot
         self._main.begin(version, snapshot)
         self.post(self._main, c.VersionReady(version))
         if self.log is not None:
@@ -330,7 +329,7 @@ class WeightUpdater:
 
     async def all_served(self) -> None:
         """Wait until no version is in transfer to the epoch."""
-        await self._until(lambda: self._under_way is None)
+        await self._until(lambda: self._main.snapshot is None)
 
     async def order_sleep(self) -> None:
         """Order the actors that serve `served_version` to sleep until the next version. No version may be in transfer."""
@@ -369,7 +368,7 @@ class WeightUpdater:
                 await session.close()
 
     async def _first_served_in_time(self) -> None:
-        await self._until(lambda: self._under_way is not None)
+        await self._until(lambda: self._main.snapshot is not None)
         try:
             async with asyncio.timeout(self._join_timeout_s + self.limit_s - self.deadline_s):
                 await self._until(lambda: self.served_version >= 0)
@@ -478,7 +477,7 @@ class WeightUpdater:
                     await self._step_main(event)
                 elif session in self._sides:
                     await self._step_side(session, event)
-                    await self._tend_sides()
+                await self._tend_sides()  # after all actions, because an evicted actor must first wait for some heartbeats
                 async with self._changed:
                     self._changed.notify_all()
 
@@ -499,7 +498,6 @@ class WeightUpdater:
                         changes = self.roster.gone(member.actor, self.epoch, self.served_version, reason, left=cause is None)
                         self._tell(changes)
                         self.on_change()
-        await self._tend_sides()
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
@@ -515,20 +513,17 @@ class WeightUpdater:
                     self.evictions += cause is not None
                     self._note_reason(actor, reason)
                     self._tell(self.roster.put_out(action, self.served_version))
-                case pb.Abort():
-                    self.updates["aborted"] += 1
                 case c.FormGroup() if self.readers.members:
                     self.post(self._main, c.ServedFromLog(self.readers.newest))
                 case c.FormGroup():
                     log.warning("no actor is left: version %d waits for one to register", self._main.record.version)
                 case c.VersionServed(version, epoch):
-                    self._served_snapshot, self._under_way = self._under_way, None
+                    self._served_snapshot, self._main.snapshot = self._main.snapshot, None
                     self.served_version = version
                     self._tell(self.roster.served(self._main.coordinator.members.values(), epoch, version))
                     self.updates["served"] += 1
                     self._observer.served(self._main.record)
                     self.on_change()
-        await self._tend_sides()  # after all actions, because an evicted actor must first wait for some heartbeats
 
     async def _tend_sides(self, *, gathered: bool = False) -> None:
         """Remove gone actors, and members of the epoch, from side groups. Open the side groups that other actors need, after a
@@ -562,8 +557,6 @@ class WeightUpdater:
                         self.post(self._main, c.MemberReady(member.actor, member.process))
                         self._observer.joined(member.actor, session.record)
                     self.on_change()
-                case pb.Abort():
-                    self.updates["aborted"] += 1
                 case c.Evicted(actor, _, _, cause):
                     member = joiners.pop(actor)
                     if cause is not None:
