@@ -12,9 +12,6 @@ from pipelinerl.recipe.rules import value_at
 from pipelinerl.rl.placement import AUTOMATIC, OPTION, Placement, numbered, pinned, place, table
 from pipelinerl.run_dir import RunDir, write_json
 
-_SHARES_A_GPU = (2, 30)
-"""First release of NCCL that connects two processes on one GPU."""
-
 
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
     """Return the recipe with numbers instead of `auto`, the placement (None without a GPU), and lines to print. `wanted` is the
@@ -63,6 +60,6 @@ def _text(wanted: str) -> str:
 
 def _why_not_nccl(release: tuple[int, ...], on_instance: bool) -> str:
     """Return why NCCL does not connect two processes that share a GPU (`on_instance`: a MIG instance); "" if it does."""
-    if release < _SHARES_A_GPU:
+    if release < (2, 30):
         return "NCCL before 2.30 does not connect two processes on one GPU"
     return "NCCL has not been tried between two processes on a MIG instance" if on_instance else ""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
-from pipelinerl.recipe.rules import undivided
+from pipelinerl.recipe.rules import undivided, value_at
 from pipelinerl.rl.memory import (
     CONTEXTS_GIB,
     ENGINE_GIB,
@@ -169,12 +169,8 @@ def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
 def _check_alone(recipe: Recipe, num_devices: int) -> None:
     """Raise `FieldError` if the recipe asks for more ranks, actors or GPUs per actor than one GPU allows."""
     here = f"1 of {num_devices} GPUs here has enough free memory," if num_devices > 1 else "one GPU here,"
-    for field, value in (
-        ("trainer.nproc", recipe.trainer.nproc),
-        ("actor.count", recipe.actor.count),
-        ("actor.engine.tensor_parallel_size", recipe.actor.engine.tensor_parallel_size),
-    ):
-        if value is not None and value > 1:
+    for field in ("trainer.nproc", "actor.count", "actor.engine.tensor_parallel_size"):
+        if (value := value_at(recipe, field)) is not None and value > 1:
             raise FieldError(field, value, f"{here} which one rank and one actor share; use 1, or a machine with more GPUs")
 
 

@@ -17,7 +17,7 @@ from pipelinerl.messages.control import Backend, Order, decode_control
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.service.logs import AGGREGATED
-from pipelinerl.service.retry import Backoff, retry_forever
+from pipelinerl.service.retry import Backoff, is_transfer_error, retry_forever
 from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, root, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
@@ -53,8 +53,8 @@ class UpdateListener:
     outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. On a GPU shared with the trainer,
     this process has the `turn` while its engine is awake.
 
-    With a `log`, this actor is in no epoch. It reads the newest published version there, and skips earlier ones. An error of
-    the store, or a version that retention has removed, is retried until it succeeds or a newer version is published."""
+    With a `log`, this actor is in no epoch, and reads the newest published version there. An error of the store, or a version
+    that retention has removed, is retried until it succeeds or a newer version is published."""
 
     def __init__(
         self,
@@ -247,12 +247,8 @@ class UpdateListener:
     async def _catch_up(self) -> None:
         """Serve the newest version of the log, and those that are published meanwhile. Raises `CommitFailed`."""
         while self._is_behind:
-            await retry_forever(
-                self._serve_from_log,
-                "serve a version of the weight log",
-                retried=lambda error: isinstance(error, TransferError),
-                backoff=LOG_BACKOFF,
-            )
+            what = "serve a version of the weight log"
+            await retry_forever(self._serve_from_log, what, retried=is_transfer_error, backoff=LOG_BACKOFF)
 
     async def _serve_from_log(self) -> None:
         published, replica = self._published, self._replica

@@ -2,8 +2,7 @@
 
 A reading thread takes orders from the actor's Unix socket. The transfer thread performs them one after another. A third thread
 runs the loader (`loaders.py`), which puts arriving tensors into the engine's layout beside the live weights. A Discard also
-sets a flag, which ends a running transfer within the stall timeout. If a group breaks, the loading thread waits, and continues
-if the next group brings the same version. A closed socket ends all threads.
+sets a flag, which ends a running transfer within the stall timeout. A closed socket ends all threads.
 """
 
 from __future__ import annotations

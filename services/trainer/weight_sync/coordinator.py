@@ -123,7 +123,6 @@ class HoldCommits:
 
 
 Answer = EpochJoined | Staged | Serving | Abort
-"""A member has joined, has staged the version, serves it, or has failed. The trainer's own end only joins and stages."""
 MembershipEvent = MemberUp | MembersLeaving | MemberReady
 Event = MembershipEvent | VersionReady | ServedFromLog | HoldCommits | TransferFailed | DeadlinePassed | Answer
 
@@ -189,10 +188,9 @@ class Coordinator:
         """All registered actors."""
         self._newcomers: set[str] = set()
         """Actors that came after the first offer. Until `MemberReady`, they are in an epoch only if no other actor is left."""
-        self._benched: dict[str, int] = {}
-        """Failed actors, each with the number of its last failure. They rejoin through side groups. If no other actor is left,
-        the one that failed longest ago is tried alone at its next heartbeat."""
-        self._failures = itertools.count()
+        self._benched: dict[str, None] = {}
+        """Failed actors in order of their failures. They rejoin through side groups. If no other actor is left, the one that
+        failed longest ago is tried alone at its next heartbeat."""
         self._group_stands = False
         self.answered: dict[str, int] = {}
         """Members (and `TRAINER`) that have answered in this phase, each with the checksum of the bytes that it staged."""
@@ -258,7 +256,10 @@ class Coordinator:
         if event.epoch != self.epoch:
             return []
         if isinstance(event, Abort):
-            return self._member_failed(event)
+            if event.actor not in self.members:
+                return []
+            is_retried = event.group_broke and self.phase in (Phase.FORMING, Phase.SENDING)
+            return self._restart(event.reason) if is_retried else self._lose({event.actor}, event.reason)
         known = event.actor in self.members or event.actor == TRAINER
         is_current = isinstance(event, EpochJoined) or event.version == self.version
         if known and is_current and isinstance(event, _WAITED_FOR.get(self.phase, ())):
@@ -274,7 +275,7 @@ class Coordinator:
                 self._newcomers.add(actor)
         if actor in self.members and self.members[actor].process != member.process:
             return self._lose({actor}, "restarted as a new process", EvictionCause.RESTARTED)
-        if self.phase is Phase.WAITING and actor == min(self._benched, key=self._benched.__getitem__, default=actor):
+        if self.phase is Phase.WAITING and actor == next(iter(self._benched), actor):
             self._benched.pop(actor, None)
             return self._form()
         return []
@@ -307,13 +308,6 @@ class Coordinator:
         if not late or self._left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
-
-    def _member_failed(self, said: Abort) -> list[Action]:
-        if said.actor not in self.members:
-            return []
-        if said.group_broke and self.phase in (Phase.FORMING, Phase.SENDING):
-            return self._restart(said.reason)
-        return self._lose({said.actor}, said.reason)
 
     @property
     def _under_way(self) -> bool:
@@ -366,7 +360,7 @@ class Coordinator:
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
-                self._benched[actor] = next(self._failures)
+                self._benched[actor] = None
         self._group_stands = False
         if self.phase in (Phase.FORMING, Phase.SENDING):
             return evicted + self._again(reason)

@@ -17,14 +17,12 @@ from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Mem
 MOST_REMEMBERED = 4096
 """Maximum number of ended pods to remember. Late heartbeats of their processes arrive within seconds."""
 
-Kind = Literal["joined", "left", "evicted"]
-
 
 @dataclass(frozen=True)
 class MemberChange:
     """An arrival or departure. `evicted`: the actor was removed from `epoch`, or its heartbeats stopped."""
 
-    kind: Kind
+    kind: Literal["joined", "left", "evicted"]
     member: Member
     epoch: int
     version: int
@@ -112,8 +110,8 @@ class Roster:
             return []
         known.joined = False
         _rest(known)
-        kind: Kind = "evicted" if evicted.cause else "left"
-        return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, evicted.cause)]
+        epoch, reason, cause = evicted.epoch, evicted.reason, evicted.cause
+        return [MemberChange("evicted" if cause else "left", known.member, epoch, version, reason, cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
         """Record that these members received `version` in `epoch`, which may be that of a side group."""

@@ -28,7 +28,7 @@ from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.rl.memory import LOG_COPIES, MOST_SNAPSHOTS
 from pipelinerl.service.lifecycle import on_thread
-from pipelinerl.service.retry import Backoff, retry_forever
+from pipelinerl.service.retry import Backoff, is_transfer_error, retry_forever
 from pipelinerl.transfer.chunks import (
     ReusedMemory,
     checksum,
@@ -236,15 +236,10 @@ class LogWriter:
         self._arrived, self._released, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._held_above: int | None = None
         self._idle.set()
-        self.published: Published | None = None
-        """The last announcement."""
+        self.version: int | None = None
+        """The newest announced version; None before the first."""
         self.problem = ""
         """Why the last attempt to write failed; empty if it succeeded."""
-
-    @property
-    def version(self) -> int | None:
-        """Return the newest announced version; None before the first. Any thread may call this."""
-        return None if self.published is None else self.published.version
 
     def offer(self, snapshot: Snapshot) -> None:
         """Write this version next, instead of an earlier one that still waits."""
@@ -265,14 +260,12 @@ class LogWriter:
         """Write and announce versions until cancelled."""
         while True:
             await self._arrived.wait()
-            published = await retry_forever(
-                self._write, "write the weight log", retried=lambda error: isinstance(error, TransferError), backoff=LOG_BACKOFF
-            )
+            published = await retry_forever(self._write, "write the weight log", retried=is_transfer_error, backoff=LOG_BACKOFF)
             while self._held_above is not None and published.version > self._held_above:
                 self._released.clear()
                 await self._released.wait()
             await retry_forever(partial(bus.publish_control, "published", published.SerializeToString()), "say 'published'")
-            self.published = published
+            self.version = published.version
             if not self._arrived.is_set():
                 self._idle.set()
             try:
