@@ -340,11 +340,9 @@ class Coordinator:
         self.members = members
         self._newcomers -= set(self.members)
         self.answered, self._left = {}, set()
-        if not self.members:
-            self.phase = Phase.WAITING
-            return [FormGroup(self.epoch, ())]
-        self.phase = Phase.FORMING
-        return [FormGroup(self.epoch, tuple(self.members.values())), SetDeadline()]
+        self.phase = Phase.FORMING if members else Phase.WAITING
+        formed = FormGroup(self.epoch, tuple(members.values()))
+        return [formed, SetDeadline()] if members else [formed]
 
     def _eligible(self) -> dict[str, Member]:
         """Return the members of an epoch that begins now, in order of their ranks."""

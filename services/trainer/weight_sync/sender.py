@@ -236,8 +236,8 @@ class LogWriter:
         self._arrived, self._released, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._held_above: int | None = None
         self._idle.set()
-        self.version: int | None = None
-        """The newest announced version; None before the first."""
+        self.published: Published | None = None
+        """The last announcement; None before the first."""
         self.problem = ""
         """Why the last attempt to write failed; empty if it succeeded."""
 
@@ -265,7 +265,7 @@ class LogWriter:
                 self._released.clear()
                 await self._released.wait()
             await retry_forever(partial(bus.publish_control, "published", published.SerializeToString()), "say 'published'")
-            self.version = published.version
+            self.published = published
             if not self._arrived.is_set():
                 self._idle.set()
             try:
